@@ -55,8 +55,8 @@ def test_asked_saved_and_opened(tail: bool, tmp_path: Path, monkeypatch: pytest.
     named: list[tuple[int, CodeShape]] = []
     run = CodeSearch._run_plainly
 
-    def watched(self: CodeSearch, query: torch.Tensor, ids: torch.Tensor, places: torch.Tensor | None) -> None:
-        run(self, query, ids, places)
+    def watched(self: CodeSearch, query: torch.Tensor, ids: torch.Tensor, *given: Any) -> None:
+        run(self, query, ids, *given)
         named.append((int((ids >= 0).sum(dim=1).max()), self.shape))
 
     monkeypatch.setattr(CodeSearch, "_run_plainly", watched)

@@ -12,7 +12,7 @@ from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.cache.instruments import tail_shares
 from retrieval_attn.engine.graph import reached
 from retrieval_attn.engine.graph.reached import Reads
-from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, Decoded, enabled
+from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, FINER, Decoded, enabled
 from tests.test_bucket import Rows
 from tests.test_bucket_pages import rows_of, trees
 from tests.test_rows import Pair
@@ -74,6 +74,24 @@ def test_hosts_that_do_not_round(host_dtype: str) -> None:
     )
     assert any(any(reads) for reads in kinds_of(graphed.decoder))
     assert 0 < graphed.difference(eager) <= 2 * rounded.difference(eager)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("codes", [{"key_bytes": 64}, FINER["index_options"]])
+def test_codes_tell_what_most_of_the_named_keys_weigh(codes: dict[str, Any], batch: int) -> None:
+    """By a byte for each number nearly what the keys themselves would, in graphs of their own."""
+    model, found = enabled("llama"), []
+    for share in (1.0, 0.25):
+        own = {
+            "retrieve": 2 if "rescore" in codes else 8,
+            "index_options": {**codes, "int8_rows": True, "key_share": share},
+        }
+        config = CONFIG.replace(**{**REACHED, **own})
+        found.append(Decoded(model, True, config=config, prompt=400, batch=batch, new=6))
+    every, some = found
+    assert some.decoder is not every.decoder
+    assert all(set(reads) == {Reads.DEVICE} for one in found for reads in kinds_of(one.decoder))
+    assert 0 < some.difference(every) <= 5e-4
 
 
 def test_without_late_keys_nobody_asks_the_host(host_callback: str) -> None:

@@ -285,8 +285,18 @@ def test_rows_of_a_context_that_is_opened(monkeypatch: pytest.MonkeyPatch) -> No
     for free[0], options in ((0, {"key_bytes": 32}), (64 * GIB, {"key_bytes": 32, "int8_rows": True})):
         choice.take(saved, 1 << 16)
         assert choice.config.index_options == options and choice.spec.host_reads.rows == (len(options) == 2)
+    choice.take(ra.Config(index="device", index_options={"int8_rows": True}), 1 << 16)
+    assert choice.config.index_options == {"int8_rows": True, "key_share": 0.25}
     choice.take(ra.Config(index="sketch"), 1 << 16)
     assert not choice.spec.host_reads.rows
+
+
+@pytest.mark.parametrize("share", [0, 1.5, float("nan"), True, "half"])
+def test_a_share_of_keys_that_is_none(share: Any) -> None:
+    with pytest.raises(ConfigError, match="key_share"):
+        IndexSpec.of("device", {"int8_rows": True, "key_share": share})
+    assert IndexSpec.of("device", {"int8_rows": True}).host_reads.key_share == 1
+    assert IndexSpec.of("device", {"int8_rows": True, "key_share": 0.25}).host_reads.key_share == 0.25
 
 
 @pytest.mark.parametrize(("bus", "taken"), [(64e9, True), (32e9, True), (16e9, False), (None, True)])
@@ -307,7 +317,7 @@ def test_rows_where_the_host_has_room(caplog: pytest.LogCaptureFixture) -> None:
     found = {
         gib: chosen_index(llama3_8b(), ra.Config(), **given, host_free=gib * GIB).index_options for gib in (0, 31, 33)
     }
-    assert [dict(one) for one in found.values()] == [{}, {}, {"int8_rows": True}]
+    assert [dict(one) for one in found.values()] == [{}, {}, {"int8_rows": True, "key_share": 0.25}]
     assert "which reads int8 rows on the host" in caplog.text
     eager = chosen_index(llama3_8b(), ra.Config(tail=False), **given, host_free=64 * GIB)
     assert eager.index_options == {}

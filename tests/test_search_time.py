@@ -17,6 +17,7 @@ from tests.test_memory_plan import llama3_8b
 
 TOKENS = 131072
 ROWS, FINER = {"int8_rows": True}, {"rescore": 12, "finer_bytes": 64}
+QUARTER = {**ROWS, "key_share": 0.25}
 HOST = 118 * GIB
 
 
@@ -62,7 +63,7 @@ def test_smaller_chunks_make_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> N
     """Of a model with many query heads, which would wait for finer codes and for the host."""
     shape, without = dense_32b(), ({"key_bytes": 16, "rescore": 16, "finer_bytes": 64}, 8192)
     assert choice(shape, TOKENS, 4.8) == ({"key_bytes": 40, "rescore": 4, **ROWS}, 2048)
-    assert choice(shape, TOKENS, 4.2) == ({"key_bytes": 32, "rescore": 6, "finer_bytes": 64, **ROWS}, 2048)
+    assert choice(shape, TOKENS, 4.2) == ({"key_bytes": 32, "rescore": 6, "finer_bytes": 64, **QUARTER}, 2048)
     assert choice(shape, TOKENS, 5.4) == ({"key_bytes": 40, "rescore": 4, **ROWS}, 4096), "no smaller ones than needed"
     monkeypatch.setattr(index_choice, "CHUNKS_FOR_ROWS", 1)
     assert choice(shape, TOKENS, 4.8) == without
@@ -75,7 +76,7 @@ def test_chunks_stay_where_that_gains_little(monkeypatch: pytest.MonkeyPatch) ->
     """24 query heads wait for few finer codes."""
     shape, tokens = model_shape(hybrid_27b(), None), 1 << 19
     before = choice(shape, tokens, 7.2)
-    assert before == ({"key_bytes": 64, "rescore": 6, "finer_bytes": 128, **ROWS}, 8192)
+    assert before == ({"key_bytes": 64, "rescore": 6, "finer_bytes": 128, **QUARTER}, 8192)
     monkeypatch.setattr(index_choice, "WORTH_CHUNKS", 2.0)
     assert choice(shape, tokens, 7.2) != before
 
@@ -84,7 +85,7 @@ def test_codes_that_name_by_themselves_stay_as_large_as_they_fit() -> None:
     """Of a million tokens smaller ones would be quicker, and find less."""
     shape = model_shape(llama3_8b(), None)
     coded, _ = fitting_index(shape, ra.Config(host_dtype="int8"), 1 << 20, 40 * GIB, host_free=400 * GIB)
-    assert coded.index_options == ROWS
+    assert coded.index_options == QUARTER
     smaller = ra.Config(index="device", index_options={"key_bytes": 40, "rescore": 4, **ROWS})
     seconds_of = [search_seconds(shape, one, 1 << 20) for one in (smaller, coded)]
     assert seconds_of[0] < index_choice.WORTH_CHUNKS * seconds_of[1]

@@ -55,11 +55,12 @@ class DeviceBytes(NamedTuple):
 
 class HostReads(NamedTuple):
     """What a device reads in host memory. codes: those that it scans. rows: of keys and values, which are held once
-    more, rounded (`offload/rounded.py`).
+    more, rounded (`offload/rounded.py`). key_share: of the rows that it reads, those of which it reads keys, too.
     """
 
     codes: bool = False
     rows: bool = False
+    key_share: float = 1.0
 
 
 class CodeSizes(NamedTuple):

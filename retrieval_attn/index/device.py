@@ -162,9 +162,10 @@ class DeviceOptions:
     """key_bytes: per key, at least 8; None: head_dim / 2, at least 16. rescore: keys picked by them per key wanted.
     finer_bytes: per key, of finer codes in host memory, by which fewer of these get an exact score; 0: there are none,
     and all do. int8_rows: the host holds keys and values once more, as int8 rows, which captured steps have the device
-    read where others have the host attend; with estimates alone (`Config.tail`). codes_on_host: codes lie in host
-    memory as well, and the bus brings all of them to the device for every token, those of the next layer while one
-    computes: where there is no room for more.
+    read where others have the host attend; with estimates alone (`Config.tail`). key_share: of such rows the share
+    whose keys are read, too, the best by their codes; of the others values are, and codes tell what they weigh.
+    codes_on_host: codes lie in host memory as well, and the bus brings all of them to the device for every token, those
+    of the next layer while one computes: where there is no room for more.
 
     Raises ConfigError for other values.
     """
@@ -173,6 +174,7 @@ class DeviceOptions:
     rescore: int = RESCORE
     finer_bytes: int = 0
     int8_rows: bool = False
+    key_share: float = 1.0
     codes_on_host: bool = False
 
     def __post_init__(self) -> None:
@@ -188,6 +190,9 @@ class DeviceOptions:
         for name in ("int8_rows", "codes_on_host"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
+        share = self.key_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"key_share must be more than 0 and at most 1, got {share!r}")
 
     def bytes_for(self, head_dim: int) -> int:
         """Bytes per key, at most one per number."""
@@ -231,7 +236,7 @@ class DeviceIndex(RunsIndex):
 
     @classmethod
     def host_reads(cls, options: DeviceOptions) -> HostReads:
-        return HostReads(options.codes_on_host, options.int8_rows)
+        return HostReads(options.codes_on_host, options.int8_rows, options.key_share)
 
     @classmethod
     def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> CodeSizes:

@@ -75,7 +75,8 @@ class IndexChoice:
             options = {name: value for name, value in options.items() if name not in on_host}
             decided = decided.replace(index_options=options)
         if model is not None and decided.index == "device" and self._requested.index == "auto":
-            options.pop("int8_rows", None)
+            for name in ("int8_rows", "key_share"):
+                options.pop(name, None)
             plain = decided.replace(index_options=options)
             shape = known_shape(model.config)
             room = shape is not None and has_room_for_rows(shape, plain, tokens, self._host_free(model))

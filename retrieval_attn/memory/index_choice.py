@@ -32,6 +32,12 @@ what share of a search's seconds may be left for it: in 24 GiB 128K tokens of Qw
 by 40 bytes and such rows in chunks of 2,048, which read them in 53 to 69 s, and 25.4 to 30.4 by 24 bytes, finer ones
 and no rows in chunks of 4,096, which take 43 to 53 (H100; docs/log.md, 2026-11-27)."""
 
+KEY_SHARE = 0.25
+"""Of the keys that a device names those that it reads, see `DeviceOptions`, where the codes by which it names them have
+the usual size. KL to full attention is then what it is with all of them read: 3.90e-4 and 3.68e-4 nats (prose), 5.16e-3
+and 5.12e-3 (code), of the bundled model. By codes of five eighths of that size it is not, 6.3e-4 and 3.8e-4: they are
+more than twice as noisy (docs/log.md, 2026-11-27)."""
+
 
 def chosen_index(
     model_config: Any,
@@ -179,8 +185,11 @@ def _host_bytes(shape: ModelShape, config: Config, tokens: int, batch: int) -> i
 
 
 def with_rows(config: Config) -> Config:
-    """`config` with int8 rows that the device reads."""
-    return config.replace(index_options={**config.index_options, "int8_rows": True})
+    """`config` with int8 rows that the device reads, the keys of some of them."""
+    options = {**config.index_options, "int8_rows": True}
+    if "key_bytes" not in options or "finer_bytes" in options:
+        options["key_share"] = KEY_SHARE
+    return config.replace(index_options=options)
 
 
 def _coded_configs(sizes: Sequence[Config], tokens: int, least: int = LEAST_CHUNK) -> Iterator[Config]:

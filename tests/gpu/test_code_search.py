@@ -15,8 +15,16 @@ from torch import Tensor
 
 from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
-from retrieval_attn.gpu.codes.codes import DeviceCodes, code_scores, estimated
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, shared_scratch, size_class
+from retrieval_attn.gpu.codes.codes import MOST_VARIANCE, DeviceCodes, code_scores, estimated
+from retrieval_attn.gpu.codes.search import (
+    CodeSearch,
+    CodeShape,
+    QuestionSearch,
+    Scratch,
+    Told,
+    shared_scratch,
+    size_class,
+)
 from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_spaces
@@ -210,6 +218,33 @@ def test_codes_on_the_host_are_scanned_there(device: str, count: int, finer: int
         search.bind([(one, count)])
         rows.append(named(search, query))
     assert rows[0] == rows[1] and all(len(row) >= 40 for row in rows[0])
+
+
+@pytest.mark.parametrize("finer", [None, 64])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_codes_tell_of_those_that_are_named(device: str, rows: int, finer: int | None) -> None:
+    """What codes say by which they were named, and what these lack; of the best of them that they are to be read."""
+    space, keys = made(64, 32, 1000)
+    codes = on(device, space, keys, None if finer is None else made(64, finer, 1000)[0])
+    shape = CodeShape(32, 50) if finer is None else CodeShape(32, 100, finer, 50)
+    search = CodeSearch(rows, 4, 1, shape, torch.device(device))
+    search.bind([(codes, 1000)] * rows)
+    query = torch.randn(rows, 4, 1, 64, generator=torch.Generator().manual_seed(3)).to(device)
+    places = torch.arange(4 * rows, device=device).flip(0)
+    plain = named(search, query, places)
+    search.told = Told(torch.full((4 * rows, shape.room), torch.nan, device=device), 12)
+    assert named(search, query, places) == plain, "the same keys"
+    known = codes if codes.finer is None else codes.finer
+    for place, ids in enumerate(plain):
+        own = query.view(-1, 64)[len(plain) - 1 - place][None]
+        scores = known.scores_of(own, torch.tensor([ids], device=device))[0]
+        lacking = estimated(known.space, own)[1].clamp_max(MOST_VARIANCE)
+        told = search.told.products[place, : len(ids)]
+        read = told == torch.inf
+        assert 12 <= int(read.sum()) <= 15
+        slack = 2e-3 * float(scores.abs().max())  # what is left of a score are 11 bits
+        assert scores[read].min() >= scores[~read].max() - slack
+        torch.testing.assert_close(told[~read], (scores + lacking / 2)[~read], rtol=0, atol=slack)
 
 
 @pytest.mark.parametrize("finer", [False, True])

@@ -38,13 +38,16 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 class Case(NamedTuple):
-    """Queries (batch, q_heads, 1, dim), of each key-value head its entry and float32 numbers, and ids."""
+    """Queries (batch, q_heads, 1, dim), of each key-value head its entry and float32 numbers, and ids. told: of these,
+    as `Told.products`; None: all keys are read.
+    """
 
     query: Tensor
     shape: RowShape
     entries: list[ReachEntry | None]
     numbers: list[tuple[Tensor, Tensor]]
     ids: Tensor
+    told: Tensor | None = None
 
 
 def made(*, dims: tuple[int, int] = (64, 64), rows: int = 2, group: int = 4, tokens: int = 300) -> Case:
@@ -80,10 +83,15 @@ def expected(case: Case, scoring: Scoring) -> tuple[Tensor, Tensor]:
             continue
         ids = case.ids[number]
         enough = ids[min(entry.least, entry.ids) - 1] >= 0
-        ids = ids[ids >= 0].long() if enough else torch.arange(entry.ids)
-        keys, values = (one.double()[ids[ids < entry.ids]] for one in case.numbers[head])
+        here = (ids >= 0) & (ids < entry.ids)
+        ids = ids[here].long() if enough else torch.arange(entry.ids)
+        keys, values = (one.double()[ids] for one in case.numbers[head])
         if len(keys):
-            scores = keys @ own * scoring.scale
+            products = keys @ own
+            if case.told is not None and enough:
+                told = case.told[number, here].double()
+                products = torch.where(told == torch.inf, products, told)
+            scores = products * scoring.scale
             scores = scores if scoring.softcap is None else scoring.softcap * torch.tanh(scores / scoring.softcap)
             out[number], lse[number] = scores.softmax(0) @ values, scores.logsumexp(0)
     return out, lse
@@ -102,7 +110,8 @@ def found(device: str, case: Case, scoring: Scoring) -> Partial:
     def at_once(function: Any, *arguments: Any) -> None:
         function(*arguments)
 
-    return reach.run(case.query.to(device), case.ids.to(device), scoring, at_once)
+    told = None if case.told is None else case.told.to(device)
+    return reach.run(case.query.to(device), case.ids.to(device), scoring, at_once, told)
 
 
 def check(device: str, case: Case, softcap: float | None = None) -> None:
@@ -146,6 +155,25 @@ def test_fewer_keys_than_a_search_names(device: str) -> None:
     case.ids[:] = -1
     case.ids[:, :8] = torch.arange(8)
     check(device, case)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_keys_that_are_told_of_are_not_read(device: str, softcap: float | None) -> None:
+    """Only their values are: their keys may be anything. A query with too few keys has all of them read."""
+    rng = torch.Generator().manual_seed(6)
+    case = made(rows=3, tokens=700)
+    told = 30 * torch.randn(case.ids.shape, generator=rng)
+    told[torch.rand(case.ids.shape, generator=rng) < 0.3] = torch.inf
+    case = case._replace(told=told)
+    cut = case._replace(ids=case.ids.clone())
+    cut.ids[5, LEAST - 1 :] = -1
+    check(device, cut, softcap)
+    for entry, ids, products in zip(case.entries, case.ids.view(6, -1), told.view(6, -1), strict=True):
+        assert entry is not None
+        unread = set(ids.tolist()) - set(ids[products == torch.inf].tolist()) - {-1}
+        assert unread
+        entry.steps[sorted(unread), 0] = torch.nan
+    check(device, case, softcap)
 
 
 def test_rows_without_keys_are_empty(device: str) -> None:

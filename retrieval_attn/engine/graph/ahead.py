@@ -14,12 +14,12 @@ from torch import Tensor
 from retrieval_attn.cache.coded_clusters import new_mass
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.engine.graph.host import code_shape, split_microbatches
-from retrieval_attn.engine.graph.reached import device_reads
+from retrieval_attn.engine.graph.reached import device_reads, told_of
 from retrieval_attn.engine.graph.slot import window_of
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
 from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, size_class
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, Told, size_class
 from retrieval_attn.gpu.codes.stage import BroughtCodes
 from retrieval_attn.gpu.decode.kernels import (
     HostPart,
@@ -51,7 +51,7 @@ class LayerLaunches:
         batch, self._kv_heads, _, self._dim = self._key.shape
         self._rows = sorted({part.stop - part.start for part in split_microbatches(layer, batch, self._dim)})
         self._step_codes, self._reads = code_shape(layer, self._dim), device_reads(layer)
-        self._brings = layer.index.spec.host_reads.codes
+        self._host_reads = layer.index.spec.host_reads
         ranges = [] if layer.held is None else layer.held.ranges
         self._keys = max((stop - start for start, stop in ranges), default=0)
         k = layer.config.retrieve_count(self._keys)
@@ -65,7 +65,7 @@ class LayerLaunches:
     def shape(self) -> tuple[object, ...]:
         """Of layers with the same shape one needs to launch."""
         sizes = self._key.shape, self._value.shape, self._key.dtype, self._key.device
-        codes = self._step_codes, self._reads, self._brings, self._question_codes, self._k, self._fmt
+        codes = self._step_codes, self._reads, self._host_reads, self._question_codes, self._k, self._fmt
         return *sizes, self._q_heads, self._processors, self._forms, size_class(self._keys), *codes
 
     def works(self, graphs: bool) -> list[Callable[[], None]]:
@@ -104,9 +104,12 @@ class LayerLaunches:
         for rows in self._rows:
             count = rows * self._q_heads
             search = CodeSearch(rows, self._q_heads, self._kv_heads, codes, device)
-            if self._brings:
+            if self._host_reads.codes:
                 BroughtCodes(len(search.entries), device).bring()
             self._run(search, self._query()[:rows], count, self._places(rows))
+            if self._reads:
+                search.told = self._told(count, codes)
+                self._run(search, self._query()[:rows], count, None)
 
     def reach_named(self) -> None:
         """Attend to named keys as a step does whose device reads them."""
@@ -115,7 +118,13 @@ class LayerLaunches:
             return
         for rows in self._rows:
             ids = torch.full((rows * self._q_heads, codes.room), -1, dtype=torch.int32, device=self._key.device)
-            KeyReach(rows * self._kv_heads, shape, ids.device).run(self._query()[:rows], ids, Scoring(1.0), _at_once)
+            told = self._told(len(ids), codes)
+            KeyReach(rows * self._kv_heads, shape, ids.device).run(
+                self._query()[:rows], ids, Scoring(1.0), _at_once, None if told is None else told.products
+            )
+
+    def _told(self, queries: int, codes: CodeShape) -> Told | None:
+        return told_of(queries, codes.room, codes.named, self._host_reads.key_share, self._key.device)
 
     def search_question(self) -> None:
         """Search codes as a question does."""

@@ -163,8 +163,8 @@ class HostRows:
         self.reads, self._reached, self._has_late = Reads.HOST, None, False
         self._beside: object = None
         if codes is not None and reached.device_reads(layer):
-            rows_read = RowShape(dim, value_dim)
-            self._reached = ReachedRows(kv_heads, (batch, room), rows_read, self._tally, codes.named, tables)
+            named = codes.named, layer.index.spec.host_reads.key_share
+            self._reached = ReachedRows(kv_heads, (batch, room), RowShape(dim, value_dim), self._tally, named, tables)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
@@ -290,6 +290,7 @@ class HostRows:
             sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.picked_room, query.device
             scratch = shared_scratch(resources.scratch, *sizes)
             resources.stage.wait(self._turn, resources.runtime)
+            self._search.told = None if reached is None else reached.told
             self._search.run(own, ids, places, scratch, resources.runtime.opaque, scale=self.scoring.scale)
         if self.reads is not Reads.DEVICE:
             begun = resources.runtime.begin(self._call)

@@ -7,6 +7,7 @@ yet; where no row of the batch has such keys, the step is recorded without a hos
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +22,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.codes.reach import KeyReach, ReachEntry, RowShape
+from retrieval_attn.gpu.codes.search import Told
 from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.gpu.decode.kernels import HostPart
 from retrieval_attn.index.task.descriptor import NANOSECONDS, STATUS
@@ -46,22 +48,37 @@ def device_reads(layer: RetrievalLayer) -> bool:
     return RowShape(*(one.shape[3] for one in layer.window.buffers)).readable
 
 
+def told_of(queries: int, room: int, least: int, share: float, device: torch.device) -> Told | None:
+    """Where a search tells of what it names, `least` keys of each query and `room` at most; None: all are read."""
+    best = math.ceil(share * least)
+    return None if best >= least else Told(torch.full((queries, room), torch.inf, device=device), best)
+
+
 class ReachedRows:
     """See the module, for the rows of one `HostRows`. part: the device's results in place of the host's.
 
-    ids: (rows * q_heads, room) int32, where the search names keys, in the order of queries.
+    ids: (rows * q_heads, room) int32, where the search names keys, in the order of queries. told: what it tells of
+    them; None: nothing, and all keys are read.
     """
 
     def __init__(
-        self, heads: int, sizes: tuple[int, int], shape: RowShape, tally: Tensor, least: int, tables: SharedTables
+        self,
+        heads: int,
+        sizes: tuple[int, int],
+        shape: RowShape,
+        tally: Tensor,
+        named: tuple[int, float],
+        tables: SharedTables,
     ) -> None:
         """heads: key-value heads of a row. sizes: rows, and keys that a query may have named. tally: as in `HostPart`.
-        least: keys that a search names at least. tables: see `KeyReach`.
+        named: keys that a search names at least, and the share of them that are read. tables: see `KeyReach`.
         """
+        least, share = named
         (rows, room), device = sizes, tally.device
         self._reach, self._heads, self._least = KeyReach(rows * heads, shape, device, tables), heads, least
         self._tally, self._nothing = tally, torch.zeros_like(tally[:, 0])
         self.ids = torch.full((len(tally), room), -1, dtype=torch.int32, device=device)
+        self.told = told_of(len(tally), room, least, share, device)
         self.found: Partial | None = None
 
     def bind(self, paths: Sequence[SequenceKV | None], apart: Sequence[CodedPieces], rows_of: list[list[int]]) -> bool:
@@ -87,7 +104,8 @@ class ReachedRows:
 
     def run(self, query: Tensor, scoring: Scoring, opaque: Callable[..., None]) -> None:
         """Record: attend query (rows, q_heads, 1, head_dim) to what `ids` name."""
-        self.found = self._reach.run(query, self.ids, scoring, opaque)
+        told = None if self.told is None else self.told.products
+        self.found = self._reach.run(query, self.ids, scoring, opaque, told)
 
     @property
     def part(self) -> HostPart:

@@ -40,7 +40,7 @@ def cache_signature(cache: RetrievalCache) -> tuple[Any, ...]:
         fmt = codes = reads = None
         if isinstance(layer, RetrievalLayer):
             fmt = None if layer.held is None else layer.held.fmt
-            codes, reads = code_shape(layer, key.shape[3]), (device_reads(layer), layer.index.spec.host_reads.codes)
+            codes, reads = code_shape(layer, key.shape[3]), (device_reads(layer), layer.index.spec.host_reads)
         sizes = key.shape[:2], slots, key.shape[3], value.shape[3]
         layers.append((type(layer), *sizes, key.dtype, key.device, fmt, codes, reads))
     return tuple(layers)

@@ -6,6 +6,9 @@ Where rows lie is read from a table in device memory, so one graph serves whatev
 (`reach_triton.py`): one gathers and attends in parts, one merges the parts. The host has nothing to do for these keys:
 what bounds its part, the latency of its loads, is hidden by thousands of loads under way.
 
+What bounds the device's part is the bus. Of keys whose weight their codes may tell (`search.Told`) it brings values
+alone: half the bytes.
+
 Where Triton does not run, plain PyTorch does the same: what the kernels are tested against. Arithmetic is float32.
 """
 
@@ -121,24 +124,27 @@ class KeyReach:
         """Let the rows of these entries go; `bind` names others before the next `run`."""
         self.entries[own] = [None] * len(self.entries[own])
 
-    def run(self, query: Tensor, ids: Tensor, scoring: Scoring, opaque: Callable[..., None]) -> Partial:
+    def run(
+        self, query: Tensor, ids: Tensor, scoring: Scoring, opaque: Callable[..., None], told: Tensor | None = None
+    ) -> Partial:
         """Attend query (batch, q_heads, 1, head_dim) to what ids (batch * q_heads, room) int32 name; -1: no key.
 
         Row b * q_heads + h of ids is query head h's of row b, as of the results, float32: out (batch * q_heads,
         value_dim) and lse (batch * q_heads,); 0 and -inf where no key is named. An id is named once at most. opaque:
-        runs a function that finds its arguments anew at every replay.
+        runs a function that finds its arguments anew at every replay. told: of these ids, `Told.products`; None: all
+        keys are read.
         """
         count = query.shape[0] * query.shape[1]
         out = torch.empty(count, self.shape.value_dim, dtype=torch.float32, device=query.device)
         into = Partial(out, torch.empty(count, dtype=torch.float32, device=query.device))
         kernels = kernels_for(query, "codes.reach_triton")
         if kernels is not None:
-            kernels.reach(self, query, ids, scoring, into)
+            kernels.reach(self, query, ids, scoring, into, told)
         else:
-            opaque(self._run_plainly, query, ids, scoring, into)
+            opaque(self._run_plainly, query, ids, scoring, into, told)
         return into
 
-    def _run_plainly(self, query: Tensor, ids: Tensor, scoring: Scoring, into: Partial) -> None:
+    def _run_plainly(self, query: Tensor, ids: Tensor, scoring: Scoring, into: Partial, told: Tensor | None) -> None:
         into.out.zero_()
         into.lse.fill_(-torch.inf)
         group = len(ids) // len(self.entries)
@@ -147,14 +153,18 @@ class KeyReach:
             entry = self.entries[number // group]
             if entry is None or not entry.ids:
                 continue
-            named = own[(own >= 0) & (own < entry.ids)].long()
+            here = (own >= 0) & (own < entry.ids)
+            named = own[here].long()
+            products = torch.full_like(named, torch.inf, dtype=torch.float32) if told is None else told[number, here]
             if own[min(entry.least, entry.ids) - 1] < 0:
                 named = torch.arange(entry.ids, device=own.device)
+                products = torch.full_like(named, torch.inf, dtype=torch.float32)
             if len(named):
                 rows = entry.rows[named.to(entry.rows.device)].to(query.device).float()
                 keys, values = rows.split(list(self.shape), dim=1)
                 steps = entry.steps[named]
-                scores = keys @ flat[number] * steps[:, 0] * scoring.scale
+                read = keys @ flat[number] * steps[:, 0]
+                scores = torch.where(products == torch.inf, read, products) * scoring.scale
                 if scoring.softcap is not None:
                     scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
                 into.lse[number] = scores.logsumexp(0)

@@ -48,13 +48,13 @@ def _mixed(words, weights, place: tl.constexpr):
 
 @triton.jit(do_not_specialize=["query_b", "q_heads", "members", "room"])
 def _reach_kernel(
-    query, ids, table, anchor, outs, lses, query_b, query_h, q_heads, members, room, scale, softcap,
+    query, ids, told, table, anchor, outs, lses, query_b, query_h, q_heads, members, room, scale, softcap,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, N: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
-    PARTS: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, STEPS: tl.constexpr,
+    PARTS: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, STEPS: tl.constexpr, IS_TOLD: tl.constexpr,
 ):  # fmt: skip
     """Attention of query i to part p of what is named for it: outs[i, p] and lses[i, p]; 0 and -inf where it is empty.
 
-    UNIT, STEPS: words of what the table counts rows and steps in.
+    UNIT, STEPS: words of what the table counts rows and steps in. IS_TOLD: keys are read where `told` says inf.
     """
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = table + i // members * TABLE
@@ -78,15 +78,24 @@ def _reach_kernel(
         token = tl.where(inside, token, 0)
         # multiples of UNIT words: the compiler knows what rows begin on, and loads as much at once
         row = anchor + (rows_at + token * ((DIM + VALUE_DIM) // 4 // UNIT)) * UNIT
-        # all that is needed is asked for before any of it is used
-        keys = tl.load(row[:, None] + key_word[None, :], mask=inside[:, None] & (key_word < DIM // 4)[None, :], other=0)
+        # all that is needed is asked for before any of it is used: values first, for keys may have to be told of
         values = tl.load(row[:, None] + DIM // 4 + value_word[None, :], mask=inside[:, None] & here[None, :], other=0)
+        is_read = inside
+        if IS_TOLD:
+            product = tl.load(told + i * room + slot, mask=named_enough & inside, other=float("inf"))
+            is_read = inside & (product == float("inf"))
+        keys = tl.load(
+            row[:, None] + key_word[None, :], mask=is_read[:, None] & (key_word < DIM // 4)[None, :], other=0
+        )
         step = anchor + (steps_at + token) * STEPS
         key_step = tl.load(step, mask=inside, other=0).to(tl.float32, bitcast=True)
         value_step = tl.load(step + 1, mask=inside, other=0).to(tl.float32, bitcast=True)
         products = _products(keys, own, 0, DIM, KW) + _products(keys, own, 1, DIM, KW)
         products += _products(keys, own, 2, DIM, KW) + _products(keys, own, 3, DIM, KW)
-        score = tl.sum(products, axis=1) * key_step * scale
+        score = tl.sum(products, axis=1) * key_step
+        if IS_TOLD:
+            score = tl.where(is_read, score, product)
+        score *= scale
         if softcap > 0:  # not compiled twice: whoever launches ahead does not know it
             score = softcap * (1 - 2 / (tl.exp(2 * score / softcap) + 1))
         score = tl.where(inside, score, -float("inf"))
@@ -132,7 +141,7 @@ def _merge_kernel(outs, lses, out, lse, PARTS: tl.constexpr, P: tl.constexpr, VA
     tl.store(lse + i, tl.where(empty, -float("inf"), shift + tl.log(divisor)))
 
 
-def reach(reached: KeyReach, query: Tensor, ids: Tensor, scoring: Scoring, into: Partial) -> None:
+def reach(reached: KeyReach, query: Tensor, ids: Tensor, scoring: Scoring, into: Partial, told: Tensor | None) -> None:
     """Attend to what ids name; see `KeyReach.run`."""
     (batch, q_heads, _, dim), room = query.shape, ids.shape[1]
     count, value_dim = batch * q_heads, reached.shape.value_dim
@@ -144,11 +153,11 @@ def reach(reached: KeyReach, query: Tensor, ids: Tensor, scoring: Scoring, into:
         outs = torch.empty(count, parts, value_dim, dtype=torch.float32, device=query.device)
         lses = torch.empty(count, parts, dtype=torch.float32, device=query.device)
     _reach_kernel[(count, parts)](
-        query, ids, reached.table, reached.table.view(torch.int32), outs, lses,
+        query, ids, ids if told is None else told, reached.table, reached.table.view(torch.int32), outs, lses,
         query.stride(0), query.stride(1), q_heads, count // len(reached.entries), room,
         float(scoring.scale), float(scoring.softcap or 0.0),
         DIM=dim, VALUE_DIM=value_dim, N=at_once, KW=widths[0], VW=widths[1], PARTS=parts, TABLE=TABLE_WORDS,
-        UNIT=WIDE // WORD, STEPS=STEP_BYTES // WORD, num_warps=WARPS,
+        UNIT=WIDE // WORD, STEPS=STEP_BYTES // WORD, IS_TOLD=told is not None, num_warps=WARPS,
     )  # fmt: skip
     if parts > 1:
         _merge_kernel[(count,)](

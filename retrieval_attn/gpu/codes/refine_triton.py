@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
 from retrieval_attn.gpu.codes.search import FINE, TABLE_WORDS, CodedHeads, CodeSearch, Scratch, Turn
-from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, threshold
+from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, tell, threshold
 from retrieval_attn.gpu.overlap_triton import begin, overlap
 
 BLOCK_KEYS = 64
@@ -58,15 +58,15 @@ def _read_kernel(
     tl.store(said + at * PICKED + slot, tl.where(inside, value, -float("inf")), mask=slot < picked_room)
 
 
-@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
+@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count", "told_best"])
 def _keep_kernel(
-    variances, code_units, code_bases, code_variances, least, scores, hits, keys, said, places, ids,
-    k, enough, picked_room, room, scale, members, first_entry, first_member, count, max_keys,
+    variances, code_units, code_bases, code_variances, least, scores, hits, keys, said, places, ids, told,
+    k, enough, picked_room, room, told_best, scale, members, first_entry, first_member, count, max_keys,
     PICKED: tl.constexpr, ROOM: tl.constexpr, MOST_VARIANCE: tl.constexpr, MOST_SCORE: tl.constexpr,
-    HAS_PLACES: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_PLACES: tl.constexpr, TELLS: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Of the keys that were picked for a query, the `k` best by their finer codes to ids; of the others, to scores,
-    what those say of them.
+    what those say of them. TELLS: of those that are named, to told, see `search.Told`.
     """
     i = tl.program_id(0)
     at = i.to(tl.int64)
@@ -84,6 +84,10 @@ def _keep_kernel(
     is_named = chosen & (place < room)
     # first to the device's own memory, for the host's takes whole lines far better than scattered words
     tl.store(hits + at * picked_room + place, key, mask=is_named)
+    if TELLS:
+        named = tl.where(is_named, value, -float("inf"))
+        product = tell(named, tl.load(variances + query), told_best, scale, MOST_VARIANCE, ROUNDS)
+        tl.store(told + row * room + place, product, mask=is_named)
     # what is left of a key that is not named is what its finer code says, with the variance that this lacks: whoever
     # sums up takes that of the others for it
     lacking = tl.minimum(tl.load(variances + query) * scale * scale, MOST_VARIANCE)
@@ -111,7 +115,7 @@ def refine(
     scale: float,
 ) -> None:
     """Name the best of the keys that were picked for the queries of a turn in ids, as `CodeSearch.run` does."""
-    shape, k = search.shape, search.shape.kept
+    shape, k, told = search.shape, search.shape.kept, search.told
     queries, own = turn.entries * turn.members, (members, turn.first_entry, turn.first_member, turn.members)
     _read_kernel[(queries, triton.cdiv(shape.picked_room, BLOCK_KEYS))](
         finer.table, finer.planes, finer.centres, finer.factors, finer.units, finer.bases,
@@ -121,9 +125,10 @@ def refine(
     )  # fmt: skip
     _keep_kernel[(queries,)](
         finer.variances, search.units, search.bases, search.variances, scratch.least, scratch.scores, scratch.hits,
-        scratch.keys, scratch.said, scratch.hits if places is None else places, ids, k, k + k // 16,
-        shape.picked_room, shape.room, float(scale), *own, scratch.max_keys,
+        scratch.keys, scratch.said, scratch.hits if places is None else places, ids,
+        scratch.said if told is None else told.products, k, k + k // 16,
+        shape.picked_room, shape.room, 0 if told is None else told.best, float(scale), *own, scratch.max_keys,
         PICKED=scratch.picked, ROOM=triton.next_power_of_2(shape.room), MOST_VARIANCE=MOST_VARIANCE,
-        MOST_SCORE=MOST_SCORE, HAS_PLACES=places is not None, ROUNDS=MAX_ROUNDS, num_warps=4,
+        MOST_SCORE=MOST_SCORE, HAS_PLACES=places is not None, TELLS=told is not None, ROUNDS=MAX_ROUNDS, num_warps=4,
         **overlap(finer.planes.device),
     )  # fmt: skip

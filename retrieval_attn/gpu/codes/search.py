@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes
+from retrieval_attn.gpu.codes.codes import ALIGNED, MOST_VARIANCE, DeviceCodes, estimated
 from retrieval_attn.gpu.codes.stage import BroughtCodes, Source
 from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.codes.tiles import QueryTiles
@@ -84,6 +84,17 @@ class CodeShape(NamedTuple):
     def picked_room(self) -> int:
         """Most keys picked per query by their codes on the device."""
         return _room_for(self.k)
+
+
+class Told(NamedTuple):
+    """What codes tell of the keys that are named: products (queries, room) float32, in places of their ids.
+
+    Of each query q . k, with half the variance of what codes lack as a logit has it; inf for the `best` of its keys, or
+    a few more: those are to be read. Where there is no key, anything.
+    """
+
+    products: Tensor
+    best: int
 
 
 def _room_for(k: int) -> int:
@@ -203,10 +214,12 @@ class CodeSearch(CodedHeads):
 
     block: queries that a program scores at a time. tiles: of the queries, by their codes; None: of one row, whose
     entries have codes of their own. finer: None: all keys that are picked are named. staged: codes in host memory are
-    brought, and `place` says where to, before `run`; otherwise they are scanned where they lie.
+    brought, and `place` says where to, before `run`; otherwise they are scanned where they lie. told: what `run` writes
+    beside ids; None: nothing.
     """
 
     staged = False
+    told: Told | None = None
 
     def __init__(
         self,
@@ -303,15 +316,15 @@ class CodeSearch(CodedHeads):
         places: int64, the row of ids for query head h of row b, at b * q_heads + h; None: that one. opaque: runs a
         function that finds its arguments anew at every replay. after: called behind the kernels of each turn, while
         `scratch` has what they left; not where plain PyTorch names the keys. scale: of logits, which what is left of
-        keys that were picked, but not named, will be taken for.
+        keys that were picked, but not named, will be taken for, and what is told of those that are.
         """
         kernels = kernels_for(query, "codes.search_triton") if scratch.suits_kernels else None
         if kernels is not None:
             kernels.search(self, query, ids, places, scratch, after, scale)
         else:
-            opaque(self._run_plainly, query, ids, places)
+            opaque(self._run_plainly, query, ids, places, self.told, scale)
 
-    def _run_plainly(self, query: Tensor, ids: Tensor, places: Tensor | None) -> None:
+    def _run_plainly(self, query: Tensor, ids: Tensor, places: Tensor | None, told: Told | None, scale: float) -> None:
         batch, q_heads, _, dim = query.shape
         group = q_heads // self.kv_heads
         ids.fill_(-1)
@@ -324,8 +337,21 @@ class CodeSearch(CodedHeads):
             hits = codes.find(flat[number], min(self.shape.k, stop), stop)
             if codes.finer is not None and self.shape.kept:
                 hits = codes.finer.best_of(flat[number], hits, min(self.shape.kept, stop))
+            known = codes if codes.finer is None or not self.shape.kept else codes.finer
             for i in range(group):
-                ids[rows[number * group + i], : hits.shape[1]] = hits[i]
+                row = rows[number * group + i]
+                ids[row, : hits.shape[1]] = hits[i]
+                if told is not None:
+                    told.products[row, : hits.shape[1]] = _told_of(known, flat[number, i], hits[i], told.best, scale)
+
+
+def _told_of(codes: DeviceCodes, query: Tensor, ids: Tensor, best: int, scale: float) -> Tensor:
+    """See `Told`: of the keys with ids (n,) for query (head_dim,)."""
+    _, variances = estimated(codes.space, query[None])
+    products = codes.scores_of(query[None], ids[None])[0]
+    to_be_read = products.topk(min(best, len(products))).indices
+    products += (variances * scale**2).clamp_max(MOST_VARIANCE) / (2 * scale)
+    return products.index_fill(0, to_be_read, torch.inf)
 
 
 def _words(codes: DeviceCodes, count: int, here: int) -> tuple[int, ...]:

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
 from retrieval_attn.gpu.codes.refine_triton import refine
 from retrieval_attn.gpu.codes.search import FINE, SMALL_BLOCK, TABLE_WORDS, CodedHeads, CodeSearch, Scratch, Turn
-from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, threshold
+from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, tell, threshold
 from retrieval_attn.gpu.overlap_triton import begin, overlap
 
 BLOCK_KEYS = 128
@@ -260,24 +261,25 @@ def _store_chosen(at, chosen, room, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.minimum(tl.sum(count, axis=0), room)
 
 
-@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count"])
+@triton.jit(do_not_specialize=["members", "first_entry", "first_member", "count", "told_best"])
 def _pick_kernel(
-    table, scores, least, best, groups, hits, places, ids, k, enough_groups, enough, room,
-    members, first_entry, first_member, count, max_keys,
+    table, scores, least, best, groups, hits, places, ids, told, units, bases, variances,
+    k, enough_groups, enough, room, told_best, scale, members, first_entry, first_member, count, max_keys,
     WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PICKED: tl.constexpr, ROOM: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PLACES: tl.constexpr, REFINES: tl.constexpr,
-    ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
+    TELLS: tl.constexpr, MOST_VARIANCE: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The groups whose best scores are among the `k` best, and of their keys those whose scores are.
 
     A group that is left out has k groups before it, each with a better key than its own best. REFINES: ids are those
-    of the turn, for kernels that name the best of them.
+    of the turn, for kernels that name the best of them. TELLS: and what their codes tell, see `Told`.
     """
     i = tl.program_id(0)
     at = i.to(tl.int64)
     entry = (first_entry + i // count).to(tl.int64)
     length = tl.cdiv(tl.load(table + entry * WORDS + 2), GROUP).to(tl.int32)
-    row = entry * members + first_member + i % count
+    query = entry * members + first_member + i % count
+    row = query
     if HAS_PLACES:
         row = tl.load(places + row).to(tl.int64)
     if REFINES:
@@ -310,6 +312,11 @@ def _pick_kernel(
     group = tl.load(groups + at * PICKED + number // GROUP, mask=slot < named, other=0)
     line = tl.where(slot < named, group * GROUP + number % GROUP, -1)
     tl.store(ids + row * room + slot, line, mask=slot < room)
+    if TELLS:
+        score = tl.load(scores + at * max_keys + line, mask=slot < named, other=-float("inf")).to(tl.float32)
+        product = score * tl.load(units + query) + tl.load(bases + query)
+        product = tell(product, tl.load(variances + query), told_best, scale, MOST_VARIANCE, ROUNDS)
+        tl.store(told + row * room + slot, product, mask=slot < named)
     # whoever sums up the others finds the named ones gone, and need not read what went to the host
     tl.store(scores + at * max_keys + line, -float("inf"), mask=slot < named)
 
@@ -325,7 +332,7 @@ def search(
 ) -> None:
     """See `CodeSearch.run`."""
     batch, q_heads = query.shape[:2]
-    shape, group, finer = search.shape, scratch.group, search.finer
+    shape, group, finer, told = search.shape, scratch.group, search.finer, search.told
     entries, members = batch * search.kv_heads, q_heads // search.kv_heads
     enough = shape.k + shape.k // 16
     _project(search, shape.key_bytes, query, members)
@@ -337,13 +344,15 @@ def search(
         warps = _warps(max(groups, numbers))
         _pick_kernel[(turn.entries * turn.members,)](
             search.table, scratch.scores, scratch.least, scratch.best, scratch.groups, scratch.hits,
-            scratch.groups if places is None else places, ids if finer is None else scratch.keys, shape.k,
-            min(enough, scratch.picked), enough,
-            shape.picked_room, members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
+            scratch.groups if places is None else places, ids if finer is None else scratch.keys,
+            scratch.least if told is None else told.products, search.units, search.bases, search.variances,
+            shape.k, min(enough, scratch.picked), enough, shape.picked_room, 0 if told is None else told.best,
+            float(scale), members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys,
             WORDS=TABLE_WORDS, GROUP=group, GROUPS=groups, PICKED=scratch.picked,
             ROOM=triton.next_power_of_2(shape.picked_room), GROUP_COLUMNS=_columns(groups, warps),
             COLUMNS=min(_columns(numbers, warps), group), HAS_PLACES=places is not None and finer is None,
-            REFINES=finer is not None, ROUNDS=MAX_ROUNDS, num_warps=warps, **overlap(query.device),
+            REFINES=finer is not None, TELLS=told is not None and finer is None, MOST_VARIANCE=MOST_VARIANCE,
+            ROUNDS=MAX_ROUNDS, num_warps=warps, **overlap(query.device),
         )  # fmt: skip
         if finer is not None:
             refine(search, finer, ids, places, scratch, turn, members, scale)
@@ -373,9 +382,8 @@ def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> No
     queries = search.planes, search.centres, search.factors, search.table
     if search.tiles is not None and turn == Turn(0, len(search.entries), 0, members):
         for tiles in search.tiles.tables:
-            most = len(tiles) - 1
-            programs = max(most, min(PROGRAMS, most * scratch.max_keys // BLOCK_KEYS))
-            at_once = tiles.shape[1]
+            most, at_once = len(tiles) - 1, tiles.shape[1]
+            programs = max(most, min(_tile_programs(at_once), most * scratch.max_keys // BLOCK_KEYS))
             options["num_warps"] = WIDE_WARPS if at_once >= WIDE_TILE else 4
             _score_tiles_kernel[(programs,)](
                 *queries, tiles, scratch.scores, scratch.best, members, scratch.max_keys, G=at_once,
@@ -389,6 +397,13 @@ def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> No
         members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys, G=search.block,
         **options, **_registers(search.block, width),
     )  # fmt: skip
+
+
+def _tile_programs(queries: int) -> int:
+    """Programs for all tiles of so many queries: no more than fit an H100 at once, for where there are no such tiles
+    the others wait only to find that.
+    """
+    return PROGRAMS if queries <= SMALL_BLOCK else PROGRAMS // 2 if queries < WIDE_TILE else PROGRAMS // 4
 
 
 def _registers(queries: int, width: int) -> dict[str, int]:

@@ -31,3 +31,11 @@ def threshold(values, k, enough, ROUNDS: tl.constexpr):
         count = tl.where(above2 >= k, above2, tl.where(above1 >= k, above1, count))
         turn += 1
     return low
+
+
+@triton.jit
+def tell(products, variance, best, scale, MOST_VARIANCE: tl.constexpr, ROUNDS: tl.constexpr):
+    """What codes tell of a query's keys that are named, see `search.Told`. products: q . k by codes, -inf: no key."""
+    least_read = threshold(products, best, best + best // 4, ROUNDS)
+    lacking = tl.minimum(variance * scale * scale, MOST_VARIANCE)
+    return tl.where(products >= least_read, float("inf"), products + lacking / (2 * scale))

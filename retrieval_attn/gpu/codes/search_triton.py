@@ -16,9 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
+from retrieval_attn.gpu.codes.codes import ALIGNED, MOST_VARIANCE
 from retrieval_attn.gpu.codes.refine_triton import refine
-from retrieval_attn.gpu.codes.search import FINE, SMALL_BLOCK, TABLE_WORDS, CodedHeads, CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.search import (
+    FINE,
+    MIN_WIDTH,
+    SMALL_BLOCK,
+    TABLE_WORDS,
+    CodedHeads,
+    CodeSearch,
+    Scratch,
+    Turn,
+)
 from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, tell, threshold
 from retrieval_attn.gpu.overlap_triton import begin, overlap
 
@@ -376,8 +385,7 @@ def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> No
     shape, width = search.shape, search.planes.shape[2]
     options: dict[str, Any] = {
         "WORDS": TABLE_WORDS, "BYTES": shape.key_bytes, "K": width,
-        "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "num_warps": 4,
-        "num_stages": max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width))), **overlap(search.planes.device),
+        "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "num_warps": 4, **overlap(search.planes.device),
     }  # fmt: skip
     queries = search.planes, search.centres, search.factors, search.table
     if search.tiles is not None and turn == Turn(0, len(search.entries), 0, members):
@@ -385,18 +393,33 @@ def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> No
             most, at_once = len(tiles) - 1, tiles.shape[1]
             programs = max(most, min(_tile_programs(at_once), most * scratch.max_keys // BLOCK_KEYS))
             options["num_warps"] = WIDE_WARPS if at_once >= WIDE_TILE else 4
+            options["num_stages"] = _stages(at_once, shape.key_bytes, width)
             _score_tiles_kernel[(programs,)](
                 *queries, tiles, scratch.scores, scratch.best, members, scratch.max_keys, G=at_once,
                 **options, **_registers(at_once, width),
             )  # fmt: skip
         return
     blocks = triton.cdiv(turn.members, search.block)
-    programs = max(1, min(PROGRAMS // (turn.entries * blocks), scratch.max_keys // BLOCK_KEYS))
+    options["num_stages"] = stages = _stages(search.block, shape.key_bytes, width)
+    most = 2 * PROGRAMS if stages == 1 else PROGRAMS
+    programs = max(1, min(most // (turn.entries * blocks), scratch.max_keys // BLOCK_KEYS))
     _score_kernel[(turn.entries, programs, blocks)](
         *queries, scratch.scores, scratch.best,
         members, turn.first_entry, turn.first_member, turn.members, scratch.max_keys, G=search.block,
         **options, **_registers(search.block, width),
     )  # fmt: skip
+
+
+def _stages(queries: int, key_bytes: int, width: int) -> int:
+    """Codes that are on their way at once for a program of so many queries.
+
+    One for few: eight programs of a multiprocessor hide each other's loads, and do not pass codes through shared memory
+    first. 128K keys of 8 heads take 47 us for 52 with codes of 64 bytes, 39 for 40 with 40, those of four texts 129 for
+    133 and 103 for 109 (H100). Codes of 24 bytes, which no loads of 16 divide, take 41 for 37.
+    """
+    if queries <= SMALL_BLOCK and width <= NARROW_TILE and (key_bytes >= MIN_WIDTH or key_bytes % ALIGNED == 0):
+        return 1
+    return max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width)))
 
 
 def _tile_programs(queries: int) -> int:

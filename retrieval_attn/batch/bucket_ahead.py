@@ -9,9 +9,8 @@ from retrieval_attn.batch.bucket_row import BucketRow
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.cache.sequence import has_position
 from retrieval_attn.engine.graph.decoder import CapturedStep, StepKind
-from retrieval_attn.engine.graph.reached import Reads
 
-__all__ = ["Inputs", "StepAhead", "asks_host", "can_go_ahead"]
+__all__ = ["Inputs", "StepAhead", "can_go_ahead"]
 
 Inputs = Mapping[int, tuple[int, int]]
 """Token and position of rows, by place."""
@@ -38,8 +37,3 @@ def can_go_ahead(row: BucketRow) -> bool:
     """Whether its next step needs nothing but the token that its last one chose."""
     cache = row.cache
     return cache is not None and not row.stale and row.room > 0 and has_position(cache.batch, cache.max_positions)
-
-
-def asks_host(kind: StepKind) -> bool:
-    """Whether the host has a part in such steps."""
-    return kind.retrieves and (not kind.reads or any(one != Reads.DEVICE for one in kind.reads))

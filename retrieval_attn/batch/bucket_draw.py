@@ -7,8 +7,9 @@ step reads its tokens, and to page-locked memory: who has waited for the step fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +68,8 @@ class BucketDraw:
     def tokens(self) -> list[int]:
         """What was chosen at each place: the inputs of the next step, as the device has them."""
         assert self._drawing is not None
-        return [int(token) for token in self._drawing.ids[0].tolist()]
+        found: list[int] = self._drawing.ids[0].tolist()
+        return found
 
     def choices(self, places: Sequence[int]) -> list[Choice | None]:
         """Of the rows at these places; None: a row's logits hold NaN or infinity."""
@@ -98,17 +100,18 @@ class BucketDraw:
                 top_ids.copy_(chosen.top_ids, non_blocking=True)
 
         self._runtime.warm_up(record)
-        return _Drawing(self._runtime.capture(record), ids, logprobs, top_ids)
+        return _Drawing(self._runtime.capture(record), ids.numpy(), logprobs, top_ids)
 
 
 class _Drawing(NamedTuple):
     """A graph, and where it leaves on the host what it chose, for each place.
 
-    ids: int64 (2, rows), the tokens and which rows failed. logprobs: float32 (rows, 1 + n) of the token and of the
-    likeliest ones, whose ids are top_ids, int64 (rows, n).
+    ids: int64 (2, rows), the tokens and which rows failed, for NumPy: to read a tensor takes longer, and the device
+    waits. logprobs: float32 (rows, 1 + n) of the token and of the likeliest ones, whose ids are top_ids, int64 (rows,
+    n).
     """
 
     replay: Replay
-    ids: Tensor
+    ids: np.ndarray[Any, Any]
     logprobs: Tensor
     top_ids: Tensor

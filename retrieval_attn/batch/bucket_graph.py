@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from retrieval_attn.batch.bucket_ahead import Inputs, StepAhead, asks_host, can_go_ahead
+from retrieval_attn.batch.bucket_ahead import Inputs, StepAhead, can_go_ahead
 from retrieval_attn.batch.bucket_draw import BucketDraw
 from retrieval_attn.batch.bucket_row import BucketRow, GroupBuffers
 from retrieval_attn.batch.bucket_states import BucketStates
@@ -67,7 +67,7 @@ class Bucket:
         self.draw = BucketDraw(runtime, self.decoder.memory)
         self.rows: list[BucketRow | None] = [None] * self.size
         self.kind = StepKind(False, False, 0)
-        self.recording = False
+        self.recording = self.chooses = False
         self._asks: list[list[_Ask | None]] = [[None] * self.size for _ in buffers.windows]  # of each layer, by place
         self._uploaded = False  # the device knows where windows' tokens lie
         self._moved: set[int] = set()  # places that changed since a step was launched
@@ -127,7 +127,7 @@ class Bucket:
         decoder, graph = self.decoder, under_way.graph
         decoder.replays += 1
         decoder.runtime.synchronize()
-        if self.kind.retrieves:
+        if self.kind.asks_host:
             decoder.raise_host_error()
             failure = graph.replay.failure(graph.replay.generation)
             if failure is not None:
@@ -143,7 +143,7 @@ class Bucket:
         not happen if another step is asked for. Nothing is done where it needs more than those tokens.
         """
         rows = [row for row in self.rows if row is not None]
-        if asks_host(self.kind) or self.states or len(rows) != len(self._next) or not all(map(can_go_ahead, rows)):
+        if self.kind.asks_host or self.states or len(rows) != len(self._next) or not all(map(can_go_ahead, rows)):
             return
         try:
             self._ahead = self._launch(dict(self._next), draws, None)
@@ -177,13 +177,13 @@ class Bucket:
         self._bring()
         return StepAhead(inputs, draws, self.kind, graph)
 
-    def commit(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Count a token of every row. Returns work and nanoseconds as `StepMemory.host_meters` does."""
+    def commit(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+        """Count a token of every row. Returns what `StepMemory.host_meters` does; None: the host had nothing to do."""
         self.decoder.states.confirmed += 1
         for row in self.rows:
             if row is not None:
                 row.commit()
-        return self.decoder.memory.host_meters()
+        return self.decoder.memory.host_meters() if self.kind.asks_host else None
 
     def undo(self) -> None:
         """A step that was launched, if there is one, does not count."""

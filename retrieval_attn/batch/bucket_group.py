@@ -141,12 +141,13 @@ class BucketGroup:
             except BaseException:
                 bucket.undo()
                 raise
-        retrieving = sum(row.retrieves for row in self.rows.values())
         work = bucket.commit()  # at last: what raises before did not happen
         if clock is not None:
             clock.device += time.perf_counter() - began
-            clock.host += float(work[1].sum()) / 1e9 if retrieving else 0.0
-        if retrieving:
+        retrieving = 0 if work is None else sum(row.retrieves for row in self.rows.values())
+        if work is not None and retrieving:
+            if clock is not None:
+                clock.host += float(work[1].sum()) / 1e9
             self._costs.add(*work, retrieving)
         if ahead and by_place is not None and not isinstance(found, Tensor) and None not in found:
             bucket.go_ahead(by_place)

@@ -185,16 +185,16 @@ def choose(logits: Tensor, draws: DrawTable, positions: Tensor, mode: DrawMode |
     """
     _require_shapes(logits, draws, positions)
     mode = draws.mode if mode is None else mode
-    most = logits.amax(dim=1)
+    if mode.sample:
+        most, kernels = logits.amax(dim=1), _kernels(logits)
+    else:
+        (most, ids), kernels = logits.max(dim=1), None
     failed = ~torch.isfinite(most)
-    kernels = _kernels(logits) if mode.sample else None
     if kernels is not None:
         ids = torch.zeros_like(positions)
         kernels.choose(logits, most, draws.options(len(logits)), positions, ids)
     elif mode.sample:
         ids = _perturbed(logits, draws.columns(len(logits)), positions, mode.filters).argmax(dim=1)
-    else:
-        ids = logits.argmax(dim=1)
     ids = ids.masked_fill(failed, 0)
     if mode.logprobs is None:
         return Chosen(ids, failed)

@@ -45,6 +45,8 @@ class Binding:
     recorded. kind: what a graph is captured for now.
     """
 
+    chooses = True
+
     @ordinary_tensors
     def __init__(self, decoder: GraphDecoder, model: PreTrainedModel, cache: RetrievalCache) -> None:
         """Bind `cache`. Raises CaptureError; the cache then is as it was."""

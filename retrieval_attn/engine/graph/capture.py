@@ -35,10 +35,12 @@ class RecordedLayer(Protocol):
 class Recordable(Protocol):
     """What is bound to a decoder: one cache, or a row for each of several.
 
-    cache: the model's `past_key_values`, of which attention finds its way to the layers while `recording`.
+    cache: the model's `past_key_values`, of which attention finds its way to the layers while `recording`. chooses: the
+    next step's token is the likeliest one; False: somebody else says which, behind each step.
     """
 
     recording: bool
+    chooses: bool
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -81,7 +83,7 @@ def capture(binding: Recordable, token: Tensor, position: Tensor) -> CapturedSte
         if not outputs:  # in the first trial: a tensor made while a graph is captured would lie in the graphs' pool
             outputs.append(torch.empty(logits.shape, dtype=torch.float32, device=logits.device))
         outputs[0].copy_(logits)
-        memory.finish_step(outputs[0])
+        memory.finish_step(outputs[0] if binding.chooses else None)
 
     for bound in binding.layers:
         bound.add_tail()

@@ -21,6 +21,7 @@ from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.engine.graph.host import HostResources
 from retrieval_attn.engine.graph.memory import StepMemory, ordinary_tensors
 from retrieval_attn.engine.graph.pages import StepPages
+from retrieval_attn.engine.graph.reached import Reads
 from retrieval_attn.engine.graph.signature import signature
 from retrieval_attn.engine.graph.slot import Buffers, LayerSlot, SlotPlace
 from retrieval_attn.engine.graph.states import StateMemory, StepStates
@@ -44,6 +45,11 @@ class StepKind(NamedTuple):
     max_coded_keys: int
     levels: int = 0
     reads: tuple[int, ...] = ()
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether the host has a part in such steps: otherwise it leaves neither work nor errors."""
+        return self.retrieves and (not self.reads or any(one != Reads.DEVICE for one in self.reads))
 
 
 class CapturedStep(NamedTuple):

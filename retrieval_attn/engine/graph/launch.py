@@ -30,7 +30,7 @@ class _Launch:
 
     replay: Replay
     generation: int
-    retrieves: bool
+    asks_host: bool
     host_done: bool = False
     work: Any = 0
     nanoseconds: Any = 0
@@ -110,7 +110,7 @@ class Launcher:
         launch = self._launched.pop(0)
         if not launch.host_done:
             self._read_host(launch)
-        failure = launch.replay.failure(launch.generation) if launch.retrieves else None
+        failure = launch.replay.failure(launch.generation) if launch.asks_host else None
         if launch.error is not None or failure is not None:
             self._launched.clear()
             self.decoder.states.undo()
@@ -155,7 +155,7 @@ class Launcher:
                 self.decoder.states.undo(keep=len(self._launched))
             self._binding.invalidate()  # the device may have counted the token
             raise
-        launch = _Launch(replay, replay.generation, self._binding.kind.retrieves)
+        launch = _Launch(replay, replay.generation, self._binding.kind.asks_host)
         self._launched.append(launch)
         if replay.serves:
             self._read_host(launch)
@@ -165,7 +165,7 @@ class Launcher:
     def _read_host(self, launch: _Launch) -> None:
         """Keep what the host's searches left: the next step writes over it."""
         launch.host_done = True
-        if not launch.retrieves:
+        if not launch.asks_host:
             return
         try:
             self.decoder.raise_host_error()

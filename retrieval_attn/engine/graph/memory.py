@@ -63,10 +63,13 @@ class StepMemory:
         self.spans.copy_(torch.from_numpy(spans))
         self.stored.copy_(torch.from_numpy(stored))
 
-    def finish_step(self, logits: Tensor) -> None:
-        """Record: choose from logits (batch, vocabulary), and leave the inputs of the step after this one."""
-        self.chosen.copy_(logits.argmax(dim=-1))
-        self.token.copy_(self.chosen[:, None])
+    def finish_step(self, logits: Tensor | None) -> None:
+        """Record: choose from logits (batch, vocabulary), and leave the inputs of the step after this one; without them
+        all but its tokens.
+        """
+        if logits is not None:
+            self.chosen.copy_(logits.argmax(dim=-1))
+            self.token.copy_(self.chosen[:, None])
         self.position.add_(1)
         advance(self.spans, self.stored)
 

@@ -23,6 +23,7 @@ from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.eval.flags import as_tokens
+from retrieval_attn.memory.host_room import available_host_bytes
 from tools.card.near import add_read_window, near_reads, read_simply
 from tools.card.subject import in_ms, llm_of, parser_of, request_of, save_found
 
@@ -108,10 +109,13 @@ def main() -> int:
     with emulated() if args.emulate else ExitStack():
         llm, subject = llm_of(args)
         usual = default_limits(llm.model, llm.config)
-        # what is read beside the first rows need not wait for them: only steps are timed
-        limits = replace(usual, rows=args.rows, pages=args.rows + usual.ahead, inter_token_seconds=READ_SECONDS)
-        # of prompts that take much of the memory, too, as each of 128K tokens does
-        with ra.Engine(llm, limits=limits, shared_bytes=limits.host_bytes // 2) as engine:
+        # what is read beside the first rows need not wait for them: only steps are timed. Prompts that take most of the
+        # memory, as some of 128K tokens do, are not read again
+        limits = replace(
+            usual, rows=args.rows, pages=args.rows + usual.ahead, inter_token_seconds=READ_SECONDS,
+            host_bytes=available_host_bytes(), shared_device_bytes=None,
+        )  # fmt: skip
+        with ra.Engine(llm, limits=limits, shared_bytes=limits.host_bytes * 3 // 4) as engine:
             engine.warm_up(tokens=args.length + args.tokens, draws=(ra.RowDraw(), SAMPLED), progress=False)
             read_simply(subject, args.read_window)
             prompts = [subject.ids(args.length) for _ in range(args.rows)]

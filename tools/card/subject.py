@@ -14,10 +14,12 @@ import numpy as np
 
 import retrieval_attn as ra
 from retrieval_attn.context import stream_after
+from retrieval_attn.eval.bench.methods import parse
 from retrieval_attn.eval.bench.serve.drive import Served
 from retrieval_attn.eval.bench.session.flags import add_model_flags, add_running_flags
 from retrieval_attn.eval.bench.session.subject import Settings, Subject
 from retrieval_attn.eval.flags import parse_retrieve
+from retrieval_attn.memory.units import parse_bytes
 
 __all__ = ["answered", "in_ms", "llm_of", "parser_of", "request_of", "save_found"]
 
@@ -38,13 +40,15 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 def llm_of(args: argparse.Namespace) -> tuple[Served, Subject]:
     """A model, as the flags of `parser_of` say, and its texts."""
+    [spec] = parse(args.index, known=())
     config = ra.Config(
-        index=args.index, host_dtype=args.host_dtype, retrieve=parse_retrieve(args.retrieve),
-        threads=args.threads or None,
+        index=spec.name, index_options=spec.options, host_dtype=args.host_dtype,
+        retrieve=parse_retrieve(args.retrieve), threads=args.threads or None,
     )  # fmt: skip
+    gpu_memory = None if args.gpu_memory is None else parse_bytes(args.gpu_memory, "gpu_memory")
     settings = Settings(
         model=args.model, shape=args.shape, layers=args.layers, device=args.device, dtype=args.dtype,
-        length=args.length, gpu_memory=None, options=config.to_dict(), questions=(), extensions=(), repeats=1,
+        length=args.length, gpu_memory=gpu_memory, options=config.to_dict(), questions=(), extensions=(), repeats=1,
         tokens=args.tokens, random_ids=args.random_ids, seed=args.seed, skip=(), no_second="",
     )  # fmt: skip
     subject = Subject(settings)

@@ -267,6 +267,18 @@ def test_mapped_is_what_works_here() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("host_callback", ["polling", "mapped"])
+def test_a_graph_that_asks_nobody_takes_no_number(host_callback: Any) -> None:
+    """Beside one that does, whose numbers go on."""
+    runtime = cuda_runtime(0, Server, host_callback)
+    silent, asking = Chain(runtime, 0), Chain(runtime, 2)
+    for number in range(3):
+        silent.check(number)
+        asking.check(number)
+    assert silent.replay.generation == 0 < asking.replay.generation
+
+
+@pytest.mark.cuda
 def test_thousands_of_replays_are_right(cuda: CudaRuntime) -> None:
     chain = Chain(cuda, 8)
     for number in range(3000):

@@ -260,6 +260,9 @@ class PollingReplay:
 
         # by one thread at a time: a launch may wait for a graph under way, and then nobody could answer that one
         with self._exchange.turn, torch.cuda.device(self._exchange.device), no_collection():
+            if not self.calls:  # as where the device reads all that it names: no kernel looks at a number
+                launch()
+                return
             stream = torch.cuda.current_stream()
             self.generation = self._exchange.numbers.next()
             # in the stream before the graph: its kernels read the number there
@@ -270,4 +273,6 @@ class PollingReplay:
             serve(self.server, launch, self.calls, self._exchange.limit_seconds)
 
     def failure(self, generation: int | None = None) -> str | None:
+        if not self.calls:
+            return None
         return failure_of(int(self._report[0]), generation or self.generation, self.calls, self.server)

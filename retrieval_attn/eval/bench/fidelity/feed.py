@@ -28,6 +28,7 @@ from retrieval_attn.eval.baselines.retrieval import attended_tokens
 from retrieval_attn.eval.bench.fidelity.head_error import HeadErrors
 from retrieval_attn.eval.bench.fidelity.texts import FedText
 from retrieval_attn.eval.bench.keys import read
+from retrieval_attn.gpu.memory import spare_bytes
 
 __all__ = ["Budget", "Fed", "feed_full", "feed_index", "feed_policies"]
 
@@ -56,8 +57,9 @@ class Fed:
     refused: str = ""
 
 
-REFERENCE_BYTES = 2 << 30
-"""Scores of one layer that full attention holds at once at most: in float32 it holds all of a forward's."""
+REFERENCE_BYTES, REFERENCE_SHARE = 2 << 30, 8
+"""Scores of one layer that full attention holds at once at most, or a share of a GPU's free memory: in float32 it holds
+all of a forward's. A text of 512K tokens takes 2,048 forwards by 2 GiB, of four heads, and each copies all keys."""
 
 
 @torch.no_grad()
@@ -68,7 +70,9 @@ def feed_full(model: Any, text: FedText) -> Fed:
     text_config = model.config.get_text_config(decoder=True)
     cache: Any = DynamicCache(config=text_config)
     ids = text.ids[: text.context].tolist()
-    at_once = max(1, REFERENCE_BYTES // (4 * text_config.num_attention_heads * len(ids)))
+    spare = spare_bytes(model.device) if model.device.type == "cuda" else 0
+    scores = max(REFERENCE_BYTES, spare // REFERENCE_SHARE)
+    at_once = max(1, scores // (4 * text_config.num_attention_heads * len(ids)))
     for start in range(0, len(ids), at_once):
         forward_at(model, cache, ids[start : start + at_once], start)
     rows = [forward_at(model, cache, [token], text.context + at) for at, token in enumerate(text.forced.tolist())]

@@ -15,6 +15,7 @@ from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Request
 from retrieval_attn.errors import BackendError
+from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from tests.graph_cases import DEVICE
 from tests.test_bucket import ROWS
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
@@ -144,6 +145,34 @@ def test_the_same_rows_wait_for_one_launch_a_step(launches: list[str]) -> None:
     assert launches[10:] == ["undone", "launched", "ahead"]
     rows.runner.vacate()
     assert launches[13:] == ["undone"] and rows.runner.replays == 10
+
+
+def test_the_next_step_is_launched_before_one_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as windows take the tokens of both. What the first one chose is not written over."""
+    rows, others = both([400, 500], **ROOMY)
+    seen: list[str] = []
+    launch, wait = Bucket._launch, EmulatedRuntime.wait
+
+    def launched(self: Bucket, *given: Any) -> Any:
+        if self is rows.bucket:
+            seen.append("launched")
+        return launch(self, *given)
+
+    def waited(self: EmulatedRuntime, mark: None) -> None:
+        seen.append("over")
+        wait(self, mark)
+
+    others.step([0, 1])
+    rows.step([0, 1])
+    monkeypatch.setattr(Bucket, "_launch", launched)
+    monkeypatch.setattr(EmulatedRuntime, "wait", waited)
+    room = min(row.room for row in rows.bucket.rows if row is not None)
+    for left in range(room, 0, -1):
+        del seen[:]
+        chosen = rows.step([0, 1])
+        assert seen == (["launched", "over"] if left > 1 else ["over"]), left
+        assert chosen == others.step([0, 1])
+    assert rows.bucket._ahead is None
 
 
 @pytest.mark.parametrize("what", ["token", "draw"])

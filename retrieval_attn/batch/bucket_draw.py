@@ -19,7 +19,7 @@ from retrieval_attn.engine.graph.memory import StepMemory
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
 
-__all__ = ["BucketDraw"]
+__all__ = ["BucketDraw", "Drawing"]
 
 LOGPROBS = (5, MAX_LOGPROBS)
 """Of how many tokens graphs tell the log-probabilities: rows get the first of these."""
@@ -27,7 +27,9 @@ _GREEDY = RowDraw()
 
 
 class BucketDraw:
-    """See the module. For one bucket: `prepare`, the replay of its step, `launch` and, once that is over, `choices`."""
+    """See the module. For one bucket: `prepare`, the replay of its step, `launch`, and once that is over `choices`. The
+    next step may be launched before anybody has looked: it leaves what it draws elsewhere.
+    """
 
     def __init__(self, runtime: Runtime, memory: StepMemory) -> None:
         """memory: of the bucket's decoder."""
@@ -35,8 +37,8 @@ class BucketDraw:
         rows = len(memory.token)
         self._table = DrawTable(rows, memory.token.device)
         self._draws = [_GREEDY] * rows
-        self._graphs: dict[tuple[int, DrawMode], _Drawing] = {}
-        self._drawing: _Drawing | None = None
+        self._graphs: dict[tuple[int, DrawMode], list[Drawing]] = {}  # take turns
+        self._drawing: Drawing | None = None
 
     def prepare(self, draws: Mapping[int, RowDraw], logits: Tensor) -> bool:
         """Rows choose so in the step that comes, by place; others by what costs least.
@@ -56,26 +58,22 @@ class BucketDraw:
         key = logits.data_ptr(), mode
         there = key in self._graphs
         if not there:
-            self._graphs[key] = self._captured(logits, mode)
-        self._drawing = self._graphs[key]
+            self._graphs[key] = [self._captured(logits, mode) for _ in range(2)]
+        drawings = self._graphs[key]
+        drawings.reverse()
+        self._drawing = drawings[0]
         return there
 
-    def launch(self) -> None:
-        """Behind the step that `prepare` was called for."""
+    def launch(self) -> Drawing:
+        """Behind the step that `prepare` was called for. Returns where it leaves what rows choose."""
         assert self._drawing is not None
         self._drawing.replay()
+        return self._drawing
 
-    def tokens(self) -> list[int]:
-        """What was chosen at each place: the inputs of the next step, as the device has them."""
-        assert self._drawing is not None
-        found: list[int] = self._drawing.ids[0].tolist()
-        return found
-
-    def choices(self, places: Sequence[int]) -> list[Choice | None]:
+    def choices(self, drawing: Drawing, places: Sequence[int]) -> list[Choice | None]:
         """Of the rows at these places; None: a row's logits hold NaN or infinity."""
-        assert self._drawing is not None
-        ids, wrong = self._drawing.ids.tolist()
-        logprobs, top_ids = self._drawing.logprobs, self._drawing.top_ids
+        ids, wrong = drawing.ids.tolist()
+        logprobs, top_ids = drawing.logprobs, drawing.top_ids
         found: list[Choice | None] = []
         for place in places:
             logprob, top = None, tuple[tuple[int, float], ...]()
@@ -85,7 +83,7 @@ class BucketDraw:
             found.append(None if wrong[place] else Choice(ids[place], logprob, top))
         return found
 
-    def _captured(self, logits: Tensor, mode: DrawMode) -> _Drawing:
+    def _captured(self, logits: Tensor, mode: DrawMode) -> Drawing:
         rows, locked, count = len(logits), logits.device.type == "cuda", mode.logprobs or 0
         ids = torch.zeros(2, rows, dtype=torch.int64, pin_memory=locked)
         logprobs = torch.zeros(rows, count + 1, pin_memory=locked)
@@ -100,10 +98,10 @@ class BucketDraw:
                 top_ids.copy_(chosen.top_ids, non_blocking=True)
 
         self._runtime.warm_up(record)
-        return _Drawing(self._runtime.capture(record), ids.numpy(), logprobs, top_ids)
+        return Drawing(self._runtime.capture(record), ids.numpy(), logprobs, top_ids)
 
 
-class _Drawing(NamedTuple):
+class Drawing(NamedTuple):
     """A graph, and where it leaves on the host what it chose, for each place.
 
     ids: int64 (2, rows), the tokens and which rows failed, for NumPy: to read a tensor takes longer, and the device
@@ -115,3 +113,9 @@ class _Drawing(NamedTuple):
     ids: np.ndarray[Any, Any]
     logprobs: Tensor
     top_ids: Tensor
+
+    @property
+    def tokens(self) -> list[int]:
+        """What was chosen at each place: the inputs of the next step, as the device has them."""
+        found: list[int] = self.ids[0].tolist()
+        return found

@@ -7,20 +7,20 @@ read from memory. A row that nobody has attends to its own token, which nobody r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from retrieval_attn.batch.bucket_ahead import Inputs, StepAhead, can_go_ahead
-from retrieval_attn.batch.bucket_draw import BucketDraw
-from retrieval_attn.batch.bucket_row import BucketRow, GroupBuffers
+from retrieval_attn.batch.bucket_ahead import Inputs, StepAhead, can_go_ahead, columns_of
+from retrieval_attn.batch.bucket_draw import BucketDraw, Drawing
+from retrieval_attn.batch.bucket_row import BucketRow, GroupBuffers, bring_share
 from retrieval_attn.batch.bucket_states import BucketStates
+from retrieval_attn.batch.chooser import Choice
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.host_part import retrieved_keys
@@ -28,7 +28,7 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.engine.graph.capture import capture
 from retrieval_attn.engine.graph.decoder import GraphDecoder, StepKind, attending
-from retrieval_attn.engine.graph.host import HostResources, HostRow, Retrieve, held_by
+from retrieval_attn.engine.graph.host import HostResources, HostRow, HostRows, Retrieve, held_by
 from retrieval_attn.engine.graph.slot import Buffers
 from retrieval_attn.engine.graph.states import GraphState
 from retrieval_attn.errors import BackendError, CacheMismatchError, CaptureError, UnsupportedModelError
@@ -73,6 +73,7 @@ class Bucket:
         self._moved: set[int] = set()  # places that changed since a step was launched
         self._next: Inputs = {}  # what the device has as the inputs of the next step
         self._ahead: StepAhead | None = None
+        self._drawing: Drawing | None = None
 
     @property
     def layers(self) -> Sequence[Bucket]:
@@ -97,9 +98,9 @@ class Bucket:
         self.kind, self._uploaded = kind, False
         self._moved.update(changed)
         if kind.retrieves:
-            layers = self._layers(places)
-            for number in range(len(self.decoder.slots)):
-                self._plan(number, layers)
+            layers = _layers(self.rows, places)
+            for number, slot in enumerate(self.decoder.slots):
+                _plan(number, slot.hosts, self._asks[number], layers)
             self.decoder.upload_tables()
             self._update_kind()
         if kind.levels:
@@ -109,13 +110,19 @@ class Bucket:
         self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
 
     def step(
-        self, inputs: Inputs, draws: Mapping[int, RowDraw] | None = None, launched: Callable[[], None] | None = None
+        self,
+        inputs: Inputs,
+        draws: Mapping[int, RowDraw] | None = None,
+        launched: Callable[[], None] | None = None,
+        *,
+        ahead: bool = False,
     ) -> Tensor:
         """Logits (size, vocabulary) float32, in the same memory at every step of a kind; `commit` counts the tokens.
 
         inputs: token and position by place, of all rows. draws: None: what rows choose is not drawn here; otherwise
-        `draw` has it. launched: as in `Replay`. Raises CaptureError where no graph can be captured, BackendError where
-        the host failed, or device and host lost each other: nothing happened then.
+        `choices` has it. launched: as in `Replay`. ahead: the next step is launched before this one is over, where that
+        needs nothing but its tokens; it did not happen if another step is asked for. Raises CaptureError where no graph
+        can be captured, BackendError where the host failed, or device and host lost each other: nothing happened then.
         """
         under_way, self._ahead = self._ahead, None
         if under_way is None or self._moved.intersection(inputs) or not under_way.serves(inputs, draws, self.kind):
@@ -124,26 +131,33 @@ class Bucket:
             under_way = self._launch(inputs, draws, launched)
         elif launched is not None:
             launched()
+        behind = self._launch_behind(inputs, draws) if ahead and draws is not None else None
         decoder, graph = self.decoder, under_way.graph
         decoder.replays += 1
-        decoder.runtime.synchronize()
+        decoder.runtime.wait(under_way.over)
         if self.kind.asks_host:
             decoder.raise_host_error()
             failure = graph.replay.failure(graph.replay.generation)
             if failure is not None:
                 raise BackendError(failure)
-        self._uploaded = not self._moved
-        if draws is not None:
-            tokens = self.draw.tokens()
+        self._uploaded, self._drawing = behind is None and not self._moved, under_way.drawing
+        if under_way.drawing is not None:
+            tokens = under_way.drawing.tokens
             self._next = {place: (tokens[place], position + 1) for place, (_, position) in inputs.items()}
+        if behind is not None:
+            self._ahead, self._next = behind._replace(inputs=self._next), {}
         return graph.logits
+
+    def choices(self, places: Sequence[int]) -> list[Choice | None]:
+        """What the rows at these places chose in the last step that was drawn, see `BucketDraw.choices`."""
+        assert self._drawing is not None
+        return self.draw.choices(self._drawing, places)
 
     def go_ahead(self, draws: Mapping[int, RowDraw]) -> None:
         """Behind `commit`: launch the next step for what the rows chose, while the caller does something else. It did
         not happen if another step is asked for. Nothing is done where it needs more than those tokens.
         """
-        rows = [row for row in self.rows if row is not None]
-        if self.kind.asks_host or self.states or len(rows) != len(self._next) or not all(map(can_go_ahead, rows)):
+        if self._ahead is not None or not self._can_go_ahead(self._next):
             return
         try:
             self._ahead = self._launch(dict(self._next), draws, None)
@@ -151,16 +165,34 @@ class Bucket:
             log.debug("a step was not launched ahead: %s", error)
             self.undo()
 
+    def _can_go_ahead(self, places: Collection[int], under_way: int = 0) -> bool:
+        """Whether a step of the rows at these places, if they are all, can be launched before it is asked for."""
+        rows = [row for row in self.rows if row is not None]
+        if self.kind.asks_host or self.states or len(rows) != len(places):
+            return False
+        return all(can_go_ahead(row, under_way) for row in rows)
+
+    def _launch_behind(self, inputs: Inputs, draws: Mapping[int, RowDraw]) -> StepAhead | None:
+        """Launch the step after the one under way, which has these inputs; None: it has to wait until that is over."""
+        if self._moved or not self._can_go_ahead(inputs, 1):
+            return None
+        try:
+            return self._launch(None, draws, None)
+        except Exception as error:  # who asks for the step is told
+            log.debug("a step was not launched behind another: %s", error)
+            # the device may have counted its tokens: it serves nobody, and is undone
+            return StepAhead({}, None, self.kind, self.decoder.graphs[self.kind], None, None)
+
     def _launch(
-        self, inputs: Inputs, draws: Mapping[int, RowDraw] | None, launched: Callable[[], None] | None
+        self, given: Inputs | None, draws: Mapping[int, RowDraw] | None, launched: Callable[[], None] | None
     ) -> StepAhead:
-        """Begin a step, see `step`."""
-        decoder = self.decoder
-        if not self._uploaded:
+        """Begin a step, see `step`. given: None: what the rows choose in the one under way."""
+        decoder, inputs = self.decoder, given or {}
+        if given is not None and not self._uploaded:
             self.upload_spans()
         placed = {place: self._next.get(place) for place in inputs} == inputs
         if not self.is_captured:
-            placed, captured = False, capture(self, *self._columns(inputs))
+            placed, captured = False, capture(self, *columns_of(inputs, self.size))
             decoder.captures += 1
             self._update_kind()  # the host's parts were made: only now it is known who reads
             decoder.graphs[self.kind] = captured
@@ -168,14 +200,16 @@ class Bucket:
         if draws is not None:
             placed = self.draw.prepare(draws, graph.logits) and placed
         if not placed:
-            decoder.memory.place(*self._columns(inputs))
+            if given is None:
+                raise CaptureError("what rows choose is drawn in another way than in the step under way")
+            decoder.memory.place(*columns_of(inputs, self.size))
         self._uploaded = False  # until it is known that the tokens count: the device counts them at once
         self._moved.clear()
         graph.replay(launched)
-        if draws is not None:
-            self.draw.launch()
-        self._bring()
-        return StepAhead(inputs, draws, self.kind, graph)
+        drawing = None if draws is None else self.draw.launch()
+        over = decoder.runtime.mark()
+        bring_share([row for row in self.rows if row is not None])
+        return StepAhead(inputs, draws, self.kind, graph, drawing, over)
 
     def commit(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
         """Count a token of every row. Returns what `StepMemory.host_meters` does; None: the host had nothing to do."""
@@ -214,7 +248,7 @@ class Bucket:
             if not slot.hosts:
                 like = next(row.layers[number] for row in self.rows if row is not None)
                 slot.make_hosts(like, query, new[1].shape[3], scoring)
-                self._plan(number, self._layers(range(self.size)))
+                _plan(number, slot.hosts, self._asks[number], _layers(self.rows, range(self.size)))
                 self.decoder.upload_tables()
             if slot.hosts[0].scoring != scoring:
                 raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
@@ -223,12 +257,6 @@ class Bucket:
         if self.kind.levels and retrieving:
             paged = self.decoder.paged(slot.number, query, scoring)
         return slot.record(query, new, scoring, sinks, max_coded_keys=max_coded_keys, padded=False, paged=paged)
-
-    def _columns(self, inputs: Inputs) -> Tensor:
-        """int64 (2, size), tokens and positions, zeros in places that nobody has."""
-        found = torch.zeros(2, self.size, dtype=torch.int64)
-        found[:, list(inputs)] = torch.tensor(list(inputs.values()), dtype=torch.int64).T
-        return found
 
     # -- Recordable ----------------------------------------------------------------------------------
 
@@ -263,34 +291,6 @@ class Bucket:
         """Note who reads host memory, once that is planned."""
         self.kind = self.kind._replace(reads=self.decoder.reads if self.kind.retrieves else ())
 
-    def _bring(self) -> None:
-        """While the device computes: a share of what the windows that moved last have and the host has not, so that it
-        has all of it before the next ones move.
-        """
-        rows = sorted((row for row in self.rows if row is not None and row.behind), key=lambda row: row.room)
-        left = -(-sum(len(row.behind) for row in rows) // max(1, rows[0].room)) if rows else 0
-        for row in rows:
-            count = min(left, len(row.behind))
-            row.bring(count)
-            left -= count
-
-    def _layers(self, places: Collection[int]) -> dict[int, Sequence[Any]]:
-        """The layers of the rows at these places, none for nobody."""
-        rows = {place: self.rows[place] for place in places}
-        return {place: [] if row is None else row.layers for place, row in rows.items()}
-
-    def _plan(self, number: int, changed: Mapping[int, Sequence[Any]]) -> None:
-        """Plan the host parts of a layer that have some of these places, whose rows have these layers."""
-        asks = self._asks[number]
-        for place, layers in changed.items():
-            asks[place] = _ask(layers, number)
-        for host in self.decoder.slots[number].hosts:
-            first, stop = host.rows.start, host.rows.stop
-            own = {place - first for place in changed if first <= place < stop}
-            if own:
-                some = asks[host.rows]
-                host.plan([None if ask is None else ask[0] for ask in some], _together(some), own)
-
 
 _Ask = tuple[HostRow, int | HeadBudgets | None]
 """What a row retrieves in a layer, and how many keys."""
@@ -305,6 +305,27 @@ def _ask(layers: Sequence[Any], number: int) -> _Ask | None:
     if stop <= start:
         return None
     return HostRow(path, (start, stop)), retrieved_keys(layer.config, path, stop - start)
+
+
+def _layers(rows: Sequence[BucketRow | None], places: Collection[int]) -> dict[int, Sequence[Any]]:
+    """The layers of the rows at these places, none for nobody."""
+    return {place: [] if (row := rows[place]) is None else row.layers for place in places}
+
+
+def _plan(
+    number: int, hosts: Iterable[HostRows], asks: list[_Ask | None], changed: Mapping[int, Sequence[Any]]
+) -> None:
+    """Plan the host parts of a layer that have some of these places, whose rows have these layers. asks: of all places,
+    as they were planned last.
+    """
+    for place, layers in changed.items():
+        asks[place] = _ask(layers, number)
+    for host in hosts:
+        first, stop = host.rows.start, host.rows.stop
+        own = {place - first for place in changed if first <= place < stop}
+        if own:
+            some = asks[host.rows]
+            host.plan([None if ask is None else ask[0] for ask in some], _together(some), own)
 
 
 def _together(counts: Sequence[_Ask | None]) -> Retrieve:

@@ -133,9 +133,9 @@ class BucketGroup:
             if not bucket.is_captured:  # the model itself runs
                 stack.enter_context(using_retrieval(self._model, self._prefill_chunk))
             try:
-                logits = bucket.step(dict(zip(places, inputs, strict=True)), by_place, launched)
+                logits = bucket.step(dict(zip(places, inputs, strict=True)), by_place, launched, ahead=ahead)
                 if draws is not None:
-                    found: Tensor | list[Choice | None] = bucket.draw.choices(places)
+                    found: Tensor | list[Choice | None] = bucket.choices(places)
                 else:
                     found = logits[torch.tensor(places, device=logits.device)]
             except BaseException:

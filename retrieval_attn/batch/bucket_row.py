@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from retrieval_attn.index.task import descriptor as words
 from retrieval_attn.offload.build import event_now
 from retrieval_attn.offload.staging import bringing
 
-__all__ = ["BucketRow", "GroupBuffers", "StepCosts"]
+__all__ = ["BucketRow", "GroupBuffers", "StepCosts", "bring_share"]
 
 log = logging.getLogger(__name__)
 
@@ -275,3 +275,15 @@ class BucketRow:
         self.retrieves = any(one.retrieves for _, one in held)
         coded = [one for layer, one in held if code_shape(layer, one.window.buffers[0].shape[3]) is not None]
         self.coded_keys = max((stop - start for one in coded for start, stop in one.ranges), default=0)
+
+
+def bring_share(rows: Iterable[BucketRow]) -> None:
+    """While the device computes: a share of what the windows that moved last have and the host has not, so that it has
+    all of it before the next ones move.
+    """
+    some = sorted((row for row in rows if row.behind), key=lambda row: row.room)
+    left = -(-sum(len(row.behind) for row in some) // max(1, some[0].room)) if some else 0
+    for row in some:
+        count = min(left, len(row.behind))
+        row.bring(count)
+        left -= count

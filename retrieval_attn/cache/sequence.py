@@ -253,9 +253,9 @@ def attended_columns(batch: Batch) -> int:
     return batch.columns - batch.forgotten.tokens
 
 
-def has_position(batch: Batch, most: int | None) -> bool:
-    """Whether a model of so many positions has one for the next token; None: of any number."""
-    return most is None or attended_columns(batch) < most
+def has_position(batch: Batch, most: int | None, tokens: int = 1) -> bool:
+    """Whether a model of so many positions has some for the next tokens; None: of any number."""
+    return most is None or attended_columns(batch) + tokens <= most
 
 
 def own_start(batch: Batch) -> int:

@@ -131,6 +131,15 @@ class CudaRuntime:
         with self._lock, self.exchange.turn:
             torch.cuda.synchronize(self._device)
 
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        with self._lock, self.exchange.turn:  # as above
+            mark.synchronize()
+
     def _capture(self, graph: torch.cuda.CUDAGraph, record: Callable[[], None]) -> None:
         with self._on_main(), no_collection():
             # other threads (Numba's, index builds) may call CUDA meanwhile: only this one is held to the rules

@@ -133,6 +133,12 @@ class EmulatedRuntime:
     def synchronize(self) -> None:
         self._thread.submit(int).result()
 
+    def mark(self) -> None:
+        """What is launched is done at once, or by the other thread in order."""
+
+    def wait(self, mark: None) -> None:
+        self.synchronize()
+
     def submit(self, action: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run it on the other thread."""
         return self._thread.submit(action, *arguments)

@@ -43,3 +43,9 @@ class Runtime(Protocol):
 
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
+
+    def mark(self) -> object:
+        """What was launched so far on the current stream, for `wait`."""
+
+    def wait(self, mark: Any) -> None:
+        """Wait for what was launched before the mark, whatever follows it."""

@@ -214,6 +214,22 @@ def test_a_tail_is_nearer_and_one_reading_serves_both(model: Any, text: FedText,
     assert own.tail and torch.equal(own.logits, tail.logits)
 
 
+@pytest.mark.usefixtures("emulated_graphs")
+def test_captured_steps_are_fed_the_same(model: Any, text: FedText, reference: Floats) -> None:
+    """Those that read whole rows give what eager ones do; those whose codes tell weights something near."""
+
+    def fed(share: float, *, captured: bool = True) -> Fed:
+        config = CONFIG.replace(
+            index="device", index_options={"int8_rows": True, "key_share": share}, host_dtype="int8", tail=True
+        )
+        return next(feed_index(model, config, text, [20], 0, tails=(True,), captured=captured))
+
+    eager, every, some = fed(1.0, captured=False), fed(1.0), fed(0.25)
+    torch.testing.assert_close(every.logits, eager.logits, rtol=0, atol=1e-4)
+    assert float((some.logits - every.logits).abs().max()) > 1e-3
+    assert 0 < kl(reference, every) < 0.01 and 0 < kl(reference, some) < 0.01
+
+
 def test_every_method_gets_the_same_ids_at_the_same_positions(model: Any, tokenizer: Any, text: FedText) -> None:
     seen: list[tuple[list[int], list[int]]] = []
 
@@ -373,6 +389,7 @@ def test_wrong_logits_are_problems(tokenizer: Any) -> None:
         (["--vary", "colour=red"], ConfigError, "Unknown option colour"),
         (["--vary", "window"], ConfigError, "write window=256,512"),
         (["--vary", "window=8", "--methods", "quest"], ConfigError, "name one, such as flat"),
+        (["--captured", "--no-head-error"], ConfigError, "add --no-head-error --mass-heads 0"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_read(flags: list[str], error: type[Exception], words: str) -> None:

@@ -75,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "measured; 0: none (default: %(default)s)")  # fmt: skip
     add("--no-head-error", action="store_true", help="do not compare heads' outputs with exact attention, which reads "
         "all keys of every layer for each token")  # fmt: skip
+    add("--captured", action="store_true", help="kinds of index decode by captured steps, as answers do; with "
+        "--no-head-error and --mass-heads 0")  # fmt: skip
     add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores (default: %(default)s)")
     add("--samples", type=int, default=1, metavar="N", help="texts of each kind and length that a row is the mean of: "
         "other seeds, or the next parts of a file (default: %(default)s)")  # fmt: skip

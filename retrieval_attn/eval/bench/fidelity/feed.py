@@ -20,6 +20,7 @@ from retrieval_attn.cache.instruments import measure_mass, tail_shares
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.config import Config
 from retrieval_attn.engine.attention import using_retrieval
+from retrieval_attn.engine.decode import Steps
 from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.errors import ConfigError, UnsupportedModelError
 from retrieval_attn.eval.baselines.reader import ContextReader, forward_at
@@ -88,12 +89,14 @@ def feed_index(
     *,
     head_error: bool = False,
     tails: Sequence[bool] | None = None,
+    captured: bool = False,
 ) -> Iterator[Fed]:
     """This package, with `config`'s index: one reading for all budgets, each on a fork of it.
 
     mass_heads: query heads per layer whose captured weight is measured, in turn; 0: none. head_error: whether heads'
     outputs are compared with exact attention. tails: every budget once with each of these; None: with `config.tail`.
-    Where everything is retrieved nothing is estimated: once, and without. "auto": with a tail only.
+    Where everything is retrieved nothing is estimated: once, and without. "auto": with a tail only. captured: tokens
+    are fed by captured steps, without what is measured beside logits, but not where everything is retrieved.
     """
     tails = (bool(config.tail),) if tails is None else tails
     ids = torch.from_numpy(text.ids[None, : text.context].copy()).to(model.device)
@@ -106,7 +109,10 @@ def feed_index(
     for budget, tail in dict.fromkeys(runs):
         errors = HeadErrors() if head_error else None
         fork = _fork(held, budget, tail, mass_heads)
-        yield replace(_feed_fork(model, fork, text, errors), budget=budget, tail=tail)
+        fed = (
+            _feed_captured(model, fork, text) if captured and budget != "all" else _feed_fork(model, fork, text, errors)
+        )
+        yield replace(fed, budget=budget, tail=tail)
 
 
 def _fork(held: RetrievalCache, budget: Budget, tail: bool, mass_heads: int) -> RetrievalCache:
@@ -141,6 +147,20 @@ def _feed_fork(model: Any, cache: RetrievalCache, text: FedText, errors: HeadErr
         estimated=float(np.concatenate(shares).mean()) if any(map(len, shares)) else None,
         head_errors=() if errors is None else errors.result(),
     )
+
+
+@torch.no_grad()
+def _feed_captured(model: Any, cache: RetrievalCache, text: FedText) -> Fed:
+    rows, steps = [], Steps(model, cache, True)
+    with using_retrieval(model, cache.config.prefill_chunk):
+        try:
+            for at, token in enumerate(text.forced.tolist()):
+                place = torch.tensor([text.context + at], device=model.device)
+                rows.append(steps.step(torch.full_like(place, token), place, None).clone().cpu())
+                steps.confirm()
+        finally:
+            steps.close()
+    return Fed(None, torch.cat(rows))
 
 
 def feed_policies(

@@ -30,7 +30,9 @@ TAILS = {"both": (False, True), "with": (True,), "without": (False,)}
 @dataclass(frozen=True)
 class Plan:
     """What is measured. kinds: options by label, one for every kind of index; policies: names of published methods.
-    samples: texts of each kind and length. tails: every kind once with each of these."""
+    samples: texts of each kind and length. tails: every kind once with each of these. captured: they decode by captured
+    steps.
+    """
 
     config: Config
     texts: tuple[str, ...]
@@ -42,6 +44,7 @@ class Plan:
     tokens: int
     mass_heads: int
     head_error: bool
+    captured: bool
     samples: int
     seed: int
 
@@ -71,6 +74,10 @@ def plan_of(args: argparse.Namespace) -> Plan:
     budgets = tuple(dict.fromkeys(parse_retrieve(part.strip()) for part in args.retrieve.split(",") if part.strip()))
     if not budgets:
         raise ConfigError("--retrieve names no number of keys; write 20,100,400")
+    if args.captured and (args.mass_heads or not args.no_head_error):
+        raise ConfigError(
+            "--captured compares logits alone: nobody looks into a captured step; add --no-head-error --mass-heads 0"
+        )
     kinds: dict[str, Config] = {}
     for spec in specs:
         if spec.name not in POLICIES:
@@ -91,6 +98,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         tokens=args.tokens,
         mass_heads=args.mass_heads,
         head_error=not args.no_head_error,
+        captured=args.captured,
         samples=args.samples,
         seed=args.seed,
     )
@@ -114,7 +122,8 @@ def measure(model: Any, tokenizer: Any, text: FedText, plan: Plan) -> Iterator[M
     reference = log_probabilities(feed_full(model, text).logits)
     for number, (label, config) in enumerate(plan.kinds.items()):
         budgets = plan.budgets if number or "all" in plan.budgets else (*plan.budgets, "all")
-        fed = feed_index(model, config, text, budgets, plan.mass_heads, head_error=plan.head_error, tails=plan.tails)
+        options: Any = {"head_error": plan.head_error, "tails": plan.tails, "captured": plan.captured}
+        fed = feed_index(model, config, text, budgets, plan.mass_heads, **options)
         for one in fed:
             yield judged(text, label + TAIL if one.tail else label, one, reference)
     policies = feed_policies(model, tokenizer, plan.policies, plan.config, text, plan.budgets, plan.head_error)

@@ -89,7 +89,8 @@ def _legend() -> list[str]:
         "attention, in float32, with the method's own query over the keys and values that its own run stored; mean "
         "over heads, full-attention layers and fed tokens. + tail: what was not retrieved is estimated from "
         "clusters, which `estimated` of the weight is. ruler: the last tokens of question and answer are fed; "
-        "extract: the first tokens of the true JSON. Everything decodes eagerly."
+        "extract: the first tokens of the true JSON. Everything decodes eagerly, or kinds of index by captured steps "
+        "where --captured says so."
     ]
 
 

@@ -262,9 +262,9 @@ def test_random_schedules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     replays: list[int] = []
     real = Bucket.step
 
-    def counted(bucket: Bucket, *given: Any) -> torch.Tensor:
+    def counted(bucket: Bucket, *given: Any, **options: Any) -> torch.Tensor:
         replays.append(bucket.kind.levels)
-        return real(bucket, *given)
+        return real(bucket, *given, **options)
 
     monkeypatch.setattr(Bucket, "step", counted)
     schedule = schedule_of(seed, 8, llm_of().model.get_input_embeddings().weight.shape[0])

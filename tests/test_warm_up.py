@@ -89,9 +89,9 @@ def test_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     step = bucket_graph.Bucket.step
 
-    def stepped(self: Any, *args: Any) -> Any:
+    def stepped(self: Any, *args: Any, **options: Any) -> Any:
         sizes.append(self.size)
-        return step(self, *args)
+        return step(self, *args, **options)
 
     with Engine(llm_of(), exact_tokens=128) as engine:
         engine.warm_up(progress=False)

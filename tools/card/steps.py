@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -54,11 +54,11 @@ class Clock:
             clock._over = None
             launch(outbox)
 
-        def stepped(bucket: Bucket, inputs: Any, draws: Any = None, launched: Callable[[], None] | None = None) -> Any:
+        def stepped(bucket: Bucket, inputs: Any, *given: Any, **options: Any) -> Any:
             whole = len(inputs) == clock._rows and bucket.is_captured
             if not whole:
                 clock._over = None
-            found = step(bucket, inputs, draws, launched)
+            found = step(bucket, inputs, *given, **options)
             if whole:
                 clock._over = time.perf_counter()
                 clock.steps.append(clock._over - clock._launched)

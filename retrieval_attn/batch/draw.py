@@ -185,10 +185,11 @@ def choose(logits: Tensor, draws: DrawTable, positions: Tensor, mode: DrawMode |
     """
     _require_shapes(logits, draws, positions)
     mode = draws.mode if mode is None else mode
+    kernels = _kernels(logits) if mode.sample else None
     if mode.sample:
-        most, kernels = logits.amax(dim=1), _kernels(logits)
+        most = logits.amax(dim=1)
     else:
-        (most, ids), kernels = logits.max(dim=1), None
+        most, ids = logits.max(dim=1)
     failed = ~torch.isfinite(most)
     if kernels is not None:
         ids = torch.zeros_like(positions)

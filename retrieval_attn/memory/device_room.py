@@ -12,7 +12,14 @@ from retrieval_attn.gpu.memory import bus_bandwidth, spare_bytes, split_bytes
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import Layout, layouts
 from retrieval_attn.memory.host_room import available_host_bytes
-from retrieval_attn.memory.index_choice import chosen_index, has_room_for_rows, known_shape, sized, with_rows
+from retrieval_attn.memory.index_choice import (
+    chosen_index,
+    has_room_for_rows,
+    known_shape,
+    sized,
+    with_rows,
+    without_rows,
+)
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.packed import unpacked_bytes
@@ -69,15 +76,13 @@ class IndexChoice:
         the host that the device here cannot read. Rows that a device reads are not saved: they are made where the host
         here has room for them.
         """
-        model, options = self._loaded, dict(decided.index_options)
-        on_host = {"finer_bytes", "codes_on_host"}.intersection(options)
+        model = self._loaded
+        on_host = {"finer_bytes", "codes_on_host"}.intersection(decided.index_options)
         if on_host and model is not None and not reads_host(input_device(model)):
-            options = {name: value for name, value in options.items() if name not in on_host}
-            decided = decided.replace(index_options=options)
+            kept = {name: value for name, value in decided.index_options.items() if name not in on_host}
+            decided = decided.replace(index_options=kept)
         if model is not None and decided.index == "device" and self._requested.index == "auto":
-            for name in ("int8_rows", "key_share"):
-                options.pop(name, None)
-            plain = decided.replace(index_options=options)
+            plain = without_rows(decided)
             shape = known_shape(model.config)
             room = shape is not None and has_room_for_rows(shape, plain, tokens, self._host_free(model))
             decided = with_rows(plain) if room else plain

@@ -31,7 +31,6 @@ CHUNKS_FOR_ROWS, WORTH_CHUNKS = 4, 0.8
 what share of a search's seconds may be left for it: in 24 GiB 128K tokens of Qwen3-32B's shape take 19.4 ms per token
 by 40 bytes and such rows in chunks of 2,048, which read them in 53 to 69 s, and 25.4 to 30.4 by 24 bytes, finer ones
 and no rows in chunks of 4,096, which take 43 to 53 (H100; docs/log.md, 2026-11-27)."""
-
 KEY_SHARE = 0.25
 """Of the keys that a device names those that it reads, see `DeviceOptions`, where the codes by which it names them have
 the usual size. KL to full attention is then what it is with all of them read: 3.90e-4 and 3.68e-4 nats (prose), 5.16e-3
@@ -190,6 +189,12 @@ def with_rows(config: Config) -> Config:
     if "key_bytes" not in options or "finer_bytes" in options:
         options["key_share"] = KEY_SHARE
     return config.replace(index_options=options)
+
+
+def without_rows(config: Config) -> Config:
+    """`config` without what `with_rows` adds."""
+    kept = {name: value for name, value in config.index_options.items() if name not in ("int8_rows", "key_share")}
+    return config.replace(index_options=kept)
 
 
 def _coded_configs(sizes: Sequence[Config], tokens: int, least: int = LEAST_CHUNK) -> Iterator[Config]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.cluster import MAX_CLUSTERS
-from retrieval_attn.gpu.codes.codes import MOST_VARIANCE, ROWS_AT_ONCE, DeviceCodes, code_scores, estimated
+from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated, lacking
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, Turn
 from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.decode.kernels import kernels_for
@@ -232,27 +232,22 @@ def _logits(
     )
     bases, variances = estimated(stored.space, queries)
     products = scores + bases[:, None]
-    lacking = _lacking(variances, scoring.scale)
+    coarse = lacking(variances, scoring.scale)[:, None]
     if stored.finer is not None and shape.kept:
         # keys that were picked have finer codes, which say more of them, and lack less
         picked = stored.find(queries, min(shape.k, stop), stop)
-        finer = _lacking(estimated(stored.finer.space, queries)[1], scoring.scale)
-        known = stored.finer.scores_of(queries, picked) + (finer - lacking) / scoring.scale
+        finer = lacking(estimated(stored.finer.space, queries)[1], scoring.scale)[:, None]
+        known = stored.finer.scores_of(queries, picked) + (finer - coarse) / scoring.scale
         products = products.scatter(1, picked.clamp_min(0).long(), known)
     logits = products * scoring.scale
     if scoring.softcap is None:
-        logits = logits + lacking
+        logits = logits + coarse
     else:
         # to second order: E exp(f(x + e)) = exp(f(x)) (1 + variance / 2 (f'^2 + f''))
         bent = torch.tanh(logits / scoring.softcap)
         slope = 1 - bent * bent
-        logits = bent * scoring.softcap + lacking * slope * (slope - 2 * bent / scoring.softcap)
+        logits = bent * scoring.softcap + coarse * slope * (slope - 2 * bent / scoring.softcap)
     padded = torch.cat([logits, logits.new_zeros(len(logits), 1)], dim=1)
     padded.scatter_(1, torch.where(named >= 0, named, stop).long(), -torch.inf)
     logits = padded[:, :stop]
     return torch.where(logits.isfinite(), logits, -torch.inf)
-
-
-def _lacking(variances: Tensor, scale: float) -> Tensor:
-    """Half the variance of logits (m, 1), of that of products (m,)."""
-    return (variances * scale**2).clamp_max(MOST_VARIANCE)[:, None] / 2

@@ -165,6 +165,11 @@ def estimated(space: DeviceSpace, queries: Tensor) -> tuple[Tensor, Tensor]:
     return queries @ space.estimate[0], (queries @ space.query_projection.T).square() @ space.estimate[1]
 
 
+def lacking(variances: Tensor, scale: float) -> Tensor:
+    """Half the variance of logits (m,), of that of products as `estimated` has it: what is to be added to a logit."""
+    return (variances * scale**2).clamp_max(MOST_VARIANCE) / 2
+
+
 def code_scores(space: DeviceSpace, codes: Tensor, queries: Tensor) -> Tensor:
     """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
     eights, fours, twos = codes.split([space.num_8bit, space.num_4bit // 2, space.num_2bit // 4], dim=1)

@@ -155,16 +155,17 @@ class KeyReach:
                 continue
             here = (own >= 0) & (own < entry.ids)
             named = own[here].long()
-            products = torch.full_like(named, torch.inf, dtype=torch.float32) if told is None else told[number, here]
+            products = None if told is None else told[number, here]
             if own[min(entry.least, entry.ids) - 1] < 0:
-                named = torch.arange(entry.ids, device=own.device)
-                products = torch.full_like(named, torch.inf, dtype=torch.float32)
+                named, products = torch.arange(entry.ids, device=own.device), None
             if len(named):
                 rows = entry.rows[named.to(entry.rows.device)].to(query.device).float()
                 keys, values = rows.split(list(self.shape), dim=1)
                 steps = entry.steps[named]
-                read = keys @ flat[number] * steps[:, 0]
-                scores = torch.where(products == torch.inf, read, products) * scoring.scale
+                scores = keys @ flat[number] * steps[:, 0]
+                if products is not None:
+                    scores = torch.where(products == torch.inf, scores, products)
+                scores *= scoring.scale
                 if scoring.softcap is not None:
                     scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
                 into.lse[number] = scores.logsumexp(0)

@@ -84,13 +84,12 @@ def _keep_kernel(
     is_named = chosen & (place < room)
     # first to the device's own memory, for the host's takes whole lines far better than scattered words
     tl.store(hits + at * picked_room + place, key, mask=is_named)
+    lacking = tl.minimum(tl.load(variances + query) * scale * scale, MOST_VARIANCE)
     if TELLS:
-        named = tl.where(is_named, value, -float("inf"))
-        product = tell(named, tl.load(variances + query), told_best, scale, MOST_VARIANCE, ROUNDS)
+        product = tell(tl.where(is_named, value, -float("inf")), lacking, told_best, scale, ROUNDS)
         tl.store(told + row * room + place, product, mask=is_named)
     # what is left of a key that is not named is what its finer code says, with the variance that this lacks: whoever
     # sums up takes that of the others for it
-    lacking = tl.minimum(tl.load(variances + query) * scale * scale, MOST_VARIANCE)
     code_lacking = tl.minimum(tl.load(code_variances + query) * scale * scale, MOST_VARIANCE)
     shift = (lacking - code_lacking) / (2 * scale) - tl.load(code_bases + query)
     code_unit = tl.maximum(tl.load(code_units + query), 1e-30)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.codes.codes import ALIGNED, MOST_VARIANCE, DeviceCodes, estimated
+from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes, estimated, lacking
 from retrieval_attn.gpu.codes.stage import BroughtCodes, Source
 from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.codes.tiles import QueryTiles
@@ -334,10 +334,10 @@ class CodeSearch(CodedHeads):
             if entry is None or not entry[1]:
                 continue
             codes, stop = entry
-            hits = codes.find(flat[number], min(self.shape.k, stop), stop)
+            hits, known = codes.find(flat[number], min(self.shape.k, stop), stop), codes
             if codes.finer is not None and self.shape.kept:
-                hits = codes.finer.best_of(flat[number], hits, min(self.shape.kept, stop))
-            known = codes if codes.finer is None or not self.shape.kept else codes.finer
+                known = codes.finer
+                hits = known.best_of(flat[number], hits, min(self.shape.kept, stop))
             for i in range(group):
                 row = rows[number * group + i]
                 ids[row, : hits.shape[1]] = hits[i]
@@ -350,7 +350,7 @@ def _told_of(codes: DeviceCodes, query: Tensor, ids: Tensor, best: int, scale: f
     _, variances = estimated(codes.space, query[None])
     products = codes.scores_of(query[None], ids[None])[0]
     to_be_read = products.topk(min(best, len(products))).indices
-    products += (variances * scale**2).clamp_max(MOST_VARIANCE) / (2 * scale)
+    products += lacking(variances, scale) / scale
     return products.index_fill(0, to_be_read, torch.inf)
 
 

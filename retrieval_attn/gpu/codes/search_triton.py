@@ -324,7 +324,8 @@ def _pick_kernel(
     if TELLS:
         score = tl.load(scores + at * max_keys + line, mask=slot < named, other=-float("inf")).to(tl.float32)
         product = score * tl.load(units + query) + tl.load(bases + query)
-        product = tell(product, tl.load(variances + query), told_best, scale, MOST_VARIANCE, ROUNDS)
+        lacking = tl.minimum(tl.load(variances + query) * scale * scale, MOST_VARIANCE)
+        product = tell(product, lacking, told_best, scale, ROUNDS)
         tl.store(told + row * room + slot, product, mask=slot < named)
     # whoever sums up the others finds the named ones gone, and need not read what went to the host
     tl.store(scores + at * max_keys + line, -float("inf"), mask=slot < named)
@@ -417,7 +418,7 @@ def _stages(queries: int, key_bytes: int, width: int) -> int:
     first. 128K keys of 8 heads take 47 us for 52 with codes of 64 bytes, 39 for 40 with 40, those of four texts 129 for
     133 and 103 for 109 (H100). Codes of 24 bytes, which no loads of 16 divide, take 41 for 37.
     """
-    if queries <= SMALL_BLOCK and width <= NARROW_TILE and (key_bytes >= MIN_WIDTH or key_bytes % ALIGNED == 0):
+    if _is_small(queries, width) and (key_bytes >= MIN_WIDTH or key_bytes % ALIGNED == 0):
         return 1
     return max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width)))
 
@@ -431,7 +432,12 @@ def _tile_programs(queries: int) -> int:
 
 def _registers(queries: int, width: int) -> dict[str, int]:
     """A limit for a program that scores so many queries at a time, of codes of `width` columns; none for many."""
-    return {"maxnreg": MOST_REGISTERS} if queries <= SMALL_BLOCK and width <= NARROW_TILE else {}
+    return {"maxnreg": MOST_REGISTERS} if _is_small(queries, width) else {}
+
+
+def _is_small(queries: int, width: int) -> bool:
+    """Whether eight such programs fit a multiprocessor of an H100."""
+    return queries <= SMALL_BLOCK and width <= NARROW_TILE
 
 
 def _warps(numbers: int) -> int:

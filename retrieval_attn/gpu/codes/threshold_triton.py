@@ -34,8 +34,9 @@ def threshold(values, k, enough, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def tell(products, variance, best, scale, MOST_VARIANCE: tl.constexpr, ROUNDS: tl.constexpr):
-    """What codes tell of a query's keys that are named, see `search.Told`. products: q . k by codes, -inf: no key."""
+def tell(products, lacking, best, scale, ROUNDS: tl.constexpr):
+    """What codes tell of a query's keys that are named, see `search.Told`. products: q . k by codes, -inf: no key.
+    lacking: the variance of a logit by them.
+    """
     least_read = threshold(products, best, best + best // 4, ROUNDS)
-    lacking = tl.minimum(variance * scale * scale, MOST_VARIANCE)
     return tl.where(products >= least_read, float("inf"), products + lacking / (2 * scale))

@@ -122,8 +122,10 @@ def measure(model: Any, tokenizer: Any, text: FedText, plan: Plan) -> Iterator[M
     reference = log_probabilities(feed_full(model, text).logits)
     for number, (label, config) in enumerate(plan.kinds.items()):
         budgets = plan.budgets if number or "all" in plan.budgets else (*plan.budgets, "all")
-        options: Any = {"head_error": plan.head_error, "tails": plan.tails, "captured": plan.captured}
-        fed = feed_index(model, config, text, budgets, plan.mass_heads, **options)
+        fed = feed_index(
+            model, config, text, budgets, plan.mass_heads,
+            head_error=plan.head_error, tails=plan.tails, captured=plan.captured,
+        )  # fmt: skip
         for one in fed:
             yield judged(text, label + TAIL if one.tail else label, one, reference)
     policies = feed_policies(model, tokenizer, plan.policies, plan.config, text, plan.budgets, plan.head_error)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.codes.codes import ALIGNED, MOST_VARIANCE
+from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
 from retrieval_attn.gpu.codes.refine_triton import refine
 from retrieval_attn.gpu.codes.search import (
     FINE,
@@ -35,11 +35,14 @@ BLOCK_KEYS = 128
 """Keys that a program scores at a time."""
 PROGRAMS = 1056
 """Programs that score keys, of all heads together: eight for each multiprocessor of an H100."""
+LONG = 1 << 20
+"""Keys of a head from which on twice as many programs share them: 67 us for 72, of 1M keys of 4 heads for 6 queries."""
 WIDE_TILE, WIDE_WARPS = 32, 8
 """Queries of a tile from which on a program has more warps: four would hold 194 registers a thread."""
 NARROW_TILE, MOST_REGISTERS = 64, 64
-"""Bytes of a code up to which a program of few queries needs no more than so many registers a thread: eight programs
-then fit a multiprocessor of an H100. With 70 seven fit, and the last of 1,056 come alone (33.6 us in place of 30.0)."""
+"""Bytes of a code up to which a program of SMALL_BLOCK queries, and half of them up to which one of twice as many needs
+no more than so many registers a thread: eight programs then fit a multiprocessor of an H100. With 70 seven fit, and the
+last of 1,056 come alone (33.6 us in place of 30.0)."""
 COLUMNS = 32
 """Numbers of a row at most, as keys are picked: what is chosen of it are the bits of a word."""
 MOST_SCORE = 32000.0
@@ -402,7 +405,7 @@ def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> No
         return
     blocks = triton.cdiv(turn.members, search.block)
     options["num_stages"] = stages = _stages(search.block, shape.key_bytes, width)
-    most = 2 * PROGRAMS if stages == 1 else PROGRAMS
+    most = 2 * PROGRAMS if stages == 1 or scratch.max_keys >= LONG else PROGRAMS
     programs = max(1, min(most // (turn.entries * blocks), scratch.max_keys // BLOCK_KEYS))
     _score_kernel[(turn.entries, programs, blocks)](
         *queries, scratch.scores, scratch.best,
@@ -416,9 +419,10 @@ def _stages(queries: int, key_bytes: int, width: int) -> int:
 
     One for few: eight programs of a multiprocessor hide each other's loads, and do not pass codes through shared memory
     first. 128K keys of 8 heads take 47 us for 52 with codes of 64 bytes, 39 for 40 with 40, those of four texts 129 for
-    133 and 103 for 109 (H100). Codes of 24 bytes, which no loads of 16 divide, take 41 for 37.
+    133 and 103 for 109 (H100). Codes of 24 bytes, which no loads of 16 divide, take 17.3 for 15.7, of 32 bytes 18.0 for
+    17.1 by their scores alone.
     """
-    if _is_small(queries, width) and (key_bytes >= MIN_WIDTH or key_bytes % ALIGNED == 0):
+    if queries <= SMALL_BLOCK and (MIN_WIDTH < width <= NARROW_TILE or key_bytes <= MIN_WIDTH // 2):
         return 1
     return max(1, min(3, TILE_BYTES // (BLOCK_KEYS * width)))
 
@@ -432,12 +436,7 @@ def _tile_programs(queries: int) -> int:
 
 def _registers(queries: int, width: int) -> dict[str, int]:
     """A limit for a program that scores so many queries at a time, of codes of `width` columns; none for many."""
-    return {"maxnreg": MOST_REGISTERS} if _is_small(queries, width) else {}
-
-
-def _is_small(queries: int, width: int) -> bool:
-    """Whether eight such programs fit a multiprocessor of an H100."""
-    return queries <= SMALL_BLOCK and width <= NARROW_TILE
+    return {"maxnreg": MOST_REGISTERS} if queries * width <= SMALL_BLOCK * NARROW_TILE else {}
 
 
 def _warps(numbers: int) -> int:

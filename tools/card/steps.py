@@ -24,6 +24,7 @@ from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.memory.host_room import available_host_bytes
+from retrieval_attn.offload.host_table import move_table
 from tools.card.near import add_read_window, near_reads, read_simply
 from tools.card.subject import in_ms, llm_of, parser_of, request_of, save_found
 
@@ -103,11 +104,13 @@ def main() -> int:
     parser.add_argument("--length", type=as_tokens, default=2048, help="of each prompt")
     parser.add_argument("--tokens", type=as_tokens, default=256, help="of each answer")
     parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
+    parser.add_argument("--host-table", action="store_true", help="the input embedding's table in host memory")
     add_read_window(parser)
     args = parser.parse_args()
     found: dict[str, Any] = {"rows": args.rows, "length": args.length}
     with emulated() if args.emulate else ExitStack():
         llm, subject = llm_of(args)
+        found["host_table"] = args.host_table and move_table(llm.model)
         usual = default_limits(llm.model, llm.config)
         # what is read beside the first rows need not wait for them: only steps are timed. Prompts that take most of the
         # memory, as some of 128K tokens do, are not read again

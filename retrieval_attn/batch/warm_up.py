@@ -25,6 +25,7 @@ from retrieval_attn.cache.cache import RetrievalCache, seal
 from retrieval_attn.config import Config
 from retrieval_attn.engine.graph.reached import Reads
 from retrieval_attn.errors import ConfigError, EngineFullError
+from retrieval_attn.gpu.memory import count_graphs
 
 __all__ = ["DRAWS", "WarmUp", "WarmUps"]
 
@@ -75,6 +76,7 @@ class WarmUp(NamedTuple):
                     stepper.rehearse(*text, size, self.draws, self.tokens or 0)
                     bar.update()
                 del text
+        count_graphs(loop.model.device)
 
     def _cache(self, loop: AnswerLoop, config: Config) -> RetrievalCache:
         """An empty one, whose index is that of the longest row that is expected."""

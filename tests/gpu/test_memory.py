@@ -48,6 +48,35 @@ def test_a_cap_that_the_context_takes_is_refused() -> None:
         allocator_share(GIB // 2, DeviceMemory(80 * GIB, 79 * GIB, GIB // 2))
 
 
+def test_graphs_count_once_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cap of 24 GiB on a card of 80: .3 GiB beyond what was left for them are taken off, and not given back."""
+    device, total = torch.device("cuda", 0), 80 * GIB
+    outside, shares = [GIB // 2], [1.0]
+    monkeypatch.setattr(
+        memory, "device_memory", lambda place: DeviceMemory(total, 50 * GIB, min(outside[-1], GIB), outside[-1])
+    )
+    monkeypatch.setattr(memory, "_caps", {})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, number: shares.append(share))
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda number: shares[-1])
+
+    def tensors_may_have(held: int) -> float:
+        outside.append(held)
+        memory.count_graphs(device)
+        return shares[-1] * total / GIB
+
+    assert tensors_may_have(GIB) == total / GIB  # without a cap
+    outside.append(GIB // 2)
+    memory.cap(device, 24 * GIB)
+    before = tensors_may_have(GIB // 2 + LATER_CONTEXT)
+    assert before == pytest.approx(24 - 0.5 - LATER_CONTEXT / GIB)
+    assert tensors_may_have(GIB // 2 + LATER_CONTEXT + 3 * GIB // 10) == pytest.approx(before - 0.3)
+    assert tensors_may_have(GIB // 2) == pytest.approx(before - 0.3)
+    memory.cap(device, None)
+    assert tensors_may_have(3 * GIB) == total / GIB
+    memory.count_graphs(torch.device("cpu"))
+
+
 def test_other_processes_are_not_available() -> None:
     """A 24 GiB card with 10 GiB of others' is a 14 GiB card, the own context counted as had."""
     assert DeviceMemory(24 * GIB, 13 * GIB, GIB).available == 14 * GIB

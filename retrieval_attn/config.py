@@ -6,6 +6,7 @@ and not an ignored option.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -183,6 +184,29 @@ def resolve(config: Config | Mapping[str, Any] | None, overrides: Mapping[str, A
     else:
         raise ConfigError(f"config must be a retrieval_attn.Config or a mapping, got {type(config).__name__}.")
     return base.replace(**overrides) if overrides else base
+
+
+def named_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of "NAME" or "NAME:OPTION=VALUE:OPTION=VALUE": `index` and `index_options` on a command line.
+
+    Raises ConfigError.
+    """
+    name, *pairs = text.strip().split(":")
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign:
+            raise ConfigError(f"{text}: options are written name=value, got {pair!r}")
+        options[key] = value_of(value)
+    return name, options
+
+
+def value_of(text: str) -> Any:
+    """A number, True or False where the text is one, else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _require_int(name: str, value: object, least: int, advice: str) -> None:

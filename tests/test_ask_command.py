@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 from retrieval_attn import stream
 from retrieval_attn.cli import main
 from retrieval_attn.commands import loading
+from retrieval_attn.config import Config
 from retrieval_attn.model.bundled import BUNDLED
 from tests.tiny_models import QUESTION, tiny_model
 
@@ -88,6 +90,8 @@ def test_standard_input_and_raw_text(
         (["good.txt", "Who?", "--window", "-1"], "--window='-1'"),
         (["good.txt", "Who?", "--temperature", "-1"], "temperature"),
         (["good.txt", "Who?", "--index", "rorgraph"], "rorgraph"),
+        (["good.txt", "Who?", "--index", "device:keybytes=40"], "keybytes"),
+        (["good.txt", "Who?", "--index", "device:40"], "device:40: options are written name=value, got '40'"),
         (["good.txt", "Who?", "--model", "no/such-model"], "No model could be loaded"),
         (["good.txt", "Who?", "--device", "gpu0"], "not a torch device"),
     ],
@@ -180,6 +184,16 @@ def test_ctrl_c_from_a_keyboard(document: str) -> None:
         _, said = asked.communicate(timeout=60)
     assert asked.returncode == 130
     assert said.decode().splitlines()[-1] == "retrieval-attn ask: interrupted"
+
+
+def test_an_index_with_options() -> None:
+    """Of a command line they come as the API takes them; without any they are the index's own."""
+    parser = argparse.ArgumentParser()
+    loading.add_config_arguments(parser)
+    given = parser.parse_args(["--index", "device:key_bytes=40:int8_rows=True:key_share=0.25", "--host-dtype", "int8"])
+    options = {"key_bytes": 40, "int8_rows": True, "key_share": 0.25}
+    assert loading.config_of(given) == Config(index="device", index_options=options, host_dtype="int8")
+    assert loading.config_of(parser.parse_args([])) == Config()
 
 
 def test_memory_is_planned_for_the_text_and_not_for_all_positions() -> None:

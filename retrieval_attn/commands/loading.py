@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.compiled.collection import no_collection
-from retrieval_attn.config import QUANTIZATIONS, YARN_FLAG, Config, Retrieve
+from retrieval_attn.config import HOST_DTYPES, QUANTIZATIONS, YARN_FLAG, Config, Retrieve, named_options
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.memory.units import parse_tokens
 from retrieval_attn.model.bundled import model_path
 
 if TYPE_CHECKING:
     from retrieval_attn.llm import LLM
+
+INDEX_FLAG: dict[str, Any] = {
+    "metavar": "NAME[:OPTION=VALUE]",
+    "help": "index of the keys, with options as in device:key_bytes=40:int8_rows=True (default: %(default)s)",
+}
+"""Of `--index`, as argparse takes it."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
@@ -54,7 +60,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", default=str(usual.window), metavar="N", help="last tokens always attended (%(default)s)"
     )
-    parser.add_argument("--index", default=usual.index, metavar="NAME", help="index of the keys (default: %(default)s)")
+    parser.add_argument("--index", default=usual.index, **INDEX_FLAG)
+    parser.add_argument(
+        "--host-dtype",
+        choices=HOST_DTYPES,
+        default=usual.host_dtype,
+        help="of keys and values on the host; auto: the model's (default: %(default)s)",
+    )
 
 
 def add_store_argument(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +80,22 @@ def add_store_argument(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace) -> Config:
     """The options that `add_config_arguments` added. Raises ConfigError."""
-    return Config(retrieve=_retrieve(args.retrieve), window=parse_tokens(args.window, "--window"), index=args.index)
+    return Config(
+        retrieve=_retrieve(args.retrieve),
+        window=parse_tokens(args.window, "--window"),
+        host_dtype=args.host_dtype,
+        **index_of(args.index),
+    )
+
+
+def index_of(text: str) -> dict[str, Any]:
+    """The fields of `Config` that `--index` stands for. Raises ConfigError for options that do not exist."""
+    name, options = named_options(text)
+    if options:
+        from retrieval_attn.index.spec import IndexSpec
+
+        IndexSpec.of(name, options)
+    return {"index": name, "index_options": options}
 
 
 def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool = True) -> LLM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from retrieval_attn.commands.loading import INDEX_FLAG, index_of
 from retrieval_attn.config import HOST_DTYPES, QUANTIZATIONS, Config
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.split import SPLITS
@@ -60,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--index",
         default=usual.index,
-        metavar="NAME",
-        help="index over the host's keys; auto: what a read on one such GPU would take (default: %(default)s)",
+        metavar=INDEX_FLAG["metavar"],
+        help="index over the host's keys, with options as in device:key_bytes=40:int8_rows=True; auto: what a read on "
+        "one such GPU would take (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             sink=_tokens_or_none(args.sink, "--sink"),
             window=_tokens_or_none(args.window, "--window"),
             host_dtype=args.host_dtype,
-            index=args.index,
+            **index_of(args.index),
         ),
     )
     print(json.dumps(answer.to_dict(), indent=2) if args.json else answer)

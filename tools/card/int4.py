@@ -23,11 +23,12 @@ from unittest import mock
 import torch
 
 import retrieval_attn as ra
+from retrieval_attn.config import value_of
 from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.engine.graph import capture, registry
 from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.engine.kept_pages import kept_pages
-from retrieval_attn.eval.bench.methods import parse, value_of
+from retrieval_attn.eval.bench.methods import parse
 from retrieval_attn.eval.bench.session.card import watch
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.eval.flags import as_tokens

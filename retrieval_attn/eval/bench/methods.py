@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Collection
 from typing import Any
 
 import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
-from retrieval_attn.config import Config
+from retrieval_attn.config import Config, named_options
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.baselines.registry import POLICIES
 from retrieval_attn.eval.bench.baselines import ByPolicy, FullEager, FullGraph, FullResident, Offloaded, Quantized
@@ -33,13 +32,10 @@ def parse(text: str, known: Collection[str] = METHODS) -> list[MethodSpec]:
     """
     specs = []
     for item in filter(None, (part.strip() for part in text.split(","))):
-        name, *pairs = item.split(":")
-        options: dict[str, Any] = {}
-        for pair in pairs:
-            key, sign, value = pair.partition("=")
-            if not sign:
-                raise ConfigError(f"--methods {item}: options are written name=value, got {pair!r}")
-            options[key] = value_of(value)
+        try:
+            name, options = named_options(item)
+        except ConfigError as error:
+            raise ConfigError(f"--methods {error}") from error
         if name not in known:
             kind, given = SHORT.get(name, (name, {}))
             try:
@@ -74,11 +70,3 @@ def index_of(spec: MethodSpec) -> tuple[str, dict[str, Any]] | None:
         return None
     kind, given = SHORT.get(spec.name, (spec.name, {}))
     return kind, {**given, **spec.options}
-
-
-def value_of(text: str) -> Any:
-    """A number, True or False where the text is one, else the text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from retrieval_attn.config import Config
+from retrieval_attn.config import Config, value_of
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.eval.baselines.registry import POLICIES
 from retrieval_attn.eval.bench.fidelity.feed import Budget, feed_full, feed_index, feed_policies
 from retrieval_attn.eval.bench.fidelity.row import Measured, judged
 from retrieval_attn.eval.bench.fidelity.scores import log_probabilities
 from retrieval_attn.eval.bench.fidelity.texts import FedText, parse_texts
-from retrieval_attn.eval.bench.methods import index_of, parse, value_of
+from retrieval_attn.eval.bench.methods import index_of, parse
 from retrieval_attn.eval.bench.model import lengths_of, with_room
 from retrieval_attn.eval.bench.room import model_config
 from retrieval_attn.eval.flags import parse_retrieve

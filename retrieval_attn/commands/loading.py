@@ -21,6 +21,12 @@ INDEX_FLAG: dict[str, Any] = {
     "help": "index of the keys, with options as in device:key_bytes=40:int8_rows=True (default: %(default)s)",
 }
 """Of `--index`, as argparse takes it."""
+HOST_DTYPE_FLAG: dict[str, Any] = {
+    "choices": HOST_DTYPES,
+    "default": Config().host_dtype,
+    "help": "of keys and values on the host; auto: the model's (default: %(default)s)",
+}
+"""Of `--host-dtype`."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
@@ -61,12 +67,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--window", default=str(usual.window), metavar="N", help="last tokens always attended (%(default)s)"
     )
     parser.add_argument("--index", default=usual.index, **INDEX_FLAG)
-    parser.add_argument(
-        "--host-dtype",
-        choices=HOST_DTYPES,
-        default=usual.host_dtype,
-        help="of keys and values on the host; auto: the model's (default: %(default)s)",
-    )
+    parser.add_argument("--host-dtype", **HOST_DTYPE_FLAG)
 
 
 def add_store_argument(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from retrieval_attn.commands.loading import INDEX_FLAG, index_of
-from retrieval_attn.config import HOST_DTYPES, QUANTIZATIONS, Config
+from retrieval_attn.commands.loading import HOST_DTYPE_FLAG, INDEX_FLAG, index_of
+from retrieval_attn.config import QUANTIZATIONS, Config
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.split import SPLITS
 from retrieval_attn.memory.units import parse_tokens
@@ -52,12 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             flag, default=str(getattr(usual, name)), metavar="TOKENS", help=f"{text} (default: %(default)s)"
         )
-    parser.add_argument(
-        "--host-dtype",
-        choices=HOST_DTYPES,
-        default=usual.host_dtype,
-        help="of keys and values on the host; auto: the model's (default: %(default)s)",
-    )
+    parser.add_argument("--host-dtype", **HOST_DTYPE_FLAG)
     parser.add_argument(
         "--index",
         default=usual.index,

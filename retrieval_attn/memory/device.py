@@ -104,7 +104,7 @@ class DeviceSize:
 
         return self._index.device_bytes(self.shape.key_dim) if self.shape.full_layers else DeviceBytes()
 
-    @property
+    @cached_property
     def coded(self) -> bool:
         """Whether the device scans codes of the keys."""
         return bool(self.shape.full_layers) and self._index.keeps_codes(self.shape.key_dim)
@@ -115,7 +115,7 @@ class DeviceSize:
 
         return IndexSpec.of(self.options.index, self.options.index_options)
 
-    @property
+    @cached_property
     def coded_token_bytes(self) -> int:
         """Bytes per token of context, in prefill and after it, of an index that keeps codes on the device: the codes,
         and a score per query head that all layers share.
@@ -165,7 +165,7 @@ class DeviceSize:
         """Bytes of one row of float32 logits per sequence."""
         return self.batch * self.shape.vocab * 4
 
-    @property
+    @cached_property
     def fixed_bytes(self) -> int:
         """Bytes while generating that do not depend on the context."""
         held = self.shape.weight_bytes + self.window_bytes + self.sliding_bytes

@@ -53,8 +53,8 @@ class Stream(Iterator[str]):
 
     def close(self) -> None:
         """Stop generating and wait for the thread, which ends at its next token. Calling it again changes nothing."""
-        self._collected.detach()
         self._worker.stop()
+        self._collected.detach()  # not before: a second Ctrl-C may end the wait
 
     def __enter__(self) -> Self:
         return self

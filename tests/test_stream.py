@@ -105,6 +105,27 @@ def test_every_way_out_ends_the_worker(context: ra.Context) -> None:
     assert not workers()
 
 
+def test_who_interrupts_the_wait_for_the_worker_leaves_it_to_the_end(
+    context: ra.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C stops an answer, and a second one what waits for its thread: who ends the program still waits for that."""
+    stream = context.stream("Tell me more.", **LONG)
+    next(stream)
+    join = threading.Thread.join
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        monkeypatch.setattr(threading.Thread, "join", join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    at_the_end = stream._collected
+    assert at_the_end.alive and at_the_end.atexit
+    at_the_end()
+    assert not workers()
+
+
 def test_a_stream_that_nobody_reads_starts_nothing(context: ra.Context) -> None:
     stream = context.stream(QUESTION, max_new_tokens=4)
     assert not workers()

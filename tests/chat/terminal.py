@@ -64,6 +64,11 @@ class Terminal:
                 return os.waitstatus_to_exitcode(status)
         raise TimeoutError(f"it has not ended: {self.seen!r}")
 
+    def require_success(self) -> None:
+        """That it ended, and well. Raises AssertionError with all that it showed."""
+        status = self.status()
+        assert status == 0, f"it ended with {status}: {self.seen!r}"
+
     def _read(self, seconds: float) -> bool:
         """Take in what is shown; False if nothing was."""
         ready, _, _ = select.select([self._file], [], [], seconds)

@@ -54,7 +54,7 @@ def test_a_conversation(document: str, tmp_path: Path) -> None:
             terminal.wait_for(shown, behind=behind)
             terminal.wait_for(r">>> |\.\.\. ", behind=behind)
         terminal.type(CTRL_D)
-        assert terminal.status() == 0
+        terminal.require_success()
     assert "Traceback" not in terminal.seen
 
 
@@ -77,7 +77,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(document: str) -> None:
         terminal.type("/stats\n")
         terminal.wait_for(r"\d questions? answered", behind=behind)
         terminal.type("/quit\n")
-        assert terminal.status() == 0
+        terminal.require_success()
     assert "Traceback" not in terminal.seen
 
 

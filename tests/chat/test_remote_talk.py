@@ -162,13 +162,13 @@ def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> Non
         ):
             answered(terminal, keys, shown)
         terminal.type("/quit\n")
-        assert terminal.status() == 0
+        terminal.require_success()
     with chatting("--url", server.url, "--load", "both", "--max-new-tokens", "12") as terminal:
         terminal.wait_for(r"loaded 'both': [\d,]+ tokens")
         terminal.type(f"{BERGEN}\n")
         terminal.wait_for(r" 7391846\r\n")
         terminal.type("/quit\n")
-        assert terminal.status() == 0
+        terminal.require_success()
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_ctrl_c_ends_the_real_servers_work(server: Any) -> None:
             terminal.type(CTRL_C)
             terminal.wait_for(r"\[stopped\]\r\n>>> ", behind=behind)
         terminal.type("/quit\n")
-        assert terminal.status() == 0
+        terminal.require_success()
     deadline = time.monotonic() + 30
     with server.client() as client:
         metrics = client.get("/metrics").text

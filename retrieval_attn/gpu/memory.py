@@ -10,7 +10,6 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -75,7 +74,8 @@ def spare_bytes(device: torch.device) -> int:
     """What this process may still take on `device` (CUDA), within its cap; it may lie in pieces."""
     memory, allocated = device_memory(device), torch.cuda.memory_allocated(device)
     unused = torch.cuda.memory_reserved(device) - allocated
-    capped = int(torch.cuda.memory.get_per_process_memory_fraction(device) * memory.total) - allocated
+    share = torch.cuda.memory.get_per_process_memory_fraction(_number_of(device))
+    capped = int(share * memory.total) - allocated
     return max(0, min(memory.free + unused, capped))
 
 
@@ -136,7 +136,7 @@ def cap(device: torch.device, limit: int | None) -> None:
         return
     memory = device_memory(device)
     torch.cuda.set_per_process_memory_fraction(allocator_share(limit, memory), number)
-    _caps[number] = _Cap(limit, memory)
+    _caps[number] = min(limit, memory.total) - memory.context + memory.outside
 
 
 def count_graphs(device: torch.device) -> None:
@@ -147,31 +147,22 @@ def count_graphs(device: torch.device) -> None:
     never rises.
     """
     number = _number_of(device) if device.type == "cuda" else None
-    known = None if number is None else _caps.get(number)
-    if known is None:
+    if number is None or number not in _caps:
         return
     memory = device_memory(device)
-    grown = memory.outside - known.memory.outside
-    room = max(0, min(known.limit, memory.total) - known.memory.context - grown)
+    room = max(0, _caps[number] - memory.outside)
     if room / memory.total >= torch.cuda.memory.get_per_process_memory_fraction(number):
         return
-    log.info("graphs and kernels take %.2f GiB beside tensors; these may have %.2f", grown / GIB, room / GIB)
+    log.info("graphs lie beside tensors (%.2f GiB do); these may have %.2f GiB", memory.outside / GIB, room / GIB)
     torch.cuda.set_per_process_memory_fraction(room / memory.total, number)
 
 
-class _Cap(NamedTuple):
-    """limit: bytes of the process. memory: what there was when it was set."""
-
-    limit: int
-    memory: DeviceMemory
-
-
-_caps: dict[int, _Cap] = {}
-"""Of the devices that have one, by number."""
+_caps: dict[int, int] = {}
+"""By the number of a device that has a cap: what tensors and all that lies outside the allocator may have together."""
 
 
 def _number_of(device: torch.device) -> int:
-    """PyTorch's function that caps, unlike its neighbours, refuses a device without a number."""
+    """For functions of PyTorch that refuse a device without one, as those of a process's share do."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 

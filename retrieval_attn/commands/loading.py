@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from retrieval_attn.llm import LLM
 
 INDEX_FLAG: dict[str, Any] = {
+    "default": Config().index,
     "metavar": "NAME[:OPTION=VALUE]",
     "help": "index of the keys, with options as in device:key_bytes=40:int8_rows=True (default: %(default)s)",
 }
@@ -66,7 +67,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", default=str(usual.window), metavar="N", help="last tokens always attended (%(default)s)"
     )
-    parser.add_argument("--index", default=usual.index, **INDEX_FLAG)
+    parser.add_argument("--index", **INDEX_FLAG)
     parser.add_argument("--host-dtype", **HOST_DTYPE_FLAG)
 
 
@@ -85,11 +86,11 @@ def config_of(args: argparse.Namespace) -> Config:
         retrieve=_retrieve(args.retrieve),
         window=parse_tokens(args.window, "--window"),
         host_dtype=args.host_dtype,
-        **index_of(args.index),
+        **index_fields(args.index),
     )
 
 
-def index_of(text: str) -> dict[str, Any]:
+def index_fields(text: str) -> dict[str, Any]:
     """The fields of `Config` that `--index` stands for. Raises ConfigError for options that do not exist."""
     name, options = named_options(text)
     if options:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from retrieval_attn.commands.loading import HOST_DTYPE_FLAG, INDEX_FLAG, index_of
+from retrieval_attn.commands.loading import HOST_DTYPE_FLAG, INDEX_FLAG, index_fields
 from retrieval_attn.config import QUANTIZATIONS, Config
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.split import SPLITS
@@ -53,13 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag, default=str(getattr(usual, name)), metavar="TOKENS", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument("--host-dtype", **HOST_DTYPE_FLAG)
-    parser.add_argument(
-        "--index",
-        default=usual.index,
-        metavar=INDEX_FLAG["metavar"],
-        help="index over the host's keys, with options as in device:key_bytes=40:int8_rows=True; auto: what a read on "
-        "one such GPU would take (default: %(default)s)",
+    whose = (
+        "index over the host's keys, with options as in device:key_bytes=40:int8_rows=True; auto: what a read on "
+        "one such GPU would take (default: %(default)s)"
     )
+    parser.add_argument("--index", **{**INDEX_FLAG, "help": whose})
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -79,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             sink=_tokens_or_none(args.sink, "--sink"),
             window=_tokens_or_none(args.window, "--window"),
             host_dtype=args.host_dtype,
-            **index_of(args.index),
+            **index_fields(args.index),
         ),
     )
     print(json.dumps(answer.to_dict(), indent=2) if args.json else answer)

@@ -80,7 +80,7 @@ def _products(
     lies `ahead` words behind it. ONE: of one row, normed on the way with HAS_NORM, M times the same; else of `rows` of
     M. WHOLE: strips of a turn divide dim.
     """
-    # larger groups in halves of a strip, too: whole strips a product take 97 us a layer of four rows, halves 69 (H100)
+    # larger groups in halves of a strip, too: whole strips a product take 97 us a layer of four rows, halves 67 (H100)
     P: tl.constexpr = max(2, 128 // GROUP)
     column, place, group, member = tl.arange(0, W * 128), _place(W, P), tl.arange(0, P * W), tl.arange(0, M)
     total = tl.zeros((P * W, 8 * T, M), tl.float32)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import retrieval_attn as ra
+from retrieval_attn.commands.loading import index_fields
 from retrieval_attn.context import stream_after
-from retrieval_attn.eval.bench.methods import parse
 from retrieval_attn.eval.bench.serve.drive import Served
 from retrieval_attn.eval.bench.session.flags import add_model_flags, add_running_flags
 from retrieval_attn.eval.bench.session.subject import Settings, Subject
@@ -40,10 +40,9 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 def llm_of(args: argparse.Namespace) -> tuple[Served, Subject]:
     """A model, as the flags of `parser_of` say, and its texts."""
-    [spec] = parse(args.index, known=())
     config = ra.Config(
-        index=spec.name, index_options=spec.options, host_dtype=args.host_dtype,
-        retrieve=parse_retrieve(args.retrieve), threads=args.threads or None,
+        host_dtype=args.host_dtype, retrieve=parse_retrieve(args.retrieve), threads=args.threads or None,
+        **index_fields(args.index),
     )  # fmt: skip
     gpu_memory = None if args.gpu_memory is None else parse_bytes(args.gpu_memory, "gpu_memory")
     settings = Settings(

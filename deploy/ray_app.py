@@ -48,7 +48,8 @@ TRIES = 3
 class Options(BaseModel):
     """Of `serve run`, as NAME=VALUE. gpus, cpus: of each replica. gpu_memory: as `retrieval-attn serve` takes it. keys:
     the file of API keys. name: of the model, for clients. body_bytes: of a request at most. apart: the engine has a
-    process of its own, as `--engine process` gives it one.
+    process of its own, as `--engine process` gives it one. allowed_hosts: names of the server without keys, as
+    `--allowed-host`, with commas between them.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -65,6 +66,7 @@ class Options(BaseModel):
     warm_up: int = 16384
     body_bytes: int = 64 << 20
     apart: bool = False
+    allowed_hosts: str = ""
 
 
 class Call(NamedTuple):
@@ -188,7 +190,8 @@ class Replica:
         spec = EngineSpec(path, loading, Config().to_dict(), store=options.store, warm_tokens=options.warm_up)
         found = await started(spec, Child.start() if options.apart else None)
         self._client = found.client
-        settings = Settings(name, body_bytes=options.body_bytes)
+        hosts = tuple(host for host in options.allowed_hosts.split(",") if host)
+        settings = Settings(name, body_bytes=options.body_bytes, allowed_hosts=hosts)
         self._app = make_app(service_for(found, settings, Keys.of(options.keys), options.store))
         self._name = serve.get_replica_context().replica_id.unique_id
 

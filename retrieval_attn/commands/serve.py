@@ -40,6 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="lines KEY, KEY NAME or KEY NAME admin; $RETRIEVAL_ATTN_API_KEY, too, an admin's (default: no keys)",
     )
+    where.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="name of this server in requests without keys, several times; '*': any (default: this machine's names)",
+    )
+    where.add_argument(
+        "--cors",
+        action="append",
+        metavar="ORIGIN",
+        help="web pages that may use it from a browser, such as https://chat.example; several times (default: none)",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument("--rows", type=int, metavar="N", help="requests that are answered at once (default: 16)")
     limits.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that wait (%(default)s)")
@@ -48,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-wait", type=float, default=60.0, metavar="S", help="seconds to a first token, as expected (%(default)s)"
     )
     limits.add_argument("--max-body", default="64MiB", metavar="SIZE", help="of a request (%(default)s)")
+    limits.add_argument("--max-connections", type=int, default=512, metavar="N", help="of one address (%(default)s)")
     limits.add_argument(
         "--answer-tokens", default="1024", metavar="N", help="where a request does not say (%(default)s)"
     )
@@ -109,8 +122,13 @@ def run(args: argparse.Namespace) -> int:
         deadline_seconds=args.deadline,
         drain_seconds=args.drain,
         answer_tokens=parse_tokens(args.answer_tokens, "--answer-tokens"),
+        connections=args.max_connections,
+        allowed_hosts=tuple(args.allowed_host or ()),
+        cors=tuple(args.cors or ()),
     )
     keys = Keys.of(args.api_key_file)
+    if "*" in settings.cors and not keys:
+        raise ConfigError("--cors '*' lets every web page use a server that needs no key: name origins, or give keys.")
     require_safe_host(args.host, has_keys=bool(keys))
     with listening(Address(args.host, args.port)) as sock:  # before the model: a port that is taken is said at once
         signal.signal(signal.SIGINT, _end_at_once)

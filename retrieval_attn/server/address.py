@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.server.failure import ApiError
 
-__all__ = ["Address", "listening", "require_safe_host"]
+__all__ = ["Address", "AllowedHosts", "listening", "require_safe_host"]
 
 BACKLOG = 1024
 
@@ -22,11 +25,7 @@ class Address(NamedTuple):
 
 def require_safe_host(host: str, *, has_keys: bool) -> None:
     """Raise ConfigError for a host that others reach, where nobody needs a key."""
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    if not local and not has_keys:
+    if not has_keys and not _is_loopback(host):
         raise ConfigError(
             f"--host {host} lets other machines ask, and nobody needs a key: give --api-key-file or "
             "RETRIEVAL_ATTN_API_KEY, or listen on 127.0.0.1."
@@ -47,3 +46,55 @@ def listening(address: Address) -> socket.socket:
         ) from error
     found.listen(BACKLOG)
     return found
+
+
+class AllowedHosts:
+    """Names under which requests without a key may address this server, and the origins of web pages that may ask.
+
+    A web page of anybody can make a browser send requests here, by its own name that resolves to this machine (DNS
+    rebinding) or across origins: no key protects a server that needs none, so the names in Host and Origin do.
+    """
+
+    def __init__(self, names: Iterable[str], origins: Iterable[str] = ()) -> None:
+        """names: beside those of this machine; "*": any. origins: of pages, such as https://chat.example."""
+        self._names = {name.lower() for name in (*names, socket.gethostname())}
+        self._origins = {origin.lower() for origin in origins}
+
+    def check(self, host: bytes, origins: Sequence[bytes]) -> None:
+        """host: the Host header, "" for none. origins: Origin headers. Raises ApiError 403."""
+        given = host.decode("latin-1")
+        if given and not self._knows(given):
+            raise ApiError(
+                403, f"This server needs no key, and so answers only by names of this machine; the Host header says "
+                f"{given[:80]!r}. Start it with --allowed-host NAME, or with keys.", code="host_not_allowed",
+            )  # fmt: skip
+        for origin in (one.decode("latin-1") for one in origins):
+            netloc = urlsplit(origin).netloc
+            if origin.lower() not in self._origins and netloc.lower() != given.lower() and not _is_local(netloc):
+                raise ApiError(
+                    403, f"A page of {origin[:80]!r} may not use this server, which needs no key. Start it with "
+                    "--cors ORIGIN, or with keys.", code="origin_not_allowed",
+                )  # fmt: skip
+
+    def _knows(self, netloc: str) -> bool:
+        return "*" in self._names or _name_of(netloc) in self._names or _is_local(netloc)
+
+
+def _name_of(netloc: str) -> str:
+    """The name in NAME:PORT, "" if there is none."""
+    try:
+        return urlsplit(f"//{netloc}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_local(netloc: str) -> bool:
+    name = _name_of(netloc)
+    return name.endswith(".localhost") or _is_loopback(name)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

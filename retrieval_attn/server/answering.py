@@ -16,6 +16,7 @@ from starlette.types import Scope
 from retrieval_attn.batch.request import Event, Request
 from retrieval_attn.server.answered import ERRORS, ChatAnswer, TextAnswer
 from retrieval_attn.server.asked import ChatBody, CompletionBody, SampledBody
+from retrieval_attn.server.bodies import UserRoute
 from retrieval_attn.server.choices import Choices
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.form import DONE, ChatForm, Form, TextForm, usage_of
@@ -25,7 +26,7 @@ from retrieval_attn.server.service import Service, caller_of, service_of
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["answers"])
+router = APIRouter(tags=["answers"], route_class=UserRoute)
 
 COMPLETION_TOKENS = 16
 """Of a text completion that does not say, as OpenAI's."""
@@ -122,8 +123,12 @@ async def _answer(
     wanted = requests[0].draw.logprobs > 0
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return StreamReply(_chunks(choices, form, (len(requests), body.n or 1), logprobs=wanted, usage=usage), end)
-    return WholeReply(lambda: _whole(choices, form, body.n or 1, logprobs=wanted), end)
+        return StreamReply(
+            _chunks(choices, form, (len(requests), body.n or 1), logprobs=wanted, usage=usage),
+            end,
+            choices.seconds_left,
+        )
+    return WholeReply(lambda: _whole(choices, form, body.n or 1, logprobs=wanted), end, choices.seconds_left)
 
 
 async def _chunks(

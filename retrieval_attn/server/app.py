@@ -7,13 +7,15 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 import retrieval_attn
 from retrieval_attn.server import answering, context_routes, routes
+from retrieval_attn.server.bodies import Permission, authorize
 from retrieval_attn.server.edge import Edge
-from retrieval_attn.server.failure import ApiError, failure_of
+from retrieval_attn.server.failure import ApiError, failure_of, invalid
 from retrieval_attn.server.reply import FailureReply, noted
 from retrieval_attn.server.service import Service
 
@@ -39,15 +41,26 @@ class App(FastAPI):
 
 def make_app(service: Service) -> FastAPI:
     """An app that answers by this service; it does not end it."""
-    app = App(title="retrieval-attn", version=retrieval_attn.__version__, docs_url=None, redoc_url=None)
+    app = App(
+        title="retrieval-attn", version=retrieval_attn.__version__, docs_url=None, redoc_url=None, openapi_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
     app.state.service = service
-    for one in (answering.router, context_routes.router, routes.router):
+    for one in (answering.router, context_routes.router, routes.router, routes.open_router, routes.admin_router):
         app.include_router(one)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Exception, _failed)
     for kind in (ApiError, retrieval_attn.RetrievalAttentionError):
         app.add_exception_handler(kind, _failed)
+    if service.settings.cors:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.settings.cors,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(Edge, service=service)
     return app
 
@@ -55,16 +68,16 @@ def make_app(service: Service) -> FastAPI:
 async def _invalid(request: Request, error: Exception) -> Response:
     """OpenAI's status for a body that is not as it should be is 400."""
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
-    where = [str(part) for part in found[0]["loc"] if part != "body"] if found else []
-    said = "; ".join(f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in found[:5])
-    return FailureReply(
-        ApiError(400, f"The request is not as it should be: {said}"[:2000], param=".".join(where) or None)
-    )
+    return FailureReply(invalid(error.errors()))
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if "caller" not in request.scope:  # no route was reached: callers without a key learn nothing of paths
+        try:
+            authorize(request.app.state.service.keys, request.scope, Permission.USER)
+        except ApiError as refused:
+            return FailureReply(refused)
     reply = FailureReply(ApiError(error.status_code, str(error.detail)))
     for name, value in (error.headers or {}).items():
         reply.headers[name] = value

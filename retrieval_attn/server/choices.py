@@ -15,6 +15,9 @@ from retrieval_attn.server.failure import ApiError, failure_of
 
 __all__ = ["Choices"]
 
+MAX_UNREAD = 8192
+"""Tokens of a request that wait for its client. Sockets hold some hundred kilobytes beside them."""
+
 
 class Choices:
     """Use it in an `async with` block: at its end, nobody wants what is still under way.
@@ -32,6 +35,7 @@ class Choices:
         self._submitted: list[Submitted] = []
         self._waiting: list[Waiting] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._overflowed = False
         self.ends: dict[int, Finished] = {}
         self.first_seconds: float | None = None
 
@@ -59,6 +63,11 @@ class Choices:
     def complete(self) -> bool:
         """Whether all have ended by themselves."""
         return bool(self.ends) and len(self.ends) == len(self._submitted)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return self._deadline_seconds - self.seconds
 
     @property
     def seconds(self) -> float:
@@ -101,7 +110,13 @@ class Choices:
         served = not isinstance(item, Finished) or (item.error is None and item.reason != "cancelled")
         if self._waiting[number].leave(served=served) and self.first_seconds is None:
             self.first_seconds = self.seconds
-        self._queue.put_nowait((number, item))
+        if self._queue.qsize() < MAX_UNREAD:
+            self._queue.put_nowait((number, item))
+        elif not self._overflowed:
+            self._overflowed = True
+            self.cancel()
+            message = f"The client did not read {MAX_UNREAD:,} tokens of its answer; read the stream while it comes."
+            self._queue.put_nowait(ApiError(503, message, code="client_too_slow"))
 
     def _late(self) -> None:
         self.cancel()  # at once: who should read the answers may be the one who is slow

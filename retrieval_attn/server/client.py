@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Event, Finished, Request
 from retrieval_attn.server.failure import EngineLostError, ended_error
-from retrieval_attn.server.keeping import keep
+from retrieval_attn.server.keeping import Kept, keep
 
-__all__ = ["KEEPERS", "EngineClient", "Item", "LocalEngine", "Put", "Submitted"]
+__all__ = ["KEEPERS", "OPENERS", "EngineClient", "Item", "LocalEngine", "Put", "Submitted"]
 
 KEEPERS = 4
 """Threads that wait for texts that are read to be saved: threads of their own, so that no request waits for them."""
@@ -21,6 +21,8 @@ KEEPERS = 4
 Item = Event | Finished
 Put = Callable[[Item], None]
 """Takes what becomes of a request, in the event loop: events, then its end."""
+OPENERS = 4
+"""Threads that submit requests about saved contexts, which may wait for a disk: others never wait behind them."""
 
 
 class Submitted(NamedTuple):
@@ -40,7 +42,7 @@ class EngineClient(Protocol):
     async def submit(self, request: Request, put: Put) -> Submitted:
         """Take a request in. Raises as `Engine.submit`, and EngineLostError."""
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> None:
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> Kept:
         """Read a text, behind a saved context or from the start, and save it under a name. Raises as `Engine.submit`
         and `Engine.save`, and what goes wrong with the reading.
         """
@@ -84,6 +86,7 @@ class LocalEngine:
         self._engine = engine
         self._inbox = Inbox(asyncio.get_running_loop())
         self._keepers = ThreadPoolExecutor(KEEPERS, "retrieval_attn-keeper")
+        self._openers = ThreadPoolExecutor(OPENERS, "retrieval_attn-opener")
         self._closing = False
 
     @property
@@ -94,7 +97,9 @@ class LocalEngine:
 
     async def submit(self, request: Request, put: Put) -> Submitted:
         """See `EngineClient`."""
-        return await asyncio.to_thread(self._submit, request, put)
+        if request.context is None:
+            return await asyncio.to_thread(self._submit, request, put)
+        return await asyncio.get_running_loop().run_in_executor(self._openers, self._submit, request, put)
 
     def _submit(self, request: Request, put: Put) -> Submitted:
         if self._engine.died is not None:
@@ -103,11 +108,11 @@ class LocalEngine:
         ticket.listen(lambda item: self._inbox.add(put, item))
         return Submitted(ticket.id, ticket.cancel)
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> None:
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> Kept:
         """See `EngineClient`."""
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._keepers, keep, self._engine, name, ids, context, namespace)
+            return await loop.run_in_executor(self._keepers, keep, self._engine, name, ids, context, namespace)
         except Exception as error:
             if self._closing:
                 raise ended_error() from error
@@ -122,6 +127,7 @@ class LocalEngine:
         self._closing = True
         await asyncio.to_thread(self._engine.close, drain=drain)
         self._keepers.shutdown(wait=False)
+        self._openers.shutdown(wait=False)
 
 
 def plain_stats(engine: Engine) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from starlette.responses import JSONResponse, Response
 
 from retrieval_attn.server.answered import ERRORS, ContextList, ContextRecord, Deleted
 from retrieval_attn.server.asked import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody
+from retrieval_attn.server.bodies import AdminRoute
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.service import Service, caller_of, service_of
 from retrieval_attn.store import NamedContext
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
+router = APIRouter(prefix="/v1/contexts", tags=["contexts"], route_class=AdminRoute)
 
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]
 RECORD: dict[int | str, dict[str, Any]] = ERRORS | {200: {"model": ContextRecord}}

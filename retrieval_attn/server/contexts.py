@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from retrieval_attn.errors import ConfigError, StoreError
+from retrieval_attn.errors import ConfigError, StoreBusyError, StoreError, UnknownContextError
 from retrieval_attn.server.client import EngineClient
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.store import ContextStore, NamedContext
 
-__all__ = ["Contexts"]
+__all__ = ["Contexts", "StorePool"]
+
+STORE_THREADS = 8
+MAX_STORE_JOBS = 64
 
 Result = TypeVar("Result")
+
+
+class StorePool:
+    """Threads for work that waits for a disk or for the store's lock: requests that need no store never wait for it.
+
+    Used in one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(STORE_THREADS, "retrieval_attn-store")
+        self._jobs = 0
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Raises what the work raises, and StoreBusyError if MAX_STORE_JOBS wait already."""
+        if self._jobs >= MAX_STORE_JOBS:
+            raise StoreBusyError(f"{self._jobs} requests wait for the store of contexts; come again later.")
+        self._jobs += 1
+        done = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        done.add_done_callback(self._finished)
+        return await done
+
+    def _finished(self, _: asyncio.Future[Result]) -> None:
+        self._jobs -= 1
 
 
 class Contexts:
@@ -24,19 +52,23 @@ class Contexts:
         with another cannot be continued, and are not listed.
         """
         self._store, self._client, self._template = store, client, template
+        self._pool = StorePool()
 
     async def listed(self) -> list[NamedContext]:
         """Those that requests may name, sorted."""
-        return [one for one in await _beside(self._store.list) if one.plain.get("template") == self._template]
+        return [one for one in await self._beside(self._store.list) if one.plain.get("template") == self._template]
 
     async def named(self, name: str) -> NamedContext:
         """One of them. Raises UnknownContextError, StoreError."""
-        return await _beside(lambda: self._store.resolve(name))
+        return await self._beside(lambda: self._store.resolve(name))
 
     async def make(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str) -> NamedContext:
         """Read a text, behind a saved context or from the start, and save it. Raises as `EngineClient.keep`."""
-        await self._client.keep(name, ids, context, namespace)
-        return await self.named(name)
+        kept = await self._client.keep(name, ids, context, namespace)
+        try:
+            return await self.named(name)
+        except UnknownContextError:  # removed by another client since: it was saved all the same
+            return NamedContext(name, kept.digest, (kept.digest,), {"tokens": kept.tokens}, time.time(), kept.nbytes)
 
     async def fork(self, name: str, new: str) -> NamedContext:
         """Another name for the same. Raises UnknownContextError, StoreError; ApiError 409 for a name that is taken."""
@@ -50,7 +82,7 @@ class Contexts:
             self._store.name(new, found.digest, found.plain)
             return self._store.resolve(new)
 
-        return await _beside(fork)
+        return await self._beside(fork)
 
     async def remove(self, name: str) -> None:
         """Forget the name, and what only it needed; answers under way keep what they use. Raises UnknownContextError,
@@ -61,12 +93,10 @@ class Contexts:
             self._store.remove(name)
             self._store.gc()
 
-        await _beside(remove)
+        await self._beside(remove)
 
-
-async def _beside(work: Callable[[], Result]) -> Result:
-    """In a thread: it waits for a disk."""
-    try:
-        return await asyncio.to_thread(work)
-    except ConfigError as error:
-        raise StoreError(str(error)) from error
+    async def _beside(self, work: Callable[[], Result]) -> Result:
+        try:
+            return await self._pool.run(work)
+        except ConfigError as error:
+            raise StoreError(str(error)) from error

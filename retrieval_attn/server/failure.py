@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from retrieval_attn.errors import (
@@ -17,7 +18,7 @@ from retrieval_attn.errors import (
     UnknownContextError,
 )
 
-__all__ = ["ApiError", "EngineLostError", "ended_error", "failure_of"]
+__all__ = ["ApiError", "EngineLostError", "ended_error", "failure_of", "invalid"]
 
 TYPES = {
     400: "invalid_request_error",
@@ -25,8 +26,10 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    431: "invalid_request_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -100,3 +103,16 @@ def failure_of(error: BaseException) -> ApiError:
     if isinstance(error, RetrievalAttentionError):
         return ApiError(500, str(error))
     return ApiError(500, f"The server failed ({type(error).__name__}); its log says more.")
+
+
+MAX_TOLD = 5
+
+
+def invalid(errors: Sequence[Any]) -> ApiError:
+    """400 for a request whose fields are not as they should be. errors: pydantic's; the first five are told."""
+    where = [str(part)[:100] for part in errors[0]["loc"] if part != "body"] if errors else []
+    told = "; ".join(
+        f"{'.'.join(str(part)[:100] for part in one['loc'] if part != 'body')}: {one['msg'][:300]}"
+        for one in errors[:MAX_TOLD]
+    )
+    return ApiError(400, f"The request is not as it should be: {told}"[:2000], param=".".join(where)[:200] or None)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Request
 
-__all__ = ["keep"]
+__all__ = ["Kept", "keep"]
 
 HELD_TOKENS = 64
 """While so many are generated, the tree cannot give the text up; they are cancelled when it is saved."""
 
 
+class Kept(NamedTuple):
+    """A saved context as it was written: its digest, its tokens, and the bytes that this save wrote."""
+
+    digest: str
+    tokens: int
+    nbytes: int
+
+
 def keep(
     engine: Engine, name: str, ids: tuple[int, ...], context: str | None = None, namespace: str | None = ""
-) -> None:
+) -> Kept:
     """Wait until a text was read and saved. context: a saved one that it continues; then only the text is written.
 
     Raises as `Engine.submit` and `Engine.save`, and what goes wrong with the reading.
@@ -25,6 +35,7 @@ def keep(
     try:
         for _ in ticket:
             break  # it is read, and its beginning is in the tree while the request is there
-        engine.save(name, ids, namespace=namespace, context=context, wait=False).wait()
+        saved = engine.save(name, ids, namespace=namespace, context=context, wait=False).wait()
+        return Kept(saved.digest, saved.tokens, saved.nbytes)
     finally:
         ticket.cancel()

@@ -18,6 +18,7 @@ from retrieval_attn.server.child import Child
 from retrieval_attn.server.client import Put, Submitted
 from retrieval_attn.server.failure import EngineLostError, ended_error
 from retrieval_attn.server.frames import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
+from retrieval_attn.server.keeping import Kept
 from retrieval_attn.server.spec import EngineSpec, Facts
 
 __all__ = ["RemoteEngine"]
@@ -146,11 +147,11 @@ class RemoteEngine:
         number, name = await process.ask({"do": "submit", "request": request_of(request)}, put)
         return Submitted(name, lambda: process.tell({"do": "cancel", "id": number}))
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> None:
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> Kept:
         """See `EngineClient`."""
         plain = {"do": "keep", "name": name, "ids": ids_of(ids), "context": context, "namespace": namespace}
         try:
-            await self._there().ask(plain)
+            return Kept(*(await self._there().ask(plain))[1])
         except RetrievalAttentionError as error:
             if self._closing:
                 raise ended_error() from error

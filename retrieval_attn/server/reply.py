@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 
 End = Callable[[Scope], Awaitable[None]]
 
+SLACK_SECONDS = 1.0
+"""Behind the deadline, for the error that says so to be read."""
+
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
 
@@ -34,19 +37,26 @@ class FailureReply(Response):
 class Reply(Response):
     """Runs `_answer` until it ends or the client has gone, which cancels it."""
 
-    def __init__(self, end: End) -> None:
-        """end: called once, whatever happens, to give back what was taken for the answer."""
+    def __init__(self, end: End, seconds: float) -> None:
+        """end: called once, whatever happens, to give back what was taken for the answer. seconds: to the request's
+        deadline; a client that has not read its answer SLACK_SECONDS later is disconnected.
+        """
         super().__init__()
-        self._end = end
+        self._end, self._seconds = end, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI app."""
         answering = asyncio.ensure_future(self._answer(scope, receive, send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+            timeout = max(self._seconds, 0) + SLACK_SECONDS
+            done, _ = await asyncio.wait({answering, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 scope.setdefault("fields", {})["disconnected"] = True
+            if not done:
+                log.warning("a client did not read its answer until the deadline: its connection is closed")
+                if abort := scope.get("state", {}).get("abort"):  # of `LimitedProtocol`; closing would wait for it
+                    abort()
         finally:
             gone.cancel()
             answering.cancel()
@@ -65,9 +75,9 @@ class Reply(Response):
 class WholeReply(Reply):
     """JSON that is made when it is asked for."""
 
-    def __init__(self, make: Callable[[], Awaitable[bytes]], end: End) -> None:
+    def __init__(self, make: Callable[[], Awaitable[bytes]], end: End, seconds: float) -> None:
         """make: raises what `failure_of` takes."""
-        super().__init__(end)
+        super().__init__(end, seconds)
         self._make = make
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,9 +91,9 @@ class WholeReply(Reply):
 class StreamReply(Reply):
     """Server-sent events. What fails behind the first is an event of its own, and the stream ends."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], end: End) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], end: End, seconds: float) -> None:
         """chunks: one or more events each; the last one is for them to tell."""
-        super().__init__(end)
+        super().__init__(end, seconds)
         self._chunks = chunks
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,12 +12,15 @@ from starlette.responses import JSONResponse, Response
 import retrieval_attn
 from retrieval_attn.server.answered import ERRORS, ErrorAnswer, Health, ModelList, ModelRecord, Tokens, Version
 from retrieval_attn.server.asked import TokenizeBody
+from retrieval_attn.server.bodies import AdminRoute, OpenRoute, UserRoute
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.service import Service, service_of
 
-__all__ = ["router"]
+__all__ = ["admin_router", "open_router", "router"]
 
-router = APIRouter(tags=["server"])
+router = APIRouter(tags=["server"], route_class=UserRoute)
+open_router = APIRouter(tags=["server"], route_class=OpenRoute)
+admin_router = APIRouter(tags=["server"], route_class=AdminRoute)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -51,7 +54,19 @@ def _record(service: Service, name: str, created: int) -> dict[str, Any]:
     }
 
 
-@router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": ErrorAnswer}})
+@open_router.get("/", response_model=None, responses={200: {"model": Version}})
+async def root() -> Response:
+    """What this is; clients look here whether somebody listens."""
+    return JSONResponse({"version": retrieval_attn.__version__})
+
+
+@router.get("/openapi.json", include_in_schema=False, response_model=None)
+async def schema(request: HttpRequest) -> Response:
+    """The API's description."""
+    return JSONResponse(request.app.openapi())
+
+
+@open_router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": ErrorAnswer}})
 async def health(request: HttpRequest) -> Response:
     """200 while the engine answers, 503 while it is lost."""
     lost = service_of(request).client.lost
@@ -60,7 +75,7 @@ async def health(request: HttpRequest) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/version", response_model=None, responses={200: {"model": Version}})
+@open_router.get("/version", response_model=None, responses={200: {"model": Version}})
 async def version() -> Response:
     """Of this package."""
     return JSONResponse({"version": retrieval_attn.__version__})
@@ -83,7 +98,7 @@ async def tokenize(body: TokenizeBody, request: HttpRequest) -> Response:
     return JSONResponse({"count": len(ids), "max_model_len": prompts.positions, "tokens": ids})
 
 
-@router.get(
+@admin_router.get(
     "/metrics",
     response_model=None,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, 401: ERRORS[401], 403: ERRORS[403]},

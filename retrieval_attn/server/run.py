@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from retrieval_attn.engine.saving import template_digest
 from retrieval_attn.model.loading import load
+from retrieval_attn.server.address import AllowedHosts
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.app import make_app
+from retrieval_attn.server.asked import MAX_MESSAGES
+from retrieval_attn.server.bodies import Bodies
 from retrieval_attn.server.child import Child
 from retrieval_attn.server.client import EngineClient, LocalEngine
+from retrieval_attn.server.connections import Connections, LimitedProtocol, max_connections
 from retrieval_attn.server.contexts import Contexts
+from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.form import TokenTexts
 from retrieval_attn.server.keys import Keys
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
 from retrieval_attn.server.remote import RemoteEngine
+from retrieval_attn.server.reply import FailureReply
 from retrieval_attn.server.service import Service
 from retrieval_attn.server.settings import Settings
 from retrieval_attn.server.spec import EngineSpec, Facts
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate
 
-__all__ = ["Started", "serve", "service_for", "started"]
+__all__ = ["Started", "http_config", "serve", "service_for", "started"]
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +64,11 @@ class Started:
 async def started(spec: EngineSpec, child: Child | None = None) -> Started:
     """Load the model and start its engine. child: a process for it; None: in this one. Raises as `EngineSpec.load`."""
     if child is None:
-        llm, engine = spec.load()
+        llm, engine = await asyncio.to_thread(spec.load)
         return Started(LocalEngine(engine), llm.tokenizer, spec.facts(llm))
     remote = RemoteEngine(spec, child)
-    return Started(remote, tokenizer=load(AutoTokenizer, spec.model), facts=await remote.start())
+    facts, tokenizer = await asyncio.gather(remote.start(), asyncio.to_thread(load, AutoTokenizer, spec.model))
+    return Started(remote, tokenizer, facts)
 
 
 def service_for(started: Started, settings: Settings, keys: Keys, store: str | Path | None) -> Service:
@@ -77,17 +86,52 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
         Admission(settings.waiting_requests, settings.waiting_tokens, settings.wait_seconds),
         Metrics(),
         int(time.time()),
+        Bodies(settings.body_bytes, settings.held_body_bytes, max(MAX_MESSAGES, started.facts.positions)),
+        AllowedHosts(settings.allowed_hosts, settings.cors) if settings.allowed_hosts or not keys else None,
+    )
+
+
+def http_config(app: ASGIApp, settings: Settings, metrics: Callable[[], Metrics | None]) -> uvicorn.Config:
+    """uvicorn with the limits of `LimitedProtocol`. metrics: those that count what is refused before the app."""
+
+    def refused(status: int, reason: str) -> None:
+        log.info("refused: %s", reason, extra={"fields": {"status": status}})
+        if counts := metrics():
+            counts.http("any", "none", status)
+
+    limits = Connections(settings.connections, max_connections(), refused)
+    return uvicorn.Config(
+        app,
+        http=cast(Any, functools.partial(LimitedProtocol, limits=limits)),
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(settings.drain_seconds) + END_SECONDS,
     )
 
 
 class _Server(uvicorn.Server):
-    """Signals are `serve`'s. What is under way when the drain is over is told so, by the end of its engine."""
+    """A server from before its model is loaded. Signals are `serve`'s.
 
-    def __init__(self, config: uvicorn.Config, client: EngineClient, drain_seconds: float) -> None:
-        """client: ended with the drain."""
-        super().__init__(config)
-        self._client, self._drain_seconds = client, drain_seconds
+    Until `open` is called all requests get 503. Answers under way when the drain is over end with their engine.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._app: ASGIApp | None = None
+        self._service: Service | None = None
+        super().__init__(
+            http_config(self._answer, settings, lambda: None if self._service is None else self._service.metrics)
+        )
+        self._drain_seconds = settings.drain_seconds
         self._closing: asyncio.Task[None] | None = None
+
+    def open(self, service: Service) -> None:
+        """Answer requests from now on."""
+        self._app, self._service = make_app(service), service
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -95,7 +139,7 @@ class _Server(uvicorn.Server):
         yield
 
     def end(self) -> None:
-        """A signal came: the first begins the drain, the second ends it, the third waits for nobody."""
+        """Handle a signal: the first begins the drain, the second ends it, the third ends at once."""
         if not self.should_exit:
             self.should_exit = True
             log.info("draining: answers under way are finished, new requests are refused")
@@ -105,15 +149,22 @@ class _Server(uvicorn.Server):
         else:
             self.force_exit = True
 
-    def _close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._client.close(drain=False))
-
     async def closed(self) -> None:
         """Wait for the engine's end, or make one."""
         self._close()
-        assert self._closing is not None
-        await self._closing
+        if self._closing is not None:
+            await self._closing
+
+    def _close(self) -> None:
+        if self._closing is None and self._service is not None:
+            self._closing = asyncio.ensure_future(self._service.client.close(drain=False))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            failure = ApiError(503, "The model is loading; come again.", code="model_loading", retry_after=5)
+            await FailureReply(failure)(scope, receive, send)
 
 
 async def serve(
@@ -121,31 +172,24 @@ async def serve(
 ) -> None:
     """Answer until SIGTERM or SIGINT; then answer what is under way, for at most `drain_seconds`, and end the engine.
 
-    What is not answered then ends with an error that says so; a second signal does not wait that long. sock: listens;
-    child: see `started`. Raises what loading the model raises.
+    While the model loads, all requests get 503. What is not answered at the end gets an error that says so; a second
+    signal does not wait that long. sock: listens; child: see `started`. Raises what loading the model raises.
     """
-    found = await started(spec, child)
-    client = found.client
-    app: FastAPI = make_app(service_for(found, settings, keys, spec.store))
-    gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(settings.drain_seconds) + END_SECONDS,
-    )
-    server = _Server(config, client, settings.drain_seconds)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.end)
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    log.info("listening on %s", url, extra={"fields": {"url": url, "model": settings.name}})
+    server = _Server(settings)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
-        await server.serve(sockets=[sock])
+        server.open(service_for(await started(spec, child), settings, keys, spec.store))
+        gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.end)
+        log.info("listening on %s", url, extra={"fields": {"url": url, "model": settings.name}})
+        await serving
     finally:
         began = time.perf_counter()
+        server.should_exit = True
+        await serving
         await server.closed()
         log.info("ended", extra={"fields": {"seconds": round(time.perf_counter() - began, 3)}})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 
+from retrieval_attn.server.address import AllowedHosts
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.client import EngineClient
 from retrieval_attn.server.contexts import Contexts
@@ -16,12 +18,15 @@ from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
 from retrieval_attn.server.settings import Settings
 
+if TYPE_CHECKING:
+    from retrieval_attn.server.bodies import Bodies
+
 __all__ = ["Service", "caller_of", "service_of"]
 
 
 @dataclass(frozen=True)
 class Service:
-    """created: when the model was loaded, in seconds since 1970."""
+    """created: when the model was loaded, in seconds since 1970. hosts: None: keys decide who may ask."""
 
     settings: Settings
     keys: Keys
@@ -32,6 +37,8 @@ class Service:
     admission: Admission
     metrics: Metrics
     created: int
+    bodies: Bodies
+    hosts: AllowedHosts | None
 
     def context_of(self, model: str, context: str | None) -> str | None:
         """The saved context that a request names, behind the model or by itself. Raises ApiError: another model, or two
@@ -57,6 +64,6 @@ def service_of(request: HttpRequest) -> Service:
 
 
 def caller_of(request: HttpRequest) -> Caller:
-    """Who asks; see `Edge`."""
+    """Who asks; see `authorize`."""
     caller: Caller = request.scope["caller"]
     return caller

@@ -15,8 +15,10 @@ class Settings:
     may wait for their first token; more are told to come again. wait_seconds: that one may have to wait for its first
     token, as expected from the pace of late; who had to wait longer is told to come again. deadline_seconds: from a
     request to its last token. drain_seconds: for answers under way when the server is told to end. answer_tokens: of an
-    answer whose request says nothing about it. choices: `n` of a request, at most. Raises ConfigError for a value below
-    1, or a name with "@".
+    answer whose request says nothing about it. choices: `n` of a request, at most. connections: of one address, at
+    most. allowed_hosts: names of this server in requests without a key, beside those of this machine; "*": any. cors:
+    origins of web pages that may use it from a browser, such as https://chat.example. Raises ConfigError for a value
+    below 1, a name with "@", or an origin with a path.
     """
 
     name: str
@@ -28,6 +30,9 @@ class Settings:
     drain_seconds: float = 30.0
     answer_tokens: int = 1024
     choices: int = 16
+    connections: int = 512
+    allowed_hosts: tuple[str, ...] = ()
+    cors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or "@" in self.name:
@@ -36,5 +41,14 @@ class Settings:
             )
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "name" and not value >= 1:
+            if isinstance(value, int | float) and not value >= 1:
                 raise ConfigError(f"{field.name} must be at least 1, got {value!r}.")
+        for origin in self.cors:
+            scheme, _, rest = origin.partition("://")
+            if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest):
+                raise ConfigError(f"--cors needs an origin, SCHEME://HOST or SCHEME://HOST:PORT, or *; got {origin!r}.")
+
+    @property
+    def held_body_bytes(self) -> int:
+        """Of all bodies that are read or parsed at a time."""
+        return 4 * self.body_bytes

@@ -18,14 +18,14 @@ from typing import Any
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Event, Finished
 from retrieval_attn.batch.ticket import Ticket
-from retrieval_attn.server.client import KEEPERS, plain_stats
+from retrieval_attn.server.client import KEEPERS, OPENERS, plain_stats
 from retrieval_attn.server.frames import Plain, frame_of, ids_from, item_of, plain_error, receive_frame, request_from
 from retrieval_attn.server.keeping import keep
 
 __all__ = ["Worker"]
 
 THREADS = 4
-"""That submit: for a saved context, that waits for a disk."""
+"""That submit requests, and answer about the engine."""
 WATCH_SECONDS = 0.25
 DIED = 3
 """Exit status of a process whose engine has ended."""
@@ -41,6 +41,7 @@ class Worker:
         self._tickets: dict[int, Ticket] = {}
         self._threads = ThreadPoolExecutor(THREADS, "retrieval_attn-worker")
         self._keepers = ThreadPoolExecutor(KEEPERS, "retrieval_attn-keeper")
+        self._openers = ThreadPoolExecutor(OPENERS, "retrieval_attn-opener")
         self._writer = threading.Thread(target=self._write, name="retrieval_attn-writer", daemon=True)
         self._writer.start()
         threading.Thread(target=self._watch, name="retrieval_attn-watch", daemon=True).start()
@@ -56,11 +57,16 @@ class Worker:
                 if ticket := self._tickets.get(frame["id"]):
                     ticket.cancel()
             else:
-                threads = self._keepers if frame["do"] == "keep" else self._threads
-                threads.submit(self._answer, frame)
+                self._pool(frame).submit(self._answer, frame)
         self._engine.close(drain=drain)
         self._outgoing.put(None)
         self._writer.join()
+
+    def _pool(self, frame: Plain) -> ThreadPoolExecutor:
+        if frame["do"] == "keep":
+            return self._keepers
+        opens = frame["do"] == "submit" and frame["request"]["context"] is not None
+        return self._openers if opens else self._threads
 
     def _answer(self, frame: Plain) -> None:
         try:

@@ -1,0 +1,264 @@
+"""Routes with a permission, and the bodies of their requests: read under limits, checked as bytes, parsed in a thread.
+
+A route's class states who may use it, so that the route that runs and the permission that is checked cannot differ.
+JSON becomes Python objects of 15 to 24 times its size, so lengths, counts and depth are checked on the bytes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.message
+import enum
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Message, Scope
+
+from retrieval_attn.server.failure import ApiError, invalid
+from retrieval_attn.server.keys import Keys
+from retrieval_attn.server.service import service_of
+
+__all__ = ["AdminRoute", "Bodies", "GuardedRoute", "OpenRoute", "UserRoute", "authorize", "check_json"]
+
+BODY_SECONDS = 60.0
+SMALL_BYTES = 64 << 10
+"""Larger bodies are parsed outside of the event loop."""
+PARSERS = 2
+"""Threads that parse large bodies: as many are in memory as objects at a time."""
+MAX_DEPTH, MAX_KEYS, MAX_CONTAINERS, MAX_STRINGS = 64, 4096, 16384, 65536
+_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{},]', re.DOTALL)
+"""Strings, of which an unclosed one ends with the body, and what lists and objects are made of. Possessive, so that no
+body makes it go back.
+"""
+
+
+class Permission(enum.Enum):
+    """Whose key a route needs."""
+
+    OPEN = enum.auto()
+    USER = enum.auto()
+    ADMIN = enum.auto()
+
+
+def authorize(keys: Keys, scope: Scope, permission: Permission) -> None:
+    """Put the caller into the scope of a request. Raises ApiError 401, 403."""
+    if permission is Permission.OPEN:
+        return
+    given = next((value for name, value in reversed(scope["headers"]) if name == b"authorization"), None)
+    caller = keys.caller(None if given is None else given.decode("latin-1"))
+    if caller is None:
+        raise ApiError(401, "This server needs a key: Authorization: Bearer KEY.", code="invalid_api_key")
+    scope["caller"] = caller
+    if permission is Permission.ADMIN and not caller.admin:
+        raise ApiError(403, "This path needs an admin's key.", code="admin_key_needed")
+
+
+class Bodies:
+    """Reads bodies of requests. most: bytes of one; total: bytes of all that are held at a time; items: of one list."""
+
+    def __init__(self, most: int, total: int, items: int) -> None:
+        self._most, self._total, self._items = most, total, items
+        self._held = 0
+        self._parsers = ThreadPoolExecutor(PARSERS, "retrieval_attn-body")
+
+    @asynccontextmanager
+    async def read(self, request: HttpRequest) -> AsyncIterator[bytes | None]:
+        """The whole body, counted as held until the block ends; None if the client has gone. Raises ApiError: 413, 408,
+        503 if other bodies take the room.
+        """
+        given = request.headers.get("content-length", "")
+        if given.isdigit() and int(given) > self._most:
+            raise self._too_large()
+        pieces: list[bytes] = []
+        try:
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    whole = await self._receive(request, pieces)
+            except TimeoutError:
+                raise ApiError(408, f"The body did not come within {BODY_SECONDS:g} s; send it again.") from None
+            pieces[:] = [b"".join(pieces)]
+            yield pieces[0] if whole else None
+        finally:
+            self._held -= sum(map(len, pieces))
+
+    async def _receive(self, request: HttpRequest, pieces: list[bytes]) -> bool:
+        """Whether the body is whole; else the client has gone. pieces: gets it."""
+        held, more = 0, True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                return False
+            pieces.append(message.get("body", b""))
+            more = message.get("more_body", False)
+            held += len(pieces[-1])
+            self._held += len(pieces[-1])
+            if held > self._most:
+                raise self._too_large()
+            if self._held > self._total and self._held > held:
+                raise ApiError(
+                    503, f"Bodies of other requests take {self._held - held:,} of the {self._total:,} bytes that may "
+                    "wait; send this again later.", code="bodies_full", retry_after=1,
+                )  # fmt: skip
+        return True
+
+    async def parse(self, body: bytes, kind: type[BaseModel]) -> BaseModel:
+        """JSON as a model's instance. Raises ApiError 400."""
+        if len(body) <= SMALL_BYTES:
+            return parse_json(body, kind, self._items)
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, parse_json, body, kind, self._items)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"A body may have {self._most:,} bytes; send a shorter one, or save the text as a context in parts."
+        )
+
+
+class GuardedRoute(APIRoute):
+    """A route that needs a permission, and reads its body by `Bodies`."""
+
+    permission: ClassVar[Permission]
+
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        """The handler that FastAPI calls."""
+        handle = super().get_route_handler()
+        kind: Any = None if self.body_field is None else self.body_field.field_info.annotation
+        is_json = isinstance(kind, type) and issubclass(kind, BaseModel)
+
+        async def guarded(request: HttpRequest) -> Response:
+            service = service_of(request)
+            authorize(service.keys, request.scope, self.permission)
+            if kind is None:
+                return await handle(request)
+            async with service.bodies.read(request) as body:
+                if body is None:
+                    return Response(status_code=499)  # nobody receives it
+                if not is_json:
+                    return await handle(HttpRequest(request.scope, _received(body)))
+                _require_json(request)
+                return await handle(ParsedRequest(request, await service.bodies.parse(body, kind)))
+
+        return guarded
+
+
+class OpenRoute(GuardedRoute):
+    """Of everybody: no key is needed."""
+
+    permission = Permission.OPEN
+
+
+class UserRoute(GuardedRoute):
+    """Of everybody with a key."""
+
+    permission = Permission.USER
+
+
+class AdminRoute(GuardedRoute):
+    """Of admins."""
+
+    permission = Permission.ADMIN
+
+
+class ParsedRequest(HttpRequest):
+    """A request whose body FastAPI finds parsed and validated."""
+
+    def __init__(self, request: HttpRequest, parsed: BaseModel) -> None:
+        super().__init__(request.scope, request.receive)
+        self._parsed = parsed
+
+    async def body(self) -> bytes:
+        """Not empty."""
+        return b"{}"
+
+    async def json(self) -> Any:
+        """The instance, which FastAPI's validation takes as it is."""
+        return self._parsed
+
+
+def parse_json(body: bytes, kind: type[BaseModel], items: int) -> BaseModel:
+    """See `Bodies.parse`."""
+    check_json(body, items)
+    try:
+        found = json.loads(body.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ApiError(
+            400, f"The body must be JSON in UTF-8, got byte {body[error.start]:#04x} at {error.start}; encode it so, "
+            "and do not compress it.",
+        ) from error  # fmt: skip
+    except ValueError as error:
+        raise ApiError(400, f"The body is not JSON: {str(error)[:200]}.") from error
+    except RecursionError as error:
+        raise ApiError(400, "The body's JSON is nested too deep.") from error
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_context=False, include_input=False)) from error
+
+
+def check_json(body: bytes, items: int) -> None:
+    """Check counts of a JSON text on its bytes; whether it is valid JSON is not looked at.
+
+    items: of one list, at most; of all lists together, 16 times as many. Stops at the first count that is too large.
+    Raises ApiError 400.
+    """
+    open_counts: list[int] = []  # items of each open list or object but the last one, objects below zero
+    containers = strings = commas = 0
+    most_commas = 16 * items + MAX_STRINGS
+    for match in _STRUCTURE.finditer(body):
+        sign = body[match.start()]
+        if sign == 34:  # "
+            strings += 1
+            if strings > MAX_STRINGS:
+                raise _too_many("strings", MAX_STRINGS)
+        elif sign == 44:  # ,
+            commas += 1
+            if not open_counts:
+                continue
+            if open_counts[-1] < 0:
+                open_counts[-1] -= 1
+                if -open_counts[-1] > MAX_KEYS:
+                    raise _too_many("keys in an object", MAX_KEYS)
+            else:
+                open_counts[-1] += 1
+                if open_counts[-1] >= items or commas > most_commas:
+                    raise _too_many("items in a list", items)
+        elif sign in (91, 123):  # [ {
+            containers += 1
+            open_counts.append(-1 if sign == 123 else 0)
+            if containers > MAX_CONTAINERS:
+                raise _too_many("lists and objects", MAX_CONTAINERS)
+            if len(open_counts) > MAX_DEPTH:
+                raise ApiError(400, f"The body's JSON is nested deeper than {MAX_DEPTH}; send it flatter.")
+        elif open_counts:
+            open_counts.pop()
+
+
+def _too_many(what: str, most: int) -> ApiError:
+    return ApiError(400, f"The body has more than {most:,} {what}; send fewer, a long text as one string.")
+
+
+def _require_json(request: HttpRequest) -> None:
+    message = email.message.Message()
+    message["content-type"] = given = request.headers.get("content-type", "")
+    kind = message.get_content_subtype()
+    if message.get_content_maintype() != "application" or not (kind == "json" or kind.endswith("+json")):
+        raise ApiError(400, f"The body must be JSON: send content-type: application/json, got {given[:80]!r}.")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(400, f"A body with content-encoding {encoding[:80]!r} is not read; send it uncompressed.")
+
+
+def _received(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
+    message: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return message.pop() if message else {"type": "http.disconnect"}
+
+    return receive

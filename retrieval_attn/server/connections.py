@@ -1,0 +1,243 @@
+"""HTTP connections: uvicorn's protocol with limits on headers, on time, and on connections per address.
+
+uvicorn has no limit on header bytes with httptools, no time limit for a request's head, no limit per address, and
+answers malformed requests in plain text. `LimitedProtocol` adds these four to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from retrieval_attn.server.failure import ApiError
+
+__all__ = ["MAX_HEAD_BYTES", "MAX_HEADERS", "Connections", "LimitedProtocol", "max_connections"]
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 << 10
+"""URL and headers of one request; nginx and Node have 32 KiB and 16 KiB."""
+MAX_HEADERS = 128
+HEAD_SECONDS = 10.0
+"""From a connection, or from a request's first byte, to the end of its headers."""
+LINGER_SECONDS = 2.0
+"""After an answer that was sent before the whole body was received: closing at once would lose the answer, because the
+kernel resets a connection with unread bytes.
+"""
+MAX_PIPELINED = 16
+SPARE_FILES = 32
+"""Descriptors that are kept for files of the store and the engine."""
+
+
+def max_connections() -> int:
+    """Connections that this process has descriptors for. Raises the soft limit to the hard one first."""
+    if sys.platform == "win32":
+        return 512
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = 64
+    return max(8, min(soft, 1 << 20) - used - SPARE_FILES)
+
+
+@dataclass
+class Connections:
+    """Open connections of a server, in the order in which they came.
+
+    per_address: connections that one address may have. total: connections of all addresses. refused: called with the
+    status and the reason of every request that is refused before it reaches the app.
+    """
+
+    per_address: int
+    total: int
+    refused: Callable[[int, str], None]
+    _open: dict[LimitedProtocol, str] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, protocol: LimitedProtocol, address: str) -> bool:
+        """Count a new connection. Return False if it must be refused.
+
+        If its address has too many, the oldest of them that has no request under way is closed first, as nginx closes
+        idle keep-alive connections: half requests then cannot keep others out.
+        """
+        if self._counts.get(address, 0) >= self.per_address and not self._evict(address):
+            return False
+        if len(self._open) >= self.total and not self._evict(None):
+            return False
+        self._open[protocol] = address
+        self._counts[address] = self._counts.get(address, 0) + 1
+        return True
+
+    def remove(self, protocol: LimitedProtocol) -> None:
+        """Forget a closed connection."""
+        address = self._open.pop(protocol, None)
+        if address is None:
+            return
+        self._counts[address] -= 1
+        if not self._counts[address]:
+            del self._counts[address]
+
+    def _evict(self, address: str | None) -> bool:
+        for protocol, owner in self._open.items():
+            if address in (None, owner) and protocol.is_idle:
+                self.remove(protocol)
+                protocol.transport.abort()
+                return True
+        return False
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. See the module."""
+
+    def __init__(self, *, limits: Connections, **arguments: Any) -> None:
+        """limits: shared by all connections of a server. arguments: uvicorn's."""
+        super().__init__(**arguments)
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._unparsed = self._head_bytes = 0
+        self._in_message = False
+        self._refusal: ApiError | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way: between requests, or before the end of a request's headers."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuse the connection if there are too many; give it HEAD_SECONDS for a first request."""
+        super().connection_made(transport)
+        address = self.client[0] if self.client else ""
+        if not self._limits.add(self, address):
+            self._refuse(ApiError(503, "Too many connections; close some, or come again later.", retry_after=1))
+            return
+        self._arm(HEAD_SECONDS, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See uvicorn."""
+        self._limits.remove(self)
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser, and refuse what it holds back unparsed beyond the limit."""
+        if self.transport.is_closing():
+            return
+        if self._timer is None and self.is_idle:
+            self._arm(HEAD_SECONDS, self._head_is_late)
+        self._unparsed += len(data)
+        super().data_received(data)
+        # A header or a trailer without an end stays in the parser: no callback tells of it.
+        if self._unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(_head_too_large())
+
+    def on_message_begin(self) -> None:
+        """See uvicorn."""
+        self._in_message, self._head_bytes = True, 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = ApiError(400, f"More than {MAX_PIPELINED} pipelined requests; wait for answers.")
+            raise ValueError("pipeline")
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """See uvicorn."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See uvicorn."""
+        self._count_head(len(name) + len(value) + 4)
+        if len(self.headers) >= MAX_HEADERS:
+            self._refusal = ApiError(431, f"A request may have {MAX_HEADERS} headers; send fewer.")
+            raise ValueError("headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """See uvicorn."""
+        self._unparsed = 0
+        self._disarm()
+        super().on_headers_complete()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.scope["state"]["abort"] = self.transport.abort
+
+    def on_body(self, body: bytes) -> None:
+        """See uvicorn."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See uvicorn."""
+        self._unparsed, self._in_message = 0, False
+        if self.is_idle:
+            self._disarm()  # lingering is over: the body that was not needed has come
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn. Close soon if the body is not whole: nothing else would end a client that never sends it."""
+        super().on_response_complete()
+        if self._in_message and self.is_idle and not self.transport.is_closing():
+            self._arm(LINGER_SECONDS, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that the parser refuses, in OpenAI's form."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is None and self.is_idle and self._head_bytes > MAX_HEAD_BYTES // 2:
+            refusal = _head_too_large()  # the parser has a limit of its own for a URL
+        self._refuse(refusal or ApiError(400, "This is not HTTP/1.1 as RFC 9112 has it; check the request's bytes."))
+
+    def _count_head(self, count: int) -> None:
+        self._head_bytes += count
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refusal = _head_too_large()
+            raise ValueError("head")
+
+    def _refuse(self, failure: ApiError) -> None:
+        """Answer and close; if another answer is under way, only close."""
+        self._disarm()
+        if self.transport.is_closing():
+            return
+        self._limits.refused(failure.status, failure.message)
+        if self.is_idle:
+            body = failure.encoded
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            lines = [f"{name}: {value}\r\n".encode("ascii") for name, value in (headers | failure.headers).items()]
+            self.transport.write(b"".join([STATUS_LINE[failure.status], *lines, b"\r\n", body]))
+        self.transport.close()
+
+    def _head_is_late(self) -> None:
+        if self._in_message or self._unparsed:
+            self._refuse(ApiError(408, f"The request's headers did not come within {HEAD_SECONDS:g} s."))
+        else:
+            self.transport.close()  # as a keep-alive connection that nobody uses
+
+    def _arm(self, seconds: float, call: Callable[[], None]) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._fire, call)
+
+    def _fire(self, call: Callable[[], None]) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            call()
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(431, f"URL and headers may have {MAX_HEAD_BYTES:,} bytes; send less, or use the body.")

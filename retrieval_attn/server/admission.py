@@ -24,14 +24,15 @@ class Admission:
     """Used in one event loop."""
 
     def __init__(
-        self, requests: int, tokens: int, seconds: float = math.inf, now: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, requests: int, tokens: int, seconds: float = math.inf, now: Callable[[], float] = time.monotonic,
+        token_seconds: float | None = None,
+    ) -> None:  # fmt: skip
         """What may wait at most, and how long; one request of any length waits if no other of its line does. seconds:
-        expected from the pace of late, not measured. now: seconds of a clock.
+        expected from the pace of late, not measured. now: seconds of a clock. token_seconds: see `Pace`.
         """
         self._most_requests, self._most_tokens, self._most_seconds = requests, tokens, seconds
         self.requests = self.tokens = 0
-        self._paces = {is_long: Pace(now) for is_long in (False, True)}
+        self._paces = {is_long: Pace(now, token_seconds) for is_long in (False, True)}
 
     def expected_seconds(self, tokens: int) -> float:
         """Until all that wait now in the line of a prompt of so many tokens have their first token."""
@@ -45,7 +46,7 @@ class Admission:
         seconds = self.expected_seconds(longest)
         many = self.requests + len(tokens) > self._most_requests
         if self.requests and (many or self.tokens + sum(tokens) > self._most_tokens or seconds > self._most_seconds):
-            retry = max(1, min(MAX_RETRY_SECONDS, math.ceil(seconds)))
+            retry = max(1, math.ceil(min(MAX_RETRY_SECONDS, seconds)))
             raise ApiError(
                 503,
                 f"{self.requests} requests with {self.tokens:,} tokens wait, of {self._most_requests} and "

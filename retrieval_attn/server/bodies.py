@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
+from fastapi import params
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
@@ -129,21 +130,20 @@ class GuardedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         """The handler that FastAPI calls."""
         handle = super().get_route_handler()
-        kind: Any = None if self.body_field is None else self.body_field.field_info.annotation
-        is_json = isinstance(kind, type) and issubclass(kind, BaseModel)
+        info: Any = None if self.body_field is None else self.body_field.field_info
 
         async def guarded(request: HttpRequest) -> Response:
             service = service_of(request)
             authorize(service.keys, request.scope, self.permission)
-            if kind is None:
+            if info is None:
                 return await handle(request)
             async with service.bodies.read(request) as body:
                 if body is None:
                     return Response(status_code=499)  # nobody receives it
-                if not is_json:
+                if isinstance(info, params.Form):
                     return await handle(HttpRequest(request.scope, _received(body)))
                 _require_json(request)
-                return await handle(ParsedRequest(request, await service.bodies.parse(body, kind)))
+                return await handle(ParsedRequest(request, await service.bodies.parse(body, info.annotation)))
 
         return guarded
 

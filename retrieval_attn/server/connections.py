@@ -29,10 +29,10 @@ MAX_HEADERS = 128
 HEAD_SECONDS = 10.0
 """From a connection, or from a request's first byte, to the end of its headers."""
 LINGER_SECONDS = 2.0
-"""After an answer that was sent before the whole body was received: closing at once would lose the answer, because the
-kernel resets a connection with unread bytes.
+"""After an answer that was sent before the whole request was received: closing at once would lose the answer, because
+the kernel resets a connection with unread bytes.
 """
-MAX_PIPELINED = 16
+MAX_PIPELINED = 1024
 SPARE_FILES = 32
 """Descriptors that are kept for files of the store and the engine."""
 
@@ -112,6 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed = self._head_bytes = 0
         self._in_message = False
         self._refusal: ApiError | None = None
+        self._refused = False
 
     @property
     def is_idle(self) -> bool:
@@ -135,7 +136,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, and refuse what it holds back unparsed beyond the limit."""
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         if self._timer is None and self.is_idle:
             self._arm(HEAD_SECONDS, self._head_is_late)
@@ -206,17 +207,24 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError("head")
 
     def _refuse(self, failure: ApiError) -> None:
-        """Answer and close; if another answer is under way, only close."""
-        self._disarm()
-        if self.transport.is_closing():
+        """Answer, and close once the client has; if another answer is under way, close at once."""
+        if self._refused or self.transport.is_closing():
             return
+        self._refused = True
         self._limits.refused(failure.status, failure.message)
-        if self.is_idle:
-            body = failure.encoded
-            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-            lines = [f"{name}: {value}\r\n".encode("ascii") for name, value in (headers | failure.headers).items()]
-            self.transport.write(b"".join([STATUS_LINE[failure.status], *lines, b"\r\n", body]))
-        self.transport.close()
+        if not self.is_idle:
+            if self.pipeline or self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True  # what its app sends is dropped
+            self.cycle.message_event.set()
+        body = failure.encoded
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        lines = [f"{name}: {value}\r\n".encode("ascii") for name, value in (headers | failure.headers).items()]
+        self.transport.write(b"".join([STATUS_LINE[failure.status], *lines, b"\r\n", body]))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._arm(LINGER_SECONDS, self.transport.abort)
 
     def _head_is_late(self) -> None:
         if self._in_message or self._unparsed:

@@ -41,7 +41,7 @@ def main(number: int) -> int:
             sock.sendall(frame_of({"error": plain_error(error)}))
             return 1
         gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
-        sock.sendall(frame_of({"ready": list(spec.facts(llm))}))
+        sock.sendall(frame_of({"ready": list(spec.facts(llm, engine))}))
         with HeapWatch():
             Worker(sock, engine).run()
     return 0

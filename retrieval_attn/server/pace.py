@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -10,13 +11,18 @@ __all__ = ["Pace"]
 REMEMBERED = 64
 """First tokens. Fewer, and what is read together makes the pace jump; more, and it is that of another load."""
 
+UNPACED = 16
+"""Requests that may wait while the pace is not known at all: as many as an engine answers at once by default."""
+
 
 class Pace:
     """Of one line. Counts only time in which somebody waits: an idle server is not slow. Used in one event loop."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        """now: seconds of a clock that does not go back."""
-        self._now = now
+    def __init__(self, now: Callable[[], float], token_seconds: float | None = None) -> None:
+        """now: seconds of a clock that does not go back. token_seconds: to read one token of a prompt, used until a
+        request was served; None: not known.
+        """
+        self._now, self._token_seconds = now, token_seconds
         self._requests = self._tokens = 0  # that wait
         self._busy, self._since = 0.0, 0.0  # seconds in which somebody waited, up to a time
         self._served: deque[tuple[float, int]] = deque([(0.0, 0)], REMEMBERED + 1)  # busy seconds then, tokens
@@ -40,15 +46,22 @@ class Pace:
             self._served_tokens += tokens
 
     def seconds(self) -> float:
-        """Until all that wait are served; 0 where nothing was served yet.
+        """Until all that wait are served.
+
+        While none was served, this is an estimate from the time to read a token; without one, it is the time that they
+        have waited so far, and infinite for more than UNPACED requests: nothing then shows that they will be served.
 
         By requests or by tokens, whichever is sooner: rows may be what is short, or reading, and a few long prompts
         must not make short ones look slow.
         """
         self._pass()
         served = len(self._served) - 1
-        if not served or not self._requests:
+        if not self._requests:
             return 0.0
+        if not served and self._token_seconds is None:
+            return self._busy if self._requests < UNPACED else math.inf
+        if not served:
+            return max(self._busy, self._tokens * (self._token_seconds or 0.0))
         spent = self._busy - self._served[0][0]
         by_requests = spent * self._requests / served
         if not self._served_tokens:

@@ -65,7 +65,8 @@ async def started(spec: EngineSpec, child: Child | None = None) -> Started:
     """Load the model and start its engine. child: a process for it; None: in this one. Raises as `EngineSpec.load`."""
     if child is None:
         llm, engine = await asyncio.to_thread(spec.load)
-        return Started(LocalEngine(engine), llm.tokenizer, spec.facts(llm))
+        facts = await asyncio.to_thread(spec.facts, llm, engine)
+        return Started(LocalEngine(engine), llm.tokenizer, facts)
     remote = RemoteEngine(spec, child)
     facts, tokenizer = await asyncio.gather(remote.start(), asyncio.to_thread(load, AutoTokenizer, spec.model))
     return Started(remote, tokenizer, facts)
@@ -83,7 +84,12 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
         TokenTexts(tokenizer),
         client,
         Contexts(ContextStore(store), client, digest),
-        Admission(settings.waiting_requests, settings.waiting_tokens, settings.wait_seconds),
+        Admission(
+            settings.waiting_requests,
+            settings.waiting_tokens,
+            settings.wait_seconds,
+            token_seconds=started.facts.token_seconds,
+        ),
         Metrics(),
         int(time.time()),
         Bodies(settings.body_bytes, settings.held_body_bytes, max(MAX_MESSAGES, started.facts.positions)),

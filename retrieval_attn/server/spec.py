@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,14 +13,19 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineSpec", "Facts"]
 
+PACE_TOKENS = 2048
+"""Read once at the start: admission estimates waits by it until requests were served."""
+
 
 class Facts(NamedTuple):
     """What a server needs to know of a model beside its tokenizer. vocabulary: ids that it has embeddings for.
-    positions: tokens of a prompt with its answer, at most.
+    positions: tokens of a prompt with its answer, at most. token_seconds: to read one token of a prompt; None: not
+    measured.
     """
 
     vocabulary: int
     positions: int
+    token_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,17 @@ class EngineSpec:
             engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False)
         return llm, engine
 
-    def facts(self, llm: LLM) -> Facts:
-        """Of the model that was loaded."""
+    def facts(self, llm: LLM, engine: Engine) -> Facts:
+        """Of the model that was loaded. Reads PACE_TOKENS tokens to time them, if the engine is warm."""
         from retrieval_attn.answer_loop import AnswerLoop
+        from retrieval_attn.batch.request import Request
 
-        return Facts(AnswerLoop(llm.model, llm.tokenizer).vocabulary, llm.max_context)
+        vocabulary = AnswerLoop(llm.model, llm.tokenizer).vocabulary
+        token_seconds = None
+        if self.warm_tokens:
+            count = max(1, min(PACE_TOKENS, self.warm_tokens, llm.max_context - 1))
+            ids = tuple(random.Random(0).choices(range(vocabulary), k=count))
+            began = time.perf_counter()
+            engine.submit(Request((ids,), 1, namespace="pace")).result()
+            token_seconds = (time.perf_counter() - began) / count
+        return Facts(vocabulary, llm.max_context, token_seconds)

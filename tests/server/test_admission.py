@@ -12,6 +12,7 @@ import pytest
 
 from retrieval_attn.server.admission import MAX_RETRY_SECONDS, SHORT_TOKENS, Admission, Waiting
 from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.pace import UNPACED
 
 
 @dataclass
@@ -27,10 +28,10 @@ class Clock:
 class Line:
     """Requests that wait, and are served one after the other, each some seconds behind the one before."""
 
-    def __init__(self, seconds: float = math.inf, requests: int = 1000) -> None:
+    def __init__(self, seconds: float = math.inf, requests: int = 1000, token_seconds: float | None = None) -> None:
         """What admission allows."""
         self.clock = Clock()
-        self.admission = Admission(requests, 1 << 30, seconds, self.clock)
+        self.admission = Admission(requests, 1 << 30, seconds, self.clock, token_seconds)
         self._waiting: deque[Waiting] = deque()
 
     def come(self, tokens: int = 10, times: int = 1) -> None:
@@ -55,7 +56,7 @@ class Line:
 def test_the_wait_is_what_waits_times_the_pace_of_late() -> None:
     line = Line()
     line.come(times=20)
-    assert line.admission.expected_seconds(10) == 0  # nothing was served yet
+    assert line.admission.expected_seconds(10) == math.inf  # nothing was served yet: nothing can be promised
     line.serve(0.5, times=10)
     assert line.admission.expected_seconds(10) == pytest.approx(5)
     line.serve(0.5, times=10)
@@ -174,3 +175,25 @@ def test_waits_are_bounded_at_any_load(times: float) -> None:
         answered = len(waits) / came / (rows / service)
         assert answered > 0.95, f"{answered:.2f} of what could be answered"
         assert 1 - 1.1 / times < refused / 4_000 and all(1 <= seconds <= 2 * most for seconds in retries)
+
+
+def test_more_than_can_be_promised_is_refused_while_no_pace_is_known() -> None:
+    """50 long prompts at once, the first of which was never served: some must be told to come again."""
+    line = Line(seconds=60)
+    line.come(100_000, times=UNPACED)
+    assert line.refused(tokens=100_000) == MAX_RETRY_SECONDS
+    line.serve(1.0)
+    line.come(tokens=100_000)  # the pace is known: 16 seconds
+
+
+def test_a_measured_pace_is_used_until_requests_were_served() -> None:
+    """50 prompts of 100,000 tokens at 10,000 tokens a second: six are read within a minute."""
+    line = Line(seconds=60, token_seconds=1e-4)
+    taken = 0
+    with pytest.raises(ApiError):
+        for taken in range(50):
+            line.come(tokens=100_000)
+    assert taken == 7
+    assert line.admission.expected_seconds(100_000) == pytest.approx(70)
+    line.clock.seconds += 100  # none is served, whatever the measure says
+    assert line.admission.expected_seconds(100_000) == pytest.approx(100)

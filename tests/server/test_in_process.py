@@ -24,7 +24,7 @@ from retrieval_attn.server.address import Address, listening
 from retrieval_attn.server.app import make_app
 from retrieval_attn.server.client import LocalEngine
 from retrieval_attn.server.keys import Keys
-from retrieval_attn.server.run import Started, service_for
+from retrieval_attn.server.run import Started, http_config, service_for
 from retrieval_attn.server.service import Service
 from retrieval_attn.server.settings import Settings
 from retrieval_attn.server.spec import Facts
@@ -56,7 +56,8 @@ class Inside:
         facts = Facts(97, 4096)
         started = Started(LocalEngine(self.engine), self._tokenizer, facts)
         self.service = service_for(started, self._settings, Keys(), self._folder)
-        config = uvicorn.Config(make_app(self.service), log_config=None, timeout_graceful_shutdown=5)
+        config = http_config(make_app(self.service), self._settings, lambda: None)
+        config.timeout_graceful_shutdown = 5
         self._server = uvicorn.Server(config)
         await self._server.serve(sockets=[self._sock])
 
@@ -100,9 +101,9 @@ def body_of(tokens: int, seed: int = 0, **options: Any) -> bytes:
 
 def sent(address: tuple[str, int], body: bytes) -> socket.socket:
     """A connection on which a request was sent."""
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
     sock = socket.create_connection(address)
-    sock.sendall(head.encode() + b"\r\n\r\n" + body)
+    sock.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     return sock
 
 

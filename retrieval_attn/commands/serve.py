@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'retrieval-attn[serve]'")
 
-    from retrieval_attn.server.heap import HeapWatch, use_one_arena
+    from retrieval_attn.server.heap import set_allocator
 
-    use_one_arena()
+    set_allocator()
     import asyncio
 
     from retrieval_attn.compiled.collection import no_collection
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             from retrieval_attn.server.run import serve
 
         log_to()
-        with HeapWatch(), asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
             runner.run(serve(spec, sock, settings, keys, child))
     return 0
 

@@ -12,7 +12,7 @@ import sys
 
 from retrieval_attn.compiled.collection import no_collection
 from retrieval_attn.imports import quiet
-from retrieval_attn.server.heap import HeapWatch, use_one_arena
+from retrieval_attn.server.heap import set_allocator
 
 __all__ = ["main"]
 
@@ -22,7 +22,7 @@ def main(number: int) -> int:
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)  # they come to the whole group; the server says when this ends
     quiet()
-    use_one_arena()
+    set_allocator()
     with no_collection():  # all that the engine needs, while the server still imports what it needs itself
         from retrieval_attn.server.frames import frame_of, plain_error, receive_frame
         from retrieval_attn.server.logs import log_to
@@ -42,8 +42,7 @@ def main(number: int) -> int:
             return 1
         gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
         sock.sendall(frame_of({"ready": list(spec.facts(llm, engine))}))
-        with HeapWatch():
-            Worker(sock, engine).run()
+        Worker(sock, engine).run()
     return 0
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
-from retrieval_attn.server.heap import GROWN_BYTES, HeapWatch
-
 SCRIPT = """
 import ctypes, os, sys, threading
-from retrieval_attn.server.heap import use_one_arena
+from retrieval_attn.server.heap import set_allocator
 
-did = use_one_arena() if "one" in sys.argv else None
+did = set_allocator() if "one" in sys.argv else None
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
@@ -56,76 +53,35 @@ def test_threads_allocate_from_one_arena() -> None:
     assert did == "False" and 1 < int(arenas) <= 3
 
 
-def test_memory_is_given_back_when_the_process_has_grown() -> None:
-    """By a part of what it had; from the least it had since."""
-    now, given = [1 << 30], []
-
-    def trim() -> None:
-        given.append(now[0])
-        now[0] -= GROWN_BYTES // 2
-
-    watch = HeapWatch(resident=lambda: now[0], trim=trim)
-    assert not watch.look()
-    now[0] += GROWN_BYTES - 1
-    assert not watch.look()
-    now[0] += 1
-    assert watch.look() and given == [(1 << 30) + GROWN_BYTES]
-    now[0] += GROWN_BYTES - 1  # of what it had then
-    assert not watch.look()
-    now[0] = 1 << 20
-    assert not watch.look()
-    now[0] += GROWN_BYTES
-    assert watch.look()
-    now[0] = 64 << 30
-    assert watch.look() and not watch.look()
-    now[0] += GROWN_BYTES
-    assert not watch.look()  # little of so much
-    assert len(given) == 3
-
-
 GROWS = """
-import ctypes, sys
-from retrieval_attn.server.heap import HeapWatch, resident_bytes, use_one_arena
+import ctypes, os, sys
+from pathlib import Path
+from retrieval_attn.server.heap import set_allocator
 
-use_one_arena()
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-libc.mallopt(-3, 1 << 25)  # as it is once large arrays were freed
-watch = HeapWatch()
-watch.look()
-before, pieces = resident_bytes(), []
-for _ in range(2000):
-    for size in (200_000, 2_000):
+libc.free(libc.malloc(30 << 20))  # from here on glibc maps only what is larger
+if "set" in sys.argv:
+    assert set_allocator()
+before, pieces = resident(), []
+for _ in range(200):
+    for size in (2_000_000, 2_000):
         pieces.append(libc.malloc(size))
         ctypes.memset(pieces[-1], 1, size)
 for piece in pieces[::2]:
     libc.free(piece)  # what stays lies between
-grown = resident_bytes() - before
-print(grown >> 20, watch.look(), (resident_bytes() - before) >> 20)
+print((resident() - before) >> 20)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
-def test_what_lies_free_between_arrays_goes_back() -> None:
-    grown, looked, left = subprocess.run(
-        [sys.executable, "-c", GROWS], check=True, capture_output=True, text=True
-    ).stdout.split()
-    assert int(grown) > 300 and looked == "True" and int(left) < 50
+def test_arrays_between_others_go_back_when_they_are_freed() -> None:
+    def left(*arguments: str) -> int:
+        command = [sys.executable, "-c", GROWS, *arguments]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
-def test_a_watch_looks_until_it_is_closed() -> None:
-    looks: list[float] = []
-
-    def resident() -> int:
-        looks.append(time.monotonic())
-        return 1
-
-    with HeapWatch(seconds=0.01, resident=resident):
-        until = time.monotonic() + 10
-        while len(looks) < 3 and time.monotonic() < until:
-            time.sleep(0.01)
-    count = len(looks)
-    assert count >= 3
-    time.sleep(0.05)
-    assert len(looks) == count
+    assert left() > 300
+    assert left("set") < 50

@@ -30,6 +30,7 @@ OPERATIONS = [
     ("POST", "/v1/contexts/{name}/fork"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
+    ("GET", "/"),
     ("GET", "/health"),
     ("GET", "/version"),
     ("POST", "/tokenize"),

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +34,8 @@ from tools.engine_schedules import CONFIG
 class Inside:
     """A server in a thread of this process."""
 
-    def __init__(self, folder: Path, keys: Keys | None = None, **limits: Any) -> None:
-        """limits: of `Settings`."""
+    def __init__(self, folder: Path, keys: Keys | None = None, *, send_bytes: int = 0, **limits: Any) -> None:
+        """send_bytes: of a connection's buffer in the kernel; 0: the system's. limits: of `Settings`."""
         self._keys = keys or Keys()
         model = tiny_model("llama")
         tokenizer = number_tokenizer(model.get_input_embeddings().weight.shape[0])
@@ -45,6 +46,8 @@ class Inside:
         self._tokenizer, self._folder = tokenizer, folder
         self._settings = Settings(name="tiny", **limits)
         self._sock = listening(Address("127.0.0.1", 0))
+        if send_bytes:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
         self.address: tuple[str, int] = self._sock.getsockname()
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -78,6 +81,16 @@ class Inside:
         self.engine.close(drain=False)
         self._sock.close()
 
+    def wait_for(self, holds: Callable[[list[Any]], bool], seconds: float = 30) -> bool:
+        """Whether something comes to hold for the protocols of all open connections."""
+        assert self._server is not None
+        end = time.monotonic() + seconds
+        while not holds(list(self._server.server_state.connections)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
     def wait_for_nobody(self) -> None:
         """Until no request is there."""
         end = time.monotonic() + 30
@@ -96,9 +109,12 @@ def body_of(tokens: int, seed: int = 0, **options: Any) -> bytes:
     return json.dumps(given).encode()
 
 
-def sent(address: tuple[str, int], body: bytes) -> socket.socket:
-    """A connection on which a request was sent."""
+def sent(address: tuple[str, int], body: bytes, receive_bytes: int = 0) -> socket.socket:
+    """A connection on which a request was sent. receive_bytes: of its buffer; 0: the system's."""
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
-    sock = socket.create_connection(address)
+    sock = socket.socket()
+    if receive_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    sock.connect(address)
     sock.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     return sock

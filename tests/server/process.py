@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,18 +94,25 @@ def runs(pid: int) -> bool:
 
 @contextmanager
 def serving(
-    *arguments: str, environment: dict[str, str] | None = None, start_seconds: float = START_SECONDS
-) -> Iterator[Served]:
-    """A server with these arguments that listens on a free port, until the block ends. start_seconds: until it does."""
-    with starting(*arguments, environment=environment) as served:
+    *arguments: str, environment: dict[str, str] | None = None, start_seconds: float = START_SECONDS,
+    most_files: int = 0,
+) -> Iterator[Served]:  # fmt: skip
+    """A server with these arguments that listens on a free port, until the block ends. start_seconds: until it does.
+    most_files: that it may open; 0: the system's.
+    """
+    with starting(*arguments, environment=environment, most_files=most_files) as served:
         served.wait(start_seconds)
         yield served
 
 
 @contextmanager
-def starting(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Served]:
+def starting(
+    *arguments: str, environment: dict[str, str] | None = None, most_files: int = 0, port: int = 0
+) -> Iterator[Served]:
     """As `serving`, while it may not listen yet."""
-    command: Sequence[str] = [sys.executable, "-m", "retrieval_attn.cli", "serve", "--port", "0", *arguments]
+    command: list[str] = [sys.executable, "-m", "retrieval_attn.cli", "serve", "--port", str(port), *arguments]
+    if most_files:
+        command = ["/bin/sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh", *command]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True) as process:
         served = Served(process)

@@ -16,10 +16,10 @@ from starlette.types import Scope
 from retrieval_attn.batch.request import Event, Request
 from retrieval_attn.server.answered import ERRORS, ChatAnswer, TextAnswer
 from retrieval_attn.server.asked import ChatBody, CompletionBody, SampledBody
-from retrieval_attn.server.bodies import UserRoute
 from retrieval_attn.server.choices import Choices
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.form import DONE, ChatForm, Form, TextForm, usage_of
+from retrieval_attn.server.permissions import UserRoute
 from retrieval_attn.server.prompts import Parts, forked
 from retrieval_attn.server.reply import StreamReply, WholeReply
 from retrieval_attn.server.service import Service, caller_of, service_of

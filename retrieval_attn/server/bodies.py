@@ -1,33 +1,23 @@
-"""Routes with a permission, and the bodies of their requests: read under limits, checked as bytes, parsed in a thread.
+"""Bodies of requests: read under limits, checked as bytes, and parsed in a thread if they are large.
 
-A route's class states who may use it, so that the route that runs and the permission that is checked cannot differ.
 JSON becomes Python objects of 15 to 24 times its size, so lengths, counts and depth are checked on the bytes first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import email.message
-import enum
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
 
-from fastapi import params
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.types import Message, Scope
 
 from retrieval_attn.server.failure import ApiError, invalid
-from retrieval_attn.server.keys import Keys
-from retrieval_attn.server.service import service_of
 
-__all__ = ["AdminRoute", "Bodies", "GuardedRoute", "OpenRoute", "UserRoute", "authorize", "check_json"]
+__all__ = ["Bodies", "check_json"]
 
 BODY_SECONDS = 60.0
 SMALL_BYTES = 64 << 10
@@ -39,27 +29,6 @@ _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{},]', re.
 """Strings, of which an unclosed one ends with the body, and what lists and objects are made of. Possessive, so that no
 body makes it go back.
 """
-
-
-class Permission(enum.Enum):
-    """Whose key a route needs."""
-
-    OPEN = enum.auto()
-    USER = enum.auto()
-    ADMIN = enum.auto()
-
-
-def authorize(keys: Keys, scope: Scope, permission: Permission) -> None:
-    """Put the caller into the scope of a request. Raises ApiError 401, 403."""
-    if permission is Permission.OPEN:
-        return
-    given = next((value for name, value in reversed(scope["headers"]) if name == b"authorization"), None)
-    caller = keys.caller(None if given is None else given.decode("latin-1"))
-    if caller is None:
-        raise ApiError(401, "This server needs a key: Authorization: Bearer KEY.", code="invalid_api_key")
-    scope["caller"] = caller
-    if permission is Permission.ADMIN and not caller.admin:
-        raise ApiError(403, "This path needs an admin's key.", code="admin_key_needed")
 
 
 class Bodies:
@@ -122,66 +91,6 @@ class Bodies:
         )
 
 
-class GuardedRoute(APIRoute):
-    """A route that needs a permission, and reads its body by `Bodies`."""
-
-    permission: ClassVar[Permission]
-
-    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-        """The handler that FastAPI calls."""
-        handle = super().get_route_handler()
-        info: Any = None if self.body_field is None else self.body_field.field_info
-
-        async def guarded(request: HttpRequest) -> Response:
-            service = service_of(request)
-            authorize(service.keys, request.scope, self.permission)
-            if info is None:
-                return await handle(request)
-            async with service.bodies.read(request) as body:
-                if body is None:
-                    return Response(status_code=499)  # nobody receives it
-                if isinstance(info, params.Form):
-                    return await handle(HttpRequest(request.scope, _received(body)))
-                _require_json(request)
-                return await handle(ParsedRequest(request, await service.bodies.parse(body, info.annotation)))
-
-        return guarded
-
-
-class OpenRoute(GuardedRoute):
-    """Of everybody: no key is needed."""
-
-    permission = Permission.OPEN
-
-
-class UserRoute(GuardedRoute):
-    """Of everybody with a key."""
-
-    permission = Permission.USER
-
-
-class AdminRoute(GuardedRoute):
-    """Of admins."""
-
-    permission = Permission.ADMIN
-
-
-class ParsedRequest(HttpRequest):
-    """A request whose body FastAPI finds parsed and validated."""
-
-    def __init__(self, request: HttpRequest, parsed: BaseModel) -> None:
-        super().__init__(request.scope, request.receive)
-        self._parsed = parsed
-
-    async def body(self) -> bytes:
-        """Not empty."""
-        return b"{}"
-
-    async def json(self) -> Any:
-        """The instance, which FastAPI's validation takes as it is."""
-        return self._parsed
-
-
 def parse_json(body: bytes, kind: type[BaseModel], items: int) -> BaseModel:
     """See `Bodies.parse`."""
     check_json(body, items)
@@ -242,23 +151,3 @@ def check_json(body: bytes, items: int) -> None:
 
 def _too_many(what: str, most: int) -> ApiError:
     return ApiError(400, f"The body has more than {most:,} {what}; send fewer, a long text as one string.")
-
-
-def _require_json(request: HttpRequest) -> None:
-    message = email.message.Message()
-    message["content-type"] = given = request.headers.get("content-type", "")
-    kind = message.get_content_subtype()
-    if message.get_content_maintype() != "application" or not (kind == "json" or kind.endswith("+json")):
-        raise ApiError(400, f"The body must be JSON: send content-type: application/json, got {given[:80]!r}.")
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise ApiError(400, f"A body with content-encoding {encoding[:80]!r} is not read; send it uncompressed.")
-
-
-def _received(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
-    message: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        return message.pop() if message else {"type": "http.disconnect"}
-
-    return receive

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from retrieval_attn.server.answered import ERRORS, ContextList, ContextRecord, Deleted
 from retrieval_attn.server.asked import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody
-from retrieval_attn.server.bodies import AdminRoute
 from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.permissions import AdminRoute
 from retrieval_attn.server.service import Service, caller_of, service_of
 from retrieval_attn.store import NamedContext
 

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 import retrieval_attn
 from retrieval_attn.server.answered import ERRORS, ErrorAnswer, Health, ModelList, ModelRecord, Tokens, Version
 from retrieval_attn.server.asked import TokenizeBody
-from retrieval_attn.server.bodies import AdminRoute, OpenRoute, UserRoute
 from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.permissions import AdminRoute, OpenRoute, UserRoute
 from retrieval_attn.server.service import Service, service_of
 
 __all__ = ["admin_router", "open_router", "router"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 
 from retrieval_attn.server.address import AllowedHosts
 from retrieval_attn.server.admission import Admission
+from retrieval_attn.server.bodies import Bodies
 from retrieval_attn.server.client import EngineClient
 from retrieval_attn.server.contexts import Contexts
 from retrieval_attn.server.failure import ApiError
@@ -17,9 +17,6 @@ from retrieval_attn.server.keys import Caller, Keys
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
 from retrieval_attn.server.settings import Settings
-
-if TYPE_CHECKING:
-    from retrieval_attn.server.bodies import Bodies
 
 __all__ = ["Service", "caller_of", "service_of"]
 

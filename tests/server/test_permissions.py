@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_attn.server.address import AllowedHosts
-from retrieval_attn.server.bodies import GuardedRoute
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.keys import Caller, Keys
+from retrieval_attn.server.permissions import GuardedRoute
 from tests.server.inside import Inside
 
 ADMIN, USER = "admin-key-1", "user-key-01"

@@ -75,7 +75,7 @@ def test_who_goes_away_ends_the_work(served: Served) -> None:
         host, port = served.url.removeprefix("http://").split(":")
         for number in range(30):
             body = json.dumps({**talk(f"Tell {number}."), **LONG, "stream": number % 2 == 0}).encode()
-            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{JSON_TYPE}\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n{JSON_TYPE}\r\ncontent-length: {len(body)}\r\n\r\n"
             with socket.create_connection((host, int(port))) as sock:
                 sock.sendall(head.encode() + body)
                 time.sleep(0.01 * (number % 12))
@@ -89,7 +89,7 @@ def test_who_goes_away_ends_the_work(served: Served) -> None:
 def test_half_a_request_is_nobodys(served: Served) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode())
+        sock.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{{".encode())
     with served.client() as http:
         assert http.get("/health").json() == {"status": "ok"}
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.prompt.encode import Escapes, PromptEncoder, encoder_of, stand_in
+from retrieval_attn.prompt.render import cut_at, render, shown
 
 Message = Mapping[str, str]
 Question = str | Sequence[Message]
 """A question, or chat messages {"role": "user" or "assistant", "content": text} in turn, the last one from the user."""
 
-# Stand-ins that are put through the chat template once, to learn the text around context and question.
-_CONTEXT, _QUESTION = "CONTEXT-GOES-HERE", "QUESTION-GOES-HERE"
 _MESSAGES = (
     'give messages {"role": ..., "content": ...} whose roles are user, assistant, user, ..., beginning and ending with '
     "the user; the context stands at the start of the first of them"
@@ -27,6 +27,7 @@ _MESSAGES = (
 class PromptTemplate:
     """A prompt is opening + context + middle + question + closing, each part tokenized on its own.
 
+    Words of special tokens in contexts and questions are text; those of the chat template are control tokens.
     Chat models: one user turn "context, blank line, question", then the assistant's header, split from the
     tokenizer's own chat template. Models without one: "Question: ... Answer:" after the context.
     """
@@ -42,20 +43,29 @@ class PromptTemplate:
         """The template of a tokenizer: its chat template if it has one. Raises InputDataError if that does not work."""
         if not tokenizer.chat_template:
             return cls(tokenizer, "", "\n\nQuestion: ", "\nAnswer:", False)
-        text = rendered(tokenizer, [{"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}])
-        opening, context, rest = text.partition(_CONTEXT)
-        middle, question, closing = rest.partition(_QUESTION)
-        if not context or not question:
-            raise InputDataError(
-                "The tokenizer's chat template must write out what the user says; it turned a message into "
-                f"{text!r}. Correct tokenizer.chat_template, or set it to None to ask without one."
-            )
+        context, question = stand_in(), stand_in()
+        text = render(tokenizer, [{"role": "user", "content": f"{context}\n\n{question}"}])
+        opening, behind = cut_at(text, context)
+        middle, closing = cut_at(behind, question)
         return cls(tokenizer, opening, middle, closing, True)
+
+    @cached_property
+    def encoder(self) -> PromptEncoder:
+        """Token ids of this template's texts."""
+        return encoder_of(self.tokenizer)
 
     def context_ids(self, text: str) -> list[int]:
         """Ids of opening and context, with exactly the special tokens the model expects at a start."""
+        escapes = self.encoder.escapes(checked_text(text))
+        return self.start_ids(self.opening + escapes.escape(text), escapes)
+
+    def start_ids(self, text: str, escapes: Escapes | None = None) -> list[int]:
+        """Ids of a text that begins a prompt; special tokens are added unless the chat template wrote them.
+
+        escapes: see `PromptEncoder.encode`.
+        """
         add_specials = not self.opening_has_specials  # a chat template writes its own begin-of-sequence token
-        ids: list[int] = self.tokenizer(self.opening + checked_text(text), add_special_tokens=add_specials)["input_ids"]
+        ids = self.encoder.encode(checked_text(text), escapes, begins=add_specials).ids
         bos = self.tokenizer.bos_token_id
         eos = self.tokenizer.eos_token_id
         if add_specials and eos is not None and ids and ids[-1] == eos and eos != bos:
@@ -65,12 +75,19 @@ class PromptTemplate:
     def question_ids(self, question: Question, raw: bool = False) -> list[int]:
         """Ids of everything from the end of the context to where the answer starts; none for a blank question.
 
-        raw: `question`, a string, is all of that already. Raises InputDataError for anything else than a `Question`.
+        raw: `question`, a string, is all of that already, and words of special tokens in it are control tokens.
+        Raises InputDataError for anything else than a `Question`.
         """
         if raw and not isinstance(question, str):
             raise InputDataError("raw=True needs the text that continues the context, got chat messages; drop raw.")
-        text = str(question) if raw else self.question_text(question)
-        return self.plain_ids(text) if text else []
+        if raw:
+            text = checked_text(str(question))
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+            return ids
+        said = question if isinstance(question, str) else _checked_messages(question)
+        escapes = self.encoder.escapes(said)
+        text = self.question_text(escapes.apply(said))
+        return self.plain_ids(text, escapes) if text else []
 
     def question_text(self, question: Question) -> str:
         """The text from the end of the context to where the answer starts; "" for a blank question.
@@ -81,10 +98,9 @@ class PromptTemplate:
             return f"{self.middle}{question}{self.closing}" if question.strip() else ""
         return self._conversation(_checked_messages(question))
 
-    def plain_ids(self, text: str) -> list[int]:
-        """Ids of a text that continues another: no special tokens are added."""
-        ids: list[int] = self.tokenizer(checked_text(text), add_special_tokens=False)["input_ids"]
-        return ids
+    def plain_ids(self, text: str, escapes: Escapes | None = None) -> list[int]:
+        """Ids of a text that continues another: no special tokens are added. escapes: see `PromptEncoder.encode`."""
+        return self.encoder.encode(checked_text(text), escapes).ids
 
     def _conversation(self, messages: list[dict[str, str]]) -> str:
         """The text of the messages after the context, up to where the answer starts."""
@@ -95,9 +111,10 @@ class PromptTemplate:
             texts = [message["content"] for message in messages]
             texts[::2] = [f"{self.middle}{text}{self.closing} " for text in texts[::2]]
             return "".join(texts)[:-1]
-        turns = [{"role": "user", "content": f"{_CONTEXT}\n\n{first}"}, *messages[1:]]
-        opening, context, rest = rendered(self.tokenizer, turns).partition(_CONTEXT)
-        if not context or opening != self.opening:
+        context = stand_in(*(message["content"] for message in messages))
+        turns = [{"role": "user", "content": f"{context}\n\n{first}"}, *messages[1:]]
+        opening, rest = cut_at(render(self.tokenizer, turns), context)
+        if opening != self.opening:
             raise InputDataError(
                 "The tokenizer's chat template must begin every conversation alike, for the context is read before the "
                 f"question is known; it began with {self.opening!r}, and with {opening!r} for {len(messages)} "
@@ -128,7 +145,7 @@ def checked_ids(ids: Sequence[int], vocabulary: int) -> list[int]:
         numbers = [operator.index(token) for token in ids]
     except TypeError as error:
         raise InputDataError(
-            f"Token ids must be a list of integers, got {_shown(ids)} ({error}); tokenize text with the model's own "
+            f"Token ids must be a list of integers, got {shown(ids)} ({error}); tokenize text with the model's own "
             "tokenizer, or give it as a string."
         ) from error
     if numbers and (min(numbers) < 0 or max(numbers) >= vocabulary):
@@ -142,7 +159,7 @@ def checked_ids(ids: Sequence[int], vocabulary: int) -> list[int]:
 def _checked_messages(question: object) -> list[dict[str, str]]:
     if not isinstance(question, Sequence) or isinstance(question, bytes | bytearray):
         raise InputDataError(
-            f"A question must be a string or a list of chat messages, got {_shown(question)}; ask a non-empty question."
+            f"A question must be a string or a list of chat messages, got {shown(question)}; ask a non-empty question."
         )
     if not question:
         raise InputDataError(f"A list of chat messages must not be empty; {_MESSAGES}.")
@@ -151,26 +168,10 @@ def _checked_messages(question: object) -> list[dict[str, str]]:
         role = ("user", "assistant")[turn % 2]
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or message.get("role") != role:
-            raise InputDataError(f"Message {turn} must be from the {role}, got {_shown(message)}; {_MESSAGES}.")
+            raise InputDataError(f"Message {turn} must be from the {role}, got {shown(message)}; {_MESSAGES}.")
         if not isinstance(content, str) or not content.strip():
-            raise InputDataError(f"Message {turn} must have a non-empty string as content, got {_shown(content)}.")
+            raise InputDataError(f"Message {turn} must have a non-empty string as content, got {shown(content)}.")
         messages.append({"role": role, "content": content})
     if len(messages) % 2 == 0:
         raise InputDataError(f"The last message must be from the user, got one from the assistant; {_MESSAGES}.")
     return messages
-
-
-def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
-    """Messages in the tokenizer's chat template, up to where the answer starts. Raises InputDataError."""
-    try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # whatever a template's author wrote
-        raise InputDataError(
-            f"The tokenizer's chat template does not take {len(turns)} messages from user and assistant in turn "
-            f"({type(error).__name__}: {error}). Correct tokenizer.chat_template, or set it to None to ask without one."
-        ) from error
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -400,10 +400,11 @@ def test_contexts_are_forked_not_copied(context: ra.Context) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ nothing.at.all }}", "does not take 1 messages .*UndefinedError"),
+        ("{{ nothing.at.all }}", "does not take these 1 messages .*UndefinedError"),
         ("{% for", "TemplateSyntaxError"),
         ("{{ raise_exception('no users') }}", "no users"),
-        ("Hello!", "must write out what the user says; it turned a message into 'Hello!'"),
+        ("Hello!", "must write out what the user says, exactly once; it turned a message into 'Hello!'"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "exactly once"),
     ],
 )
 def test_a_chat_template_that_does_not_work(loaded: tuple[Any, Any], template: str, message: str) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.chat.talk import Message
-from retrieval_attn.template import PromptTemplate, rendered
+from retrieval_attn.prompt.encode import Escapes, stand_in
+from retrieval_attn.prompt.render import cut_at, render
+from retrieval_attn.template import PromptTemplate
 
 __all__ = ["ChatPrompt", "agreeing"]
-
-NEXT_WORDS = "NEXT-WORDS-GO-HERE"
-"""Stands for what the user will say, to learn where that begins."""
 
 
 class ChatPrompt:
@@ -26,29 +25,27 @@ class ChatPrompt:
         """Ids up to where the answer to the last message starts. behind: they follow a context, which stands at the
         start of the first message; else they are all there is.
         """
-        text = self._text(messages, behind=behind)
-        return self._ids(text, behind=behind)
+        escapes = self._template.encoder.escapes(messages)
+        return self._ids(self._text(escapes.apply(messages), behind=behind), escapes, behind=behind)
 
     def kept(self, messages: Sequence[Message], *, behind: bool) -> list[int]:
         """Ids up to where the user's next words begin: whatever they are, these come before them."""
-        text = self._text([*messages, {"role": "user", "content": NEXT_WORDS}], behind=behind)
-        before = text.partition(NEXT_WORDS)[0]
+        escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
+        said = [*escapes.apply(messages), {"role": "user", "content": next_words}]
+        before, _ = cut_at(self._text(said, behind=behind), next_words)
         if not self._template.tokenizer.chat_template:
             before = before.removesuffix(self._template.middle)  # the next question brings its own
-        return self._ids(before, behind=behind)
+        return self._ids(before, escapes, behind=behind)
 
     def _text(self, messages: Sequence[Message], *, behind: bool) -> str:
         tokenizer = self._template.tokenizer
         if not behind and tokenizer.chat_template:
-            return rendered(tokenizer, list(messages))
+            return render(tokenizer, messages)
         text = self._template.question_text(messages)
         return text if behind else text.lstrip()
 
-    def _ids(self, text: str, *, behind: bool) -> list[int]:
-        template = self._template
-        if behind or template.tokenizer.chat_template:  # a chat template writes the special tokens of a start itself
-            return template.plain_ids(text)
-        return template.context_ids(text)
+    def _ids(self, text: str, escapes: Escapes, *, behind: bool) -> list[int]:
+        return (self._template.plain_ids if behind else self._template.start_ids)(text, escapes)
 
 
 def agreeing(ids: Sequence[int], others: Sequence[int]) -> int:

@@ -59,12 +59,12 @@ class PromptTemplate:
         escapes = self.encoder.escapes(checked_text(text))
         return self.start_ids(self.opening + escapes.escape(text), escapes)
 
-    def start_ids(self, text: str, escapes: Escapes | None = None) -> list[int]:
-        """Ids of a text that begins a prompt; special tokens are added unless the chat template wrote them.
+    def start_ids(self, text: str, escapes: Escapes | None = None, adds: bool | None = None) -> list[int]:
+        """Ids of a text that begins a prompt. escapes: see `PromptEncoder.encode`.
 
-        escapes: see `PromptEncoder.encode`.
+        adds: whether special tokens are added; None: unless there is a chat template, which writes them itself.
         """
-        add_specials = not self.opening_has_specials  # a chat template writes its own begin-of-sequence token
+        add_specials = not self.opening_has_specials if adds is None else adds
         ids = self.encoder.encode(checked_text(text), escapes, begins=add_specials).ids
         bos = self.tokenizer.bos_token_id
         eos = self.tokenizer.eos_token_id
@@ -169,8 +169,8 @@ def _checked_messages(question: object) -> list[dict[str, str]]:
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or message.get("role") != role:
             raise InputDataError(f"Message {turn} must be from the {role}, got {shown(message)}; {_MESSAGES}.")
-        if not isinstance(content, str) or not content.strip():
-            raise InputDataError(f"Message {turn} must have a non-empty string as content, got {shown(content)}.")
+        if not isinstance(content, str):
+            raise InputDataError(f"Message {turn} must have a string as content, got {shown(content)}.")
         messages.append({"role": role, "content": content})
     if len(messages) % 2 == 0:
         raise InputDataError(f"The last message must be from the user, got one from the assistant; {_MESSAGES}.")

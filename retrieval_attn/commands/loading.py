@@ -127,7 +127,7 @@ def text_of(file: str) -> str:
     data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     name = "the standard input" if file == "-" else file
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputDataError(
             f"{name} must be text in UTF-8, got byte {data[error.start]:#04x} at {error.start}; convert it, or extract "

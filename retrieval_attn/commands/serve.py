@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="web pages that may use it from a browser, such as https://chat.example; several times (default: none)",
     )
+    where.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="words of special tokens in prompts of /v1/completions and /tokenize become these tokens (default: they "
+        "are text, as in messages)",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument("--rows", type=int, metavar="N", help="requests that are answered at once (default: 16)")
     limits.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that wait (%(default)s)")
@@ -125,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         connections=args.max_connections,
         allowed_hosts=tuple(args.allowed_host or ()),
         cors=tuple(args.cors or ()),
+        parse_special=args.parse_special,
     )
     keys = Keys.of(args.api_key_file)
     if "*" in settings.cors and not keys:

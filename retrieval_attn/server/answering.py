@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,7 +21,7 @@ from retrieval_attn.server.choices import Choices
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.form import DONE, ChatForm, Form, TextForm, usage_of
 from retrieval_attn.server.permissions import UserRoute
-from retrieval_attn.server.prompts import Parts, forked
+from retrieval_attn.server.prompts import Extras, Parts, forked
 from retrieval_attn.server.reply import StreamReply, WholeReply
 from retrieval_attn.server.service import Service, caller_of, service_of
 
@@ -43,9 +44,9 @@ async def chat(body: ChatBody, request: HttpRequest) -> Response:
     context = service.context_of(body.model, body.context)
     turns = [message.turn for message in body.messages]
     prompts = service.prompts
-    make: Callable[[], Parts] = (
-        (lambda: prompts.of_messages(turns, body.tools)) if context is None else lambda: prompts.of_question(turns)
-    )
+    extras = Extras(body.read_tools, body.chat_template_kwargs or {})
+    of_turns = prompts.of_messages if context is None else prompts.of_question
+    make: Callable[[], Parts] = partial(of_turns, turns, extras)
     top = body.top_logprobs or 0
     logprobs = max(top, 1) if body.logprobs else 0
     form = ChatForm(body.model, service.texts, top)
@@ -63,7 +64,7 @@ async def complete(body: CompletionBody, request: HttpRequest) -> Response:
     def making(prompt: str | list[int]) -> Callable[[], Parts]:
         if not isinstance(prompt, str):
             return lambda: prompts.of_ids(prompt)
-        return (lambda: prompts.of_text(prompt)) if context is None else lambda: (prompts.of_more(prompt),)
+        return (lambda: prompts.of_text(prompt)) if context is None else lambda: (prompts.of_more(prompt, raw=True),)
 
     makes = [making(prompt) for prompt in body.prompts]
     logprobs = 0 if body.logprobs is None else max(body.logprobs, 1)

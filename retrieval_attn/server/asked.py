@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.batch.draw import MAX_LOGPROBS, RowDraw
 
@@ -12,56 +15,100 @@ __all__ = ["ChatBody", "CompletionBody", "ForkBody", "KeepBody", "Message", "Mor
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_MESSAGES, MAX_PROMPTS = 4096, 128
+BYTE_ORDER_MARK = "\ufeff"
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 ContextName = Annotated[str, Field(pattern=NAME_PATTERN)]
 Neutral = Literal[0]
+Text = Annotated[str, AfterValidator(lambda text: text.removeprefix(BYTE_ORDER_MARK))]
+Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 class Body(BaseModel):
-    """Of a JSON request."""
+    """Of a JSON request. Fields that are null count as not given, unknown ones too: clients send back whole answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class TextPart(Body):
     """A piece of a message; images and sound are not served."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
-    """One of a conversation. Tool calls go to the chat template as they are."""
+    """One of a conversation. Tool calls and reasoning go to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Text | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: str | None = None
+    annotations: Nothing | None = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _arguments_as_mappings(cls, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_with_arguments(call) for call in calls]
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if not self.text and not (self.role == "assistant" and self.tool_calls) and self.role != "tool":
-            raise ValueError(f"a message of the {self.role} needs content, a string that is not empty")
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise ValueError(f"a message of the {self.role} needs content, a string or a list of parts")
         return self
 
     @property
     def text(self) -> str:
-        """The whole content."""
+        """The whole content, each part on lines of its own."""
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return "\n".join(part.text for part in self.content)
         return self.content or ""
 
     @property
     def turn(self) -> dict[str, Any]:
         """As chat templates take it."""
         role = "system" if self.role == "developer" else self.role
-        more = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        names = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+        more = {name: getattr(self, name) for name in names}
         return {"role": role, "content": self.text, **{name: value for name, value in more.items() if value}}
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments, JSON's text from OpenAI's clients, are a mapping, as chat templates want."""
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        values = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError("arguments of a tool call must be the text of a JSON object")
+    return {**call, "function": {**function, "arguments": values}}
+
+
+TEMPLATE_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+
+
+def _for_template(options: dict[str, Any]) -> dict[str, Any]:
+    if taken := TEMPLATE_ARGUMENTS & options.keys():
+        raise ValueError(f"chat_template_kwargs cannot have {', '.join(sorted(taken))}")
+    return options
+
+
+Tools = Annotated[list[dict[str, Any]], Field(max_length=256)]
+TemplateOptions = Annotated[dict[str, Any], AfterValidator(_for_template)]
 
 
 class StreamOptions(Body):
@@ -132,8 +179,9 @@ class ChatBody(SampledBody):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=256)
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
@@ -150,6 +198,11 @@ class ChatBody(SampledBody):
         return self
 
     @property
+    def read_tools(self) -> list[dict[str, Any]]:
+        """That the model reads."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
     def most_tokens(self) -> int | None:
         """Of the answer; None: the request does not say."""
         return self.max_completion_tokens or self.max_tokens
@@ -159,9 +212,9 @@ class CompletionBody(SampledBody):
     """POST /v1/completions."""
 
     prompt: (
-        str
+        Text
         | TokenIds
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -186,16 +239,25 @@ class CompletionBody(SampledBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: one of prompt and messages."""
+    """POST /tokenize: one of prompt and messages, and vLLM's fields beside them.
+
+    add_special_tokens: those that the model expects at a start; by default, unless a chat template writes them.
+    """
 
     model: str | None = Field(None, max_length=512)
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("needs prompt or messages, and not both")
+        if self.messages is None and (self.tools or self.chat_template_kwargs or self.add_generation_prompt):
+            raise ValueError("tools, chat_template_kwargs and add_generation_prompt need messages")
         return self
 
 
@@ -206,7 +268,7 @@ class MoreBody(Body):
     """
 
     name: ContextName
-    text: str | None = None
+    text: Text | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
 
     @model_validator(mode="after")

@@ -51,7 +51,7 @@ async def upload(
     """Read a file of text, UTF-8, and save it under a name, in place of what had the name."""
     data = await file.read()
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ApiError(
             400, f"A file must be text in UTF-8, got byte {data[error.start]:#04x} at {error.start}; convert it.",

@@ -56,7 +56,7 @@ class Keys:
         keys: list[tuple[str, Caller]] = []
         if environment.get(VARIABLE):
             keys.append((environment[VARIABLE], Caller("environment", "key:environment", True)))
-        for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines() if file else (), 1):
+        for number, line in enumerate(Path(file).read_text(encoding="utf-8-sig").splitlines() if file else (), 1):
             words = line.partition("#")[0].split()
             if not words:
                 continue

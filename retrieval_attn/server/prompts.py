@@ -7,16 +7,20 @@ finds all of the turn before but the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.errors import ContextLengthError, InputDataError
+from retrieval_attn.prompt.encode import Escapes, stand_in
+from retrieval_attn.prompt.render import cut_at, render, within_limit
 from retrieval_attn.template import PromptTemplate, checked_ids, checked_text
 
-__all__ = ["Parts", "Prompts", "forked"]
+__all__ = ["Extras", "Parts", "Prompts", "forked"]
 
 Parts = tuple[tuple[int, ...], ...]
 Turn = Mapping[str, Any]
@@ -27,74 +31,96 @@ EVERY_TURN = 128
 """Messages behind which there is a cut each; from then on, behind one in `SOME_TURNS`: a cut renders the template."""
 SOME_TURNS = 32
 PARAGRAPH = "\n\n"
-NEXT_WORDS = "NEXT-WORDS-GO-HERE"
-"""Stands for what a user will say, to learn where that begins."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a request gives the chat template beside messages.
+
+    options: values of its variables. answering: end where the answer starts. specials: add the special tokens that the
+    model expects at a start; None: unless there is a chat template, which writes them.
+    """
+
+    tools: Sequence[Any] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    answering: bool = True
+    specials: bool | None = None
 
 
 class Prompts:
-    """See the module. May be used by several threads."""
+    """See the module. May be used by several threads.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, positions: int) -> None:
-        """vocabulary: ids that the model has embeddings for. positions: tokens of a prompt and its answer, at most."""
+    Messages, documents and questions become no control tokens; raw texts only with `parse_special`.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, positions: int, *, parse_special: bool = False
+    ) -> None:
+        """vocabulary: ids that the model has embeddings for. positions: tokens of a prompt and its answer, at most.
+
+        parse_special: encode words of special tokens in raw texts as these tokens.
+        """
         self.tokenizer, self.positions = tokenizer, positions
         self._template = PromptTemplate.of(tokenizer)
-        self._vocabulary = vocabulary
+        self._vocabulary, self._parse_special = vocabulary, parse_special
 
-    def of_messages(self, messages: Sequence[Turn], tools: Sequence[Any] | None = None) -> Parts:
+    def of_messages(self, messages: Sequence[Turn], extras: Extras = Extras()) -> Parts:
         """A conversation, up to where the answer starts. Messages: role, content, and what the template knows.
 
-        Raises InputDataError for messages that the template does not take, ContextLengthError.
+        Raises InputDataError for messages and extras that the template does
+        not take or does not write, ContextLengthError.
         """
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
+        escapes = self._template.encoder.escapes(messages, extras.tools, extras.options)
+        said = escapes.apply(list(messages))
+        given = replace(extras, tools=escapes.apply(extras.tools), options=escapes.apply(extras.options))
+        cuts: list[int] = []
         if not self.tokenizer.chat_template:
-            cuts: list[int] = []
-            return self._parts(self._untemplated(messages, cuts, answering=True), cuts, begins=True)
-        text = self._rendered(messages, tools, answering=True)
-        cuts, before = [], 0
-        for count in _cut_turns(len(messages)):
-            prefix = self._rendered_beginning(messages[:count], tools)
-            if prefix is None or not text.startswith(prefix):
-                continue
-            cuts += _paragraph(messages[count - 1]["content"], text, before)
-            cuts.append(len(prefix))
-            before = len(prefix)
-        return self._parts(text, cuts, begins=False)
+            _refuse_untemplated(messages, extras)
+            text = self._untemplated(said, cuts, answering=extras.answering)
+        else:
+            text = within_limit(lambda: self._conversation(said, given, cuts))
+        return self._parts(text, cuts, escapes, adds=extras.specials)
 
-    def of_question(self, messages: Sequence[Turn]) -> Parts:
+    def of_question(self, messages: Sequence[Turn], extras: Extras = Extras()) -> Parts:
         """What continues a saved context: questions and answers in turn. A system's message joins the first question.
 
-        Raises as `of_messages`.
+        Raises as `of_messages`, and InputDataError for extras: these change how a conversation begins.
         """
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
-        said = [{"role": message["role"], "content": message["content"]} for message in messages]
+        escapes = self._template.encoder.escapes(messages)
+        said = escapes.apply(_asked(messages, extras))
         while len(said) > 1 and said[0]["role"] == "system":
             first = said[1]["content"]
             said[:2] = [{**said[1], "content": f"{said[0]['content']}{PARAGRAPH}{first}"}]
-        text, closing = self._template.question_text(said), self._template.closing
-        cuts = []
-        for count in _cut_turns(len(said)):
-            if count % 2:
-                # templates strip what is said, where something follows it
-                asked = self._template.question_text(said[:count]).removesuffix(closing).rstrip()
-                cuts += [len(asked)] if text.startswith(asked) else []
-        return self._parts(text, cuts, begins=False)
+        cuts: list[int] = []
 
-    def of_text(self, text: str) -> Parts:
-        """A text as it stands, with the special tokens that the model expects at a start; cut before its last paragraph
-        if it is long. Raises InputDataError for one without tokens, ContextLengthError.
+        def text_of() -> str:
+            text, closing = self._template.question_text(said), self._template.closing
+            for count in _cut_turns(len(said)):
+                if count % 2:
+                    # templates strip what is said, where something follows it
+                    asked = self._template.question_text(said[:count]).removesuffix(closing).rstrip()
+                    cuts.extend([len(asked)] if text.startswith(asked) else [])
+            return text
+
+        return self._parts(within_limit(text_of), cuts, escapes, begins=False)
+
+    def of_text(self, text: str, *, begins: bool = True) -> Parts:
+        """A raw text, with the special tokens that the model expects at a start if it `begins`; cut before its last
+        paragraph if it is long. Raises InputDataError for one without tokens, ContextLengthError.
         """
         self._refuse_too_long(len(text))
         cut = text.rstrip().rfind(PARAGRAPH)
         known = self.tokenizer.is_fast and cut >= MIN_CHARACTERS
-        encoded = self.tokenizer(checked_text(text), return_offsets_mapping=known)
-        ids: list[int] = encoded["input_ids"]
+        ids, offsets = self._raw(text, begins=begins, offsets=known)
         if ids and ids[-1] == self.tokenizer.eos_token_id != self.tokenizer.bos_token_id:
             ids = ids[:-1]  # some tokenizers close every text; this one goes on
         if not ids:
             raise InputDataError("The prompt has no tokens; give a text that is not empty.")
         if known:
-            begins = (number for number, (start, _) in enumerate(encoded["offset_mapping"]) if start >= cut)
-            place = next(begins, 0)
+            later = (number for number, (start, _) in enumerate(offsets or ()) if start >= cut)
+            place = next(later, 0)
             if 0 < place < len(ids):
                 return tuple(ids[:place]), tuple(ids[place:])
         return (tuple(ids),)
@@ -117,39 +143,51 @@ class Prompts:
         that is the user's. Raises as `of_messages`.
         """
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
-        last = messages[-1]
+        escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
+        said, ended = escapes.apply(list(messages)), messages[-1]["role"] == "user"
         if not self.tokenizer.chat_template:
-            ended = last["role"] == "user"  # words to ask about, not a question
-            before = self._untemplated(messages[:-1] if ended else messages, [], answering=False)
-            text = f"{before}{PARAGRAPH if before else ''}{last['content']}" if ended else before
-            return tuple(self._template.context_ids(text))
-        if last["role"] == "user":
-            turns = [*messages[:-1], {**last, "content": last["content"] + NEXT_WORDS}]
+            _refuse_untemplated(messages, Extras())
+            # words of the user at the end are what will be asked about, not a question
+            text = self._untemplated(said[:-1] if ended else said, [], answering=False)
+            text += f"{PARAGRAPH if text else ''}{said[-1]['content']}" if ended else ""
+            return tuple(self._template.start_ids(text, escapes))
+        if ended:
+            turns = [*said[:-1], {**said[-1], "content": said[-1]["content"] + next_words}]
         else:
-            turns = [*messages, {"role": "user", "content": NEXT_WORDS}]
-        return self._before_next_words(self._rendered(turns, None, answering=False))
+            turns = [*said, {"role": "user", "content": next_words}]
+        text = within_limit(lambda: self._rendered(turns, Extras(answering=False)))
+        return self._more(cut_at(text, next_words)[0], escapes)
 
     def of_answered(self, messages: Sequence[Turn]) -> tuple[int, ...]:
         """What continues a saved context, and is continued by questions: questions and answers in turn, the last one
-        an answer. Raises as `of_messages`.
+        an answer. Raises as `of_question`.
         """
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
-        said = [{"role": message["role"], "content": message["content"]} for message in messages]
-        text = self._template.question_text([*said, {"role": "user", "content": NEXT_WORDS}])
+        escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
+        said = escapes.apply(_asked(messages, Extras()))
+        text = self._template.question_text([*said, {"role": "user", "content": next_words}])
+        before, _ = cut_at(text, next_words)
         if not self.tokenizer.chat_template:
-            text = text.replace(f"{self._template.middle}{NEXT_WORDS}", NEXT_WORDS)  # the next question brings its own
-        return self._before_next_words(text)
+            before = before.removesuffix(self._template.middle)  # the next question brings its own
+        return self._more(before, escapes)
 
-    def _before_next_words(self, text: str) -> tuple[int, ...]:
-        return self.of_more(text.partition(NEXT_WORDS)[0])
-
-    def of_more(self, text: str) -> tuple[int, ...]:
-        """A text behind another. Raises as `of_text`."""
+    def of_more(self, text: str, *, raw: bool = False) -> tuple[int, ...]:
+        """A text behind another. raw: see `Prompts`. Raises as `of_text`."""
         self._refuse_too_long(len(text))
-        ids = tuple(self._template.plain_ids(text))
-        if not ids:
-            raise InputDataError("The text has no tokens; give one that is not empty.")
-        return ids
+        if not raw:
+            return self._more(text, None)
+        return _some(self._raw(text, begins=False)[0])
+
+    def _more(self, text: str, escapes: Escapes | None) -> tuple[int, ...]:
+        return _some(self._template.plain_ids(text, escapes))
+
+    def _raw(self, text: str, *, begins: bool, offsets: bool = False) -> tuple[list[int], list[tuple[int, int]] | None]:
+        """Ids of a text that a client made itself, and the characters of each if `offsets`."""
+        if not self._parse_special:
+            encoded = self._template.encoder.encode(checked_text(text), begins=begins, offsets=offsets)
+            return encoded.ids, encoded.offsets
+        parsed = self.tokenizer(checked_text(text), add_special_tokens=begins, return_offsets_mapping=offsets)
+        return parsed["input_ids"], parsed["offset_mapping"] if offsets else None
 
     @cached_property
     def _longest_token(self) -> int:
@@ -164,8 +202,13 @@ class Prompts:
                 f"{self.positions:,} positions. Shorten it."
             )
 
-    def _parts(self, text: str, cuts: Sequence[int], *, begins: bool) -> Parts:
-        """`text` cut where the parts are long enough. begins: the first part needs a start's special tokens."""
+    def _parts(
+        self, text: str, cuts: Sequence[int], escapes: Escapes, *, begins: bool = True, adds: bool | None = None
+    ) -> Parts:
+        """`text` cut where the parts are long enough.
+
+        begins: the first part is the start of a prompt. adds: see `Extras.specials`.
+        """
         pieces, start = [], 0
         for cut in cuts:
             if start + MIN_CHARACTERS <= cut < len(text):
@@ -173,8 +216,8 @@ class Prompts:
                 start = cut
         pieces.append(text[start:])
         template = self._template
-        first = template.context_ids(pieces[0]) if begins else template.plain_ids(pieces[0])
-        parts = (first, *(template.plain_ids(piece) for piece in pieces[1:]))
+        first = template.start_ids(pieces[0], escapes, adds) if begins else template.plain_ids(pieces[0], escapes)
+        parts = (first, *(template.plain_ids(piece, escapes) for piece in pieces[1:]))
         found = tuple(tuple(part) for part in parts if part)
         if not found:
             raise InputDataError("The prompt has no tokens; give a message that is not empty.")
@@ -204,22 +247,76 @@ class Prompts:
                 cuts.append(len(text))
         return text + template.closing if answering and not asked else text
 
-    def _rendered(self, messages: Sequence[Turn], tools: Sequence[Any] | None, *, answering: bool) -> str:
-        render: Callable[..., Any] = self.tokenizer.apply_chat_template
-        try:
-            return str(render(list(messages), tools=tools, tokenize=False, add_generation_prompt=answering))
-        except Exception as error:  # whatever a template's author wrote
-            raise InputDataError(
-                f"The model's chat template does not take these {len(messages)} messages ({type(error).__name__}: "
-                f"{error}); most want user and assistant in turn, after at most one system message."
-            ) from error
+    def _conversation(self, messages: Sequence[Turn], extras: Extras, cuts: list[int]) -> str:
+        """The messages in the chat template. cuts: gets where parts may end. Raises InputDataError."""
+        text = self._rendered(messages, extras)
+        self._refuse_unwritten(text, messages, extras)
+        before, beginning = 0, replace(extras, answering=False)
+        for count in _cut_turns(len(messages)):
+            try:
+                prefix = self._rendered(messages[:count], beginning)
+            except InputDataError:  # the template takes the whole but not this beginning of it: there is no cut
+                continue
+            if text.startswith(prefix):
+                cuts += _paragraph(messages[count - 1]["content"], text, before)
+                cuts.append(len(prefix))
+                before = len(prefix)
+        return text
 
-    def _rendered_beginning(self, messages: Sequence[Turn], tools: Sequence[Any] | None) -> str | None:
-        """None where the template takes the whole but not this beginning of it: there is no cut then."""
+    def _rendered(self, messages: Sequence[Turn], extras: Extras) -> str:
+        if any("tool_calls" in message for message in messages) and self._arguments_are_text:
+            messages = [_with_text_arguments(message) for message in messages]
+        tools = list(extras.tools) or None
+        return render(self.tokenizer, messages, tools, answering=extras.answering, options=extras.options)
+
+    @cached_property
+    def _arguments_are_text(self) -> bool:
+        """Whether the chat template takes the arguments of a tool call as JSON's text alone, as DeepSeek-R1's does."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "1"}
+        said: list[Turn] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        said.append(result)
         try:
-            return self._rendered(messages, tools, answering=False)
+            render(self.tokenizer, said)
         except InputDataError:
-            return None
+            try:
+                render(self.tokenizer, [_with_text_arguments(message) for message in said])
+            except InputDataError:
+                return False
+            return True
+        return False
+
+    def _refuse_unwritten(self, text: str, messages: Sequence[Turn], extras: Extras) -> None:
+        """Raise InputDataError if the chat template leaves out tools, tool calls or whole messages."""
+        place, missing = 0, set()
+        for number, message in enumerate(messages):
+            content = message["content"].strip()
+            found = text.find(content, place)
+            if found < 0 and content not in text:
+                missing.add(number)
+            place = max(place, found)
+        called = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        written = [message for number, message in enumerate(messages) if number not in missing]
+        roles = " and ".join(sorted({messages[number]["role"] for number in missing}))
+        for has, kept, given, what in (
+            (extras.tools, messages, replace(extras, tools=()), "tools"),
+            (called != list(messages), called, extras, "tool_calls"),
+            (missing, written, extras, f"messages of the {roles}"),
+        ):
+            if not has:
+                continue
+            try:
+                without = self._rendered(kept, given)
+            except InputDataError:
+                continue
+            if without == text:
+                raise InputDataError(
+                    f"The model's chat template does not write {what}, so that the model would not see them. Leave "
+                    "them out, or use a chat template that writes them."
+                )
 
 
 def forked(parts: Parts) -> Parts:
@@ -240,3 +337,42 @@ def _paragraph(content: str, text: str, start: int) -> list[int]:
     head = content[:cut].lstrip()  # templates strip what is around
     found = text.find(head, start)
     return [] if found < 0 else [found + len(head)]
+
+
+def _some(ids: Sequence[int]) -> tuple[int, ...]:
+    if not ids:
+        raise InputDataError("The text has no tokens; give one that is not empty.")
+    return tuple(ids)
+
+
+def _with_text_arguments(message: Turn) -> Turn:
+    """The message with the arguments of tool calls as JSON's text."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function")
+        if isinstance(function, dict) and not isinstance(function.get("arguments", ""), str):
+            call = {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _asked(messages: Sequence[Turn], extras: Extras) -> list[dict[str, str]]:
+    """Questions and answers about a saved context. Raises InputDataError for tools and other extras."""
+    if extras.tools or extras.options or any("tool_calls" in message for message in messages):
+        raise InputDataError(
+            "Questions about a saved context cannot have tools, tool_calls or chat_template_kwargs: the context was "
+            "read before they are known. Leave them out, or send the text in messages."
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _refuse_untemplated(messages: Sequence[Turn], extras: Extras) -> None:
+    """Raise InputDataError for all that only a chat template can write."""
+    called = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if extras.tools or extras.options or called:
+        raise InputDataError(
+            "The model has no chat template, so it takes no tools, tool_calls, messages of the tool or "
+            "chat_template_kwargs. Leave them out, or describe the tools in a message."
+        )

@@ -14,6 +14,7 @@ from retrieval_attn.server.answered import ERRORS, ErrorAnswer, Health, ModelLis
 from retrieval_attn.server.asked import TokenizeBody
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.permissions import AdminRoute, OpenRoute, UserRoute
+from retrieval_attn.server.prompts import Extras
 from retrieval_attn.server.service import Service, service_of
 
 __all__ = ["admin_router", "open_router", "router"]
@@ -90,9 +91,15 @@ async def tokenize(body: TokenizeBody, request: HttpRequest) -> Response:
     prompts = service.prompts
 
     def parts() -> Any:
-        if body.messages is not None:
-            return prompts.of_messages([message.turn for message in body.messages])
-        return prompts.of_text(body.prompt or "")
+        if body.messages is None:
+            return prompts.of_text(body.prompt or "", begins=body.add_special_tokens is not False)
+        extras = Extras(
+            body.tools or [],
+            body.chat_template_kwargs or {},
+            answering=body.add_generation_prompt is not False,
+            specials=body.add_special_tokens,
+        )
+        return prompts.of_messages([message.turn for message in body.messages], extras)
 
     ids = [token for part in await asyncio.to_thread(parts) for token in part]
     return JSONResponse({"count": len(ids), "max_model_len": prompts.positions, "tokens": ids})

@@ -80,7 +80,7 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
     return Service(
         settings,
         keys,
-        Prompts(tokenizer, started.facts.vocabulary, started.facts.positions),
+        Prompts(tokenizer, started.facts.vocabulary, started.facts.positions, parse_special=settings.parse_special),
         TokenTexts(tokenizer),
         client,
         Contexts(ContextStore(store), client, digest),

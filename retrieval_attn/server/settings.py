@@ -17,8 +17,9 @@ class Settings:
     request to its last token. drain_seconds: for answers under way when the server is told to end. answer_tokens: of an
     answer whose request says nothing about it. choices: `n` of a request, at most. connections: of one address, at
     most. allowed_hosts: names of this server in requests without a key, beside those of this machine; "*": any. cors:
-    origins of web pages that may use it from a browser, such as https://chat.example. Raises ConfigError for a value
-    below 1, a name with "@", or an origin with a path.
+    origins of web pages that may use it from a browser, such as https://chat.example. parse_special: words of special
+    tokens in raw prompts become these tokens. Raises ConfigError for a number below 1, a name with "@", or an origin
+    with a path.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Settings:
     connections: int = 512
     allowed_hosts: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
+    parse_special: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or "@" in self.name:
@@ -41,7 +43,7 @@ class Settings:
             )
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not value >= 1:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not value >= 1:
                 raise ConfigError(f"{field.name} must be at least 1, got {value!r}.")
         for origin in self.cors:
             scheme, _, rest = origin.partition("://")

@@ -39,7 +39,7 @@ def read_burstgpt(path: Path, requests: int | None = None, model: str | None = N
     sessions: dict[str, _Session] = {}
     given = 0
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
             missing = [name for name in COLUMNS if name not in (rows.fieldnames or [])]
             if missing:

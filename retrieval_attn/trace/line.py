@@ -56,7 +56,7 @@ def read_trace(path: Path, requests: int | None = None, block_tokens: int = BLOC
     is not in the format.
     """
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        texts = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputDataError(f"the trace {path}: needed a readable text file, {error}") from None
     lines: list[Line] = []

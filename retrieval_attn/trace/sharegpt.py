@@ -74,7 +74,7 @@ def _blocks(said: Sequence[Any], names: dict[tuple[int, tuple[Any, ...]], int]) 
 def _conversations(path: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Each conversation's name, and its questions with their answers."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise InputDataError(f"{path}: needed a JSON file in UTF-8, {error}; give one of ShareGPT's") from None
     if not isinstance(found, list):

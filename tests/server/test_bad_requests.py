@@ -29,7 +29,18 @@ REFUSED: dict[str, str] = {
     "no messages": body_with(messages=[]),
     "messages are none": body_with(messages=None),
     "unknown role": body_with(messages=[{"role": "robot", "content": "x"}]),
-    "empty message": body_with(messages=[{"role": "user", "content": ""}]),
+    "message without content": body_with(messages=[{"role": "user"}]),
+    "null content of the user": body_with(messages=[{"role": "user", "content": None}]),
+    "arguments that are no JSON": body_with(
+        messages=[USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
+    ),
+    "arguments that are no object": body_with(
+        messages=[USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]
+    ),
+    "tools without a chat template": body_with(tools=[{"type": "function", "function": {"name": "f"}}]),
+    "a tool's result without a chat template": body_with(messages=[USER, {"role": "tool", "content": "x"}]),
+    "variables without a chat template": body_with(chat_template_kwargs={"enable_thinking": False}),
+    "another chat template": body_with(chat_template_kwargs={"chat_template": "{{ messages }}"}),
     "a picture": body_with(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
     "NaN": body_with(temperature=float("nan")),
     "infinity": body_with(top_p=float("inf")),

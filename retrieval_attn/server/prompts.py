@@ -7,23 +7,21 @@ finds all of the turn before but the answer.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.errors import ContextLengthError, InputDataError
 from retrieval_attn.prompt.encode import Escapes, stand_in
-from retrieval_attn.prompt.render import cut_at, render, within_limit
+from retrieval_attn.prompt.render import cut_at, within_limit
+from retrieval_attn.server.chat_renderer import NO_EXTRAS, ChatRenderer, Extras, Turn
 from retrieval_attn.template import PromptTemplate, checked_ids, checked_text
 
 __all__ = ["Extras", "Parts", "Prompts", "forked"]
 
 Parts = tuple[tuple[int, ...], ...]
-Turn = Mapping[str, Any]
 
 MIN_CHARACTERS = 256
 """Of a part, unless it is the last one: each is read by itself."""
@@ -31,20 +29,6 @@ EVERY_TURN = 128
 """Messages behind which there is a cut each; from then on, behind one in `SOME_TURNS`: a cut renders the template."""
 SOME_TURNS = 32
 PARAGRAPH = "\n\n"
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What a request gives the chat template beside messages.
-
-    options: values of its variables. answering: end where the answer starts. specials: add the special tokens that the
-    model expects at a start; None: unless there is a chat template, which writes them.
-    """
-
-    tools: Sequence[Any] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    answering: bool = True
-    specials: bool | None = None
 
 
 class Prompts:
@@ -61,14 +45,13 @@ class Prompts:
         parse_special: encode words of special tokens in raw texts as these tokens.
         """
         self.tokenizer, self.positions = tokenizer, positions
-        self._template = PromptTemplate.of(tokenizer)
+        self._template, self._renderer = PromptTemplate.of(tokenizer), ChatRenderer(tokenizer)
         self._vocabulary, self._parse_special = vocabulary, parse_special
 
-    def of_messages(self, messages: Sequence[Turn], extras: Extras = Extras()) -> Parts:
+    def of_messages(self, messages: Sequence[Turn], extras: Extras = NO_EXTRAS) -> Parts:
         """A conversation, up to where the answer starts. Messages: role, content, and what the template knows.
 
-        Raises InputDataError for messages and extras that the template does
-        not take or does not write, ContextLengthError.
+        Raises InputDataError for messages and extras that the template does not take or leaves out, ContextLengthError.
         """
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
         escapes = self._template.encoder.escapes(messages, extras.tools, extras.options)
@@ -82,7 +65,7 @@ class Prompts:
             text = within_limit(lambda: self._conversation(said, given, cuts))
         return self._parts(text, cuts, escapes, adds=extras.specials)
 
-    def of_question(self, messages: Sequence[Turn], extras: Extras = Extras()) -> Parts:
+    def of_question(self, messages: Sequence[Turn], extras: Extras = NO_EXTRAS) -> Parts:
         """What continues a saved context: questions and answers in turn. A system's message joins the first question.
 
         Raises as `of_messages`, and InputDataError for extras: these change how a conversation begins.
@@ -146,7 +129,7 @@ class Prompts:
         escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
         said, ended = escapes.apply(list(messages)), messages[-1]["role"] == "user"
         if not self.tokenizer.chat_template:
-            _refuse_untemplated(messages, Extras())
+            _refuse_untemplated(messages, NO_EXTRAS)
             # words of the user at the end are what will be asked about, not a question
             text = self._untemplated(said[:-1] if ended else said, [], answering=False)
             text += f"{PARAGRAPH if text else ''}{said[-1]['content']}" if ended else ""
@@ -155,7 +138,7 @@ class Prompts:
             turns = [*said[:-1], {**said[-1], "content": said[-1]["content"] + next_words}]
         else:
             turns = [*said, {"role": "user", "content": next_words}]
-        text = within_limit(lambda: self._rendered(turns, Extras(answering=False)))
+        text = within_limit(lambda: self._renderer.render_whole(turns, Extras(answering=False)))
         return self._more(cut_at(text, next_words)[0], escapes)
 
     def of_answered(self, messages: Sequence[Turn]) -> tuple[int, ...]:
@@ -164,7 +147,7 @@ class Prompts:
         """
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
         escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
-        said = escapes.apply(_asked(messages, Extras()))
+        said = escapes.apply(_asked(messages, NO_EXTRAS))
         text = self._template.question_text([*said, {"role": "user", "content": next_words}])
         before, _ = cut_at(text, next_words)
         if not self.tokenizer.chat_template:
@@ -249,12 +232,11 @@ class Prompts:
 
     def _conversation(self, messages: Sequence[Turn], extras: Extras, cuts: list[int]) -> str:
         """The messages in the chat template. cuts: gets where parts may end. Raises InputDataError."""
-        text = self._rendered(messages, extras)
-        self._refuse_unwritten(text, messages, extras)
+        text = self._renderer.render_whole(messages, extras)
         before, beginning = 0, replace(extras, answering=False)
         for count in _cut_turns(len(messages)):
             try:
-                prefix = self._rendered(messages[:count], beginning)
+                prefix = self._renderer.render(messages[:count], beginning)
             except InputDataError:  # the template takes the whole but not this beginning of it: there is no cut
                 continue
             if text.startswith(prefix):
@@ -262,61 +244,6 @@ class Prompts:
                 cuts.append(len(prefix))
                 before = len(prefix)
         return text
-
-    def _rendered(self, messages: Sequence[Turn], extras: Extras) -> str:
-        if any("tool_calls" in message for message in messages) and self._arguments_are_text:
-            messages = [_with_text_arguments(message) for message in messages]
-        tools = list(extras.tools) or None
-        return render(self.tokenizer, messages, tools, answering=extras.answering, options=extras.options)
-
-    @cached_property
-    def _arguments_are_text(self) -> bool:
-        """Whether the chat template takes the arguments of a tool call as JSON's text alone, as DeepSeek-R1's does."""
-        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-        result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "1"}
-        said: list[Turn] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        said.append(result)
-        try:
-            render(self.tokenizer, said)
-        except InputDataError:
-            try:
-                render(self.tokenizer, [_with_text_arguments(message) for message in said])
-            except InputDataError:
-                return False
-            return True
-        return False
-
-    def _refuse_unwritten(self, text: str, messages: Sequence[Turn], extras: Extras) -> None:
-        """Raise InputDataError if the chat template leaves out tools, tool calls or whole messages."""
-        place, missing = 0, set()
-        for number, message in enumerate(messages):
-            content = message["content"].strip()
-            found = text.find(content, place)
-            if found < 0 and content not in text:
-                missing.add(number)
-            place = max(place, found)
-        called = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-        written = [message for number, message in enumerate(messages) if number not in missing]
-        roles = " and ".join(sorted({messages[number]["role"] for number in missing}))
-        for has, kept, given, what in (
-            (extras.tools, messages, replace(extras, tools=()), "tools"),
-            (called != list(messages), called, extras, "tool_calls"),
-            (missing, written, extras, f"messages of the {roles}"),
-        ):
-            if not has:
-                continue
-            try:
-                without = self._rendered(kept, given)
-            except InputDataError:
-                continue
-            if without == text:
-                raise InputDataError(
-                    f"The model's chat template does not write {what}, so that the model would not see them. Leave "
-                    "them out, or use a chat template that writes them."
-                )
 
 
 def forked(parts: Parts) -> Parts:
@@ -343,19 +270,6 @@ def _some(ids: Sequence[int]) -> tuple[int, ...]:
     if not ids:
         raise InputDataError("The text has no tokens; give one that is not empty.")
     return tuple(ids)
-
-
-def _with_text_arguments(message: Turn) -> Turn:
-    """The message with the arguments of tool calls as JSON's text."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function")
-        if isinstance(function, dict) and not isinstance(function.get("arguments", ""), str):
-            call = {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
-        calls.append(call)
-    return {**message, "tool_calls": calls}
 
 
 def _asked(messages: Sequence[Turn], extras: Extras) -> list[dict[str, str]]:

@@ -68,6 +68,8 @@ def test_tools_are_rendered_or_refused(needle_model_path: Path) -> None:
         for messages in (CALLED, [CALLED[0], CALLED[2]], CALLED[:2]):
             with pytest.raises(InputDataError, match=message):
                 read(other, messages)
+            with pytest.raises(InputDataError, match=message):
+                other.of_conversation([one.turn for one in chat(messages).messages])
     with pytest.raises(InputDataError, match="no chat template"):
         prompts_of(needle_model_path, None).of_conversation(called)
 

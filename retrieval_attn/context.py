@@ -41,6 +41,8 @@ class Context:
     question, wherever one is taken: a string, or a list of chat messages {"role": "user" or "assistant", "content":
     text} in turn, the last one from the user; the context stands at the start of the first message. A string, and the
     messages, are put into the tokenizer's chat template, or for models without one into "Question: ... Answer:".
+    Words of special tokens in texts and questions are encoded as text; give token ids, or ask with raw=True, for control
+    tokens.
     sampling: a `Sampling`, or its fields as keywords (max_new_tokens, temperature, ...), not both.
     """
 
@@ -193,7 +195,7 @@ class Context:
     ) -> Answer:
         """Answer one question about the context, which stays as it was.
 
-        raw: take `question` as the exact continuation of the context.
+        raw: take `question` as the exact continuation of the context, words of special tokens as control tokens.
         append: how the question's own tokens attend to the context, "exact" or "retrieval" (default: what
         config.exact_append says). on_text: called with each new piece of text.
         Raises InputDataError, ConfigError.

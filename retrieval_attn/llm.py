@@ -200,6 +200,8 @@ class LLM:
     ) -> list[Answer]:
         """Continue each prompt; the prompt is taken as it is (apply a chat template yourself).
 
+        Words of special tokens in a prompt become control tokens, as rendered chat templates need. `read` and `ask`
+        encode such words as text.
         The prompt is read exactly; generated tokens retrieve. One answer per prompt, in order. Short prompts of like
         length are read and continued together, as many as `prefill_chunk` tokens; with a temperature and a seed their
         texts depend on which ones these are. sampling: a Sampling, or its fields as keywords.

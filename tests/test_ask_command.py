@@ -48,6 +48,15 @@ def test_a_question_about_a_file(document: str, capsys: pytest.CaptureFixture[st
     )
 
 
+@pytest.mark.parametrize("file", ["file", "-"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows writes it at the start of a file in UTF-8."""
+    data = b"\xef\xbb\xbf" + "Größe: 3 µm.".encode()
+    (tmp_path / "text.txt").write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert loading.text_of("-" if file == "-" else str(tmp_path / "text.txt")) == "Größe: 3 µm."
+
+
 def test_the_text_comes_in_pieces(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
 

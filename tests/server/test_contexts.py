@@ -78,6 +78,10 @@ def test_files_and_conversations(http: httpx.Client) -> None:
     talk = made(http, name="talk", messages=turns)
     assert ANSWER in text_of(asked(http, model="bundled@talk"))
     assert talk["tokens"] == reply.json()["tokens"]
+    marked = http.post(
+        "/v1/contexts/files", data={"name": "marked"}, files={"file": ("book.txt", document().encode("utf-8-sig"))}
+    )
+    assert marked.json()["tokens"] == reply.json()["tokens"], "a byte order mark is no text"
     reply = http.post("/v1/contexts/files", data={"name": "file"}, files={"file": ("book.txt", b"caf\xe9")})
     assert reply.status_code == 400 and "0xe9" in reply.json()["error"]["message"]
 

@@ -118,9 +118,10 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A server with keys and small limits."""
     folder = tmp_path_factory.mktemp("keyed")
     keys = folder / "keys"
-    keys.write_text(f"# who\n{ADMIN} root admin\n{USER} ann\n\n{OTHER}  # nameless\n")
+    keys.write_text(f"{ADMIN} root admin\n# who\n{USER} ann\n\n{OTHER}  # nameless\n", encoding="utf-8-sig")
     limits = ("--max-body", "1MiB", "--max-waiting", "2", "--rows", "1", "--deadline", "4", "--warm-up", "0")
-    with serving("--store", str(folder / "store"), "--api-key-file", str(keys), *limits) as found:
+    options = ("--api-key-file", str(keys), "--parse-special", *limits)
+    with serving("--store", str(folder / "store"), *options) as found:
         yield found
 
 
@@ -137,6 +138,15 @@ def test_keys(keyed: Served) -> None:
             assert user.request(method, path).status_code == 403
     with keyed.client(ADMIN) as admin:
         assert admin.get("/metrics").status_code == admin.get("/v1/contexts").status_code == 200
+
+
+def test_special_tokens_of_raw_texts(keyed: Served, served: Served) -> None:
+    """With --parse-special words become these tokens, in raw texts alone; without it they never do."""
+    messages = [{"role": "user", "content": "a</s>b"}]
+    for server, key, parses in ((keyed, USER, True), (served, None, False)):
+        with server.client(key) as http:
+            assert (1 in http.post("/tokenize", json={"prompt": "a</s>b"}).json()["tokens"]) == parses
+            assert 1 not in http.post("/tokenize", json={"messages": messages, "tools": None}).json()["tokens"]
 
 
 def test_what_one_key_asked_is_not_another_ones_beginning(keyed: Served) -> None:

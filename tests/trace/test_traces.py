@@ -74,7 +74,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     lines = make_trace(20, Arrivals(), Statistics(), seed=3)
     lines[0] = lines[0]._replace(extra={"temperature": 1.0})
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(written(lines)))
+    path.write_text("\n".join(written(lines)), encoding="utf-8-sig")
     again = read_trace(path)
     assert [line._replace(seconds=0, delay=None) for line in again] == [
         line._replace(seconds=0, delay=None) for line in lines
@@ -121,7 +121,7 @@ BURST = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response token
 
 def test_burstgpt(tmp_path: Path) -> None:
     path = tmp_path / "burst.csv"
-    path.write_text(BURST)
+    path.write_text(BURST, encoding="utf-8-sig")
     alone, first, second, cut = read_burstgpt(path)
     assert (alone.seconds, alone.prompt_tokens, alone.answer_tokens, alone.session) == (5, 472, 18, None)
     assert first.blocks[:1] == second.blocks[:1] and len(second.blocks) == 3 and first.blocks[1] not in second.blocks
@@ -160,7 +160,7 @@ def test_sharegpt(tmp_path: Path) -> None:
         {"id": "d", "conversations": []},
     ]
     path = tmp_path / "share.json"
-    path.write_text(json.dumps(entries))
+    path.write_text(json.dumps(entries), encoding="utf-8-sig")
     lines = list(read_sharegpt(path, counted_bytes, Arrivals(), 0))
     assert [line.session for line in lines] == ["a", "a", "b"]
     first, second, other = lines

@@ -41,8 +41,8 @@ class Context:
     question, wherever one is taken: a string, or a list of chat messages {"role": "user" or "assistant", "content":
     text} in turn, the last one from the user; the context stands at the start of the first message. A string, and the
     messages, are put into the tokenizer's chat template, or for models without one into "Question: ... Answer:".
-    Words of special tokens in texts and questions are encoded as text; give token ids, or ask with raw=True, for control
-    tokens.
+    Words of special tokens in texts and questions are encoded as text; for control tokens give token ids, or ask with
+    raw=True.
     sampling: a `Sampling`, or its fields as keywords (max_new_tokens, temperature, ...), not both.
     """
 

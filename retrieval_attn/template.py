@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,17 +38,37 @@ class PromptTemplate:
     middle: str
     closing: str
     opening_has_specials: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> PromptTemplate:
-        """The template of a tokenizer: its chat template if it has one. Raises InputDataError if that does not work."""
+    def of(cls, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> PromptTemplate:
+        """The template of a tokenizer: its chat template if it has one. Raises InputDataError if that does not work.
+
+        options: values of the chat template's variables.
+        """
         if not tokenizer.chat_template:
             return cls(tokenizer, "", "\n\nQuestion: ", "\nAnswer:", False)
         context, question = stand_in(), stand_in()
-        text = render(tokenizer, [{"role": "user", "content": f"{context}\n\n{question}"}])
+        options = options or {}
+        text = render(tokenizer, [{"role": "user", "content": f"{context}\n\n{question}"}], options=options)
         opening, behind = cut_at(text, context)
         middle, closing = cut_at(behind, question)
-        return cls(tokenizer, opening, middle, closing, True)
+        return cls(tokenizer, opening, middle, closing, True, options)
+
+    def with_options(self, options: Mapping[str, Any]) -> PromptTemplate:
+        """Return the template with other values of the chat template's variables.
+
+        Raises InputDataError if they change how contexts begin, or there is no chat template.
+        """
+        if not self.tokenizer.chat_template:
+            raise InputDataError("The model has no chat template, so it takes no chat_template_kwargs; leave them out.")
+        other = PromptTemplate.of(self.tokenizer, options)
+        if other.opening != self.opening:
+            raise InputDataError(
+                f"The context was read behind {shown(self.opening)}, and with these chat_template_kwargs it would "
+                f"stand behind {shown(other.opening)}. Leave them out, or send the text in messages."
+            )
+        return other
 
     @cached_property
     def encoder(self) -> PromptEncoder:
@@ -113,7 +134,7 @@ class PromptTemplate:
             return "".join(texts)[:-1]
         context = stand_in(*(message["content"] for message in messages))
         turns = [{"role": "user", "content": f"{context}\n\n{first}"}, *messages[1:]]
-        opening, rest = cut_at(render(self.tokenizer, turns), context)
+        opening, rest = cut_at(render(self.tokenizer, turns, options=self.options), context)
         if opening != self.opening:
             raise InputDataError(
                 "The tokenizer's chat template must begin every conversation alike, for the context is read before the "

@@ -23,10 +23,17 @@ DIGITS = 6
 
 
 def stand_in(*values: object) -> str:
-    """Return a random word that occurs in none of the values: strings, or lists and mappings with strings."""
+    """Return a random word that occurs in none of the values: strings, or lists and mappings with strings.
+
+    Raises InputDataError for a value that is nested too deeply.
+    """
+    try:
+        texts = [value if isinstance(value, str) else repr(value) for value in values]
+    except RecursionError:
+        raise _too_deep() from None
     while True:
         word = f"w{secrets.token_hex(12)}"
-        if not any(word in (value if isinstance(value, str) else repr(value)) for value in values):
+        if not any(word in text for text in texts):
             return word
 
 
@@ -49,8 +56,14 @@ class Escapes:
     mark: str
 
     def apply(self, value: T) -> T:
-        """Return the value with a stand-in for every word of a special token, in all strings and keys it contains."""
-        return self._mapped(value, self.escape)
+        """Return the value with a stand-in for every word of a special token, in all strings and keys it contains.
+
+        Raises InputDataError for a value that is nested too deeply.
+        """
+        try:
+            return self._mapped(value, self.escape)
+        except RecursionError:
+            raise _too_deep() from None
 
     def escape(self, text: str) -> str:
         """Return `apply` of one string."""
@@ -199,6 +212,10 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, tokens: int) -> PromptEncoder:
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
     """Return the tokenizer's encoder, made once for the tokens that it has now."""
     return _encoder(tokenizer, len(tokenizer))
+
+
+def _too_deep() -> InputDataError:
+    return InputDataError("Messages and tools must not be nested so deeply; send fewer levels of lists and objects.")
 
 
 def _pattern_of(words: Iterable[str]) -> str:

@@ -22,7 +22,6 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 ContextName = Annotated[str, Field(pattern=NAME_PATTERN)]
 Neutral = Literal[0]
-Text = Annotated[str, AfterValidator(lambda text: text.removeprefix(BYTE_ORDER_MARK))]
 Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
@@ -36,19 +35,26 @@ class Body(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
+    @field_validator("content", "text", "prompt", check_fields=False)
+    @classmethod
+    def _without_byte_order_mark(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return [cls._without_byte_order_mark(one) for one in value]
+        return value.removeprefix(BYTE_ORDER_MARK) if isinstance(value, str) else value
+
 
 class TextPart(Body):
     """A piece of a message; images and sound are not served."""
 
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class Message(Body):
     """One of a conversation. Tool calls and reasoning go to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -212,9 +218,9 @@ class CompletionBody(SampledBody):
     """POST /v1/completions."""
 
     prompt: (
-        Text
+        str
         | TokenIds
-        | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -245,7 +251,7 @@ class TokenizeBody(Body):
     """
 
     model: str | None = Field(None, max_length=512)
-    prompt: Text | None = None
+    prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -268,7 +274,7 @@ class MoreBody(Body):
     """
 
     name: ContextName
-    text: Text | None = None
+    text: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
 
     @model_validator(mode="after")

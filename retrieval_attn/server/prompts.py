@@ -68,22 +68,23 @@ class Prompts:
     def of_question(self, messages: Sequence[Turn], extras: Extras = NO_EXTRAS) -> Parts:
         """What continues a saved context: questions and answers in turn. A system's message joins the first question.
 
-        Raises as `of_messages`, and InputDataError for extras: these change how a conversation begins.
+        Raises as `of_messages`, and InputDataError for tools: the context was read before them.
         """
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
-        escapes = self._template.encoder.escapes(messages)
-        said = escapes.apply(_asked(messages, extras))
+        escapes = self._template.encoder.escapes(messages, extras.options)
+        said, options = escapes.apply(_asked(messages, extras)), escapes.apply(extras.options)
+        template = self._template.with_options(options) if options else self._template
         while len(said) > 1 and said[0]["role"] == "system":
             first = said[1]["content"]
             said[:2] = [{**said[1], "content": f"{said[0]['content']}{PARAGRAPH}{first}"}]
         cuts: list[int] = []
 
         def text_of() -> str:
-            text, closing = self._template.question_text(said), self._template.closing
+            text, closing = template.question_text(said), template.closing
             for count in _cut_turns(len(said)):
                 if count % 2:
                     # templates strip what is said, where something follows it
-                    asked = self._template.question_text(said[:count]).removesuffix(closing).rstrip()
+                    asked = template.question_text(said[:count]).removesuffix(closing).rstrip()
                     cuts.extend([len(asked)] if text.startswith(asked) else [])
             return text
 
@@ -273,11 +274,11 @@ def _some(ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def _asked(messages: Sequence[Turn], extras: Extras) -> list[dict[str, str]]:
-    """Questions and answers about a saved context. Raises InputDataError for tools and other extras."""
-    if extras.tools or extras.options or any("tool_calls" in message for message in messages):
+    """Questions and answers about a saved context. Raises InputDataError for tools."""
+    if extras.tools or any("tool_calls" in message for message in messages):
         raise InputDataError(
-            "Questions about a saved context cannot have tools, tool_calls or chat_template_kwargs: the context was "
-            "read before they are known. Leave them out, or send the text in messages."
+            "Questions about a saved context cannot have tools or tool_calls: the context was read before they are "
+            "known. Leave them out, or send the text in messages."
         )
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 

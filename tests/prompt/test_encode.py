@@ -200,3 +200,12 @@ def test_a_stand_in_is_in_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = iter(["aa", "bb", "cc"])
     monkeypatch.setattr("retrieval_attn.prompt.encode.secrets.token_hex", lambda _: next(drawn))
     assert stand_in("say waa", [{"content": "wbb"}]) == "wcc"
+
+
+def test_values_that_are_nested_too_deeply() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for refusing in (stand_in, encoder_of(TOKENIZERS["slow"]).escapes("").apply):
+        with pytest.raises(InputDataError, match="nested"):
+            refusing(deep)

@@ -135,8 +135,13 @@ def test_variables_and_reasoning_go_to_the_template(needle_model_path: Path) -> 
     for name in ("chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "continue_final_message"):
         with pytest.raises(ValidationError, match=f"cannot have {name}"):
             chat([user], chat_template_kwargs={name: "x"})
-    with pytest.raises(InputDataError, match="chat_template_kwargs"):
-        prompts.of_question([user], Extras(options={"enable_thinking": False}))
+    for turns in ([user], [user, turn("assistant", "Yes."), user]):
+        (asked,) = prompts.of_question(turns, Extras(options={"enable_thinking": False}))
+        assert decoded(prompts.tokenizer, list(asked)).endswith("<|assistant|>(none)")
+        assert prompts.of_question(turns, Extras(options={"enable_thinking": True})) == prompts.of_question(turns)
+    for template, message in ((None, "no chat template"), ("{{ first }}" + TOOLS, "would stand behind 'x<")):
+        with pytest.raises(InputDataError, match=message):
+            prompts_of(needle_model_path, template).of_question([user], Extras(options={"first": "x"}))
 
 
 def test_a_byte_order_mark_is_no_text() -> None:

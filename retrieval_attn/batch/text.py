@@ -38,13 +38,13 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
         """stop: non-empty strings at which the text ends; they are not part of it."""
         self._stop = tuple(stop)
-        self._decode, self._word, self._skipped = _decoding(tokenizer)
+        self._decode, self._word, self._skipped = decoding(tokenizer)
         self._cleaned = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else ()
         self._ids: list[int] = []  # the last ones, which are decoded together
         self._final = 0  # characters of their text that later tokens do not change
         self._held = ""  # final text that may be the begin of a stop string
         self._bytes: _ByteRun | None = None  # the run of byte tokens that the ids end with
-        self.stopped = False
+        self.stopped = self.is_open = False
 
     def add(self, token: int) -> str:
         """The text that is certain with one more token, "" while nothing is. After a stop string: ""."""
@@ -54,9 +54,10 @@ class TextStream:
         if word is None:  # an id that the model has and the tokenizer has not
             return ""
         self._ids.append(token)
-        if byte := _BYTE_TOKEN.fullmatch(word):
+        self.is_open = True
+        if (byte := byte_of(word)) is not None:
             self._bytes = self._bytes or _ByteRun()
-            read = self._held + self._bytes.add(int(byte[1], 16))
+            read = self._held + self._bytes.add(byte)
             return self._cut(self._known()) or "" if any(one in read for one in self._stop) else ""
         self._bytes = None
         text = self._decode(self._ids)
@@ -104,6 +105,7 @@ class TextStream:
             return cut
         ready = len(self._held) - _begun(self._held, self._stop)
         text, self._held = self._held[:ready], self._held[ready:]
+        self.is_open = bool(self._held or open_text)
         return text
 
 
@@ -123,6 +125,12 @@ class _ByteRun:
         return self._text
 
 
+def byte_of(word: str) -> int | None:
+    """Return the byte for which a token `<0x0A>` stands; None for another token."""
+    found = _BYTE_TOKEN.fullmatch(word)
+    return None if found is None else int(found[1], 16)
+
+
 def before_stop(text: str, stop: tuple[str, ...]) -> str:
     """`text` up to the first of the strings in `stop`."""
     for one in stop:
@@ -140,7 +148,7 @@ Decode = Callable[[list[int]], str]
 Word = Callable[[int], str | None]
 
 
-def _decoding(tokenizer: PreTrainedTokenizerBase) -> tuple[Decode, Word, set[int]]:
+def decoding(tokenizer: PreTrainedTokenizerBase) -> tuple[Decode, Word, set[int]]:
     """How ids become text, what token an id is, and the ids that are left out.
 
     The tokenizers library is called directly where transformers adds nothing to what it answers.

@@ -46,7 +46,7 @@ class Usage(Answer):
 
 
 class TopLogprob(Answer):
-    """bytes: None where the token is a part of a character."""
+    """bytes: of the token alone, also of a part of a character; None if the tokenizer does not tell them."""
 
     token: str
     logprob: float

@@ -147,7 +147,7 @@ async def _chunks(
             told = (item,) if logprobs and item.token >= 0 else ()
             if item.text or told:
                 chunks.append(form.chunk(index, item.text, told))
-        if chunks:
+        if any(chunks):
             yield b"".join(chunks)
     ending = form.usage(usage_of(_ordered(choices), counts[1])) if usage else b""
     yield ending + DONE

@@ -6,14 +6,12 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
 from retrieval_attn.batch.request import Event, Finished
+from retrieval_attn.server.token_texts import AnswerToken, AnswerTokens, TokenTexts
 
-__all__ = ["DONE", "ChatForm", "Form", "TextForm", "TokenTexts", "usage_of"]
+__all__ = ["DONE", "ChatForm", "Form", "TextForm", "usage_of"]
 
 Value = dict[str, Any]
 
@@ -22,7 +20,6 @@ encoded = json.JSONEncoder(separators=(",", ":")).encode
 """ASCII, without spaces; made once, for it is called for every token."""
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON has not."""
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def usage_of(ends: Sequence[Finished], answers_per_prompt: int) -> Value:
@@ -39,25 +36,6 @@ def usage_of(ends: Sequence[Finished], answers_per_prompt: int) -> Value:
     }
 
 
-class TokenTexts:
-    """Tokens as texts, for log-probabilities."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """tokenizer: the model's."""
-
-        @lru_cache(maxsize=65536)
-        def decoded(token: int) -> str:
-            return str(tokenizer.decode([token]))
-
-        self.text = decoded
-
-    def value(self, token: int, logprob: float | None) -> Value:
-        """As a chat's log-probabilities have it. bytes: None for a part of a character."""
-        text = self.text(token)
-        known = None if REPLACEMENT in text else list(text.encode("utf-8", "replace"))
-        return {"token": text, "logprob": finite(logprob), "bytes": known}
-
-
 def finite(logprob: float | None) -> float:
     """A number that JSON has."""
     return LEAST_LOGPROB if logprob is None else max(float(logprob), LEAST_LOGPROB)
@@ -72,7 +50,9 @@ class Form(Protocol):
         """What a stream begins a choice with."""
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
-        """More of a choice. events: that have the log-probabilities of its tokens; empty: nobody asked."""
+        """More of a choice. events: of its tokens, if their log-probabilities were asked for, which are sent with the
+        text; b"" while there is nothing to send.
+        """
 
     def closing(self, index: int, reason: str) -> bytes:
         """The end of a choice."""
@@ -111,6 +91,7 @@ class ChatForm:
         """top: log-probabilities of so many of the likeliest tokens are told beside the chosen one's."""
         self._head = Head("chatcmpl", ("chat.completion", "chat.completion.chunk"), model)
         self.id, self._texts, self._top = self._head.id, texts, top
+        self._tokens = AnswerTokens(texts)
 
     def opening(self, index: int) -> bytes:
         """See `Form`."""
@@ -118,11 +99,12 @@ class ChatForm:
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
         """See `Form`."""
-        return self._chunk(index, {"content": text}, logprobs=self._logprobs(events) if events else None)
+        tokens = self._tokens.take(index, text, events)
+        return self._chunk(index, {"content": text}, logprobs=self._logprobs(tokens or None)) if text or tokens else b""
 
     def closing(self, index: int, reason: str) -> bytes:
         """See `Form`."""
-        return self._chunk(index, {}, reason)
+        return self._chunk(index, {}, reason, self._logprobs(self._tokens.end(index) or None))
 
     def usage(self, usage: Value) -> bytes:
         """See `Form`."""
@@ -134,7 +116,7 @@ class ChatForm:
             {
                 "index": index,
                 "message": {"role": "assistant", "content": end.text, "refusal": None},
-                "logprobs": self._logprobs(events[index]) if index in events else None,
+                "logprobs": self._logprobs(_all_tokens(self._tokens, index, end, events)),
                 "finish_reason": end.reason,
             }
             for index, end in sorted(ends.items())
@@ -144,14 +126,17 @@ class ChatForm:
     def _chunk(self, index: int, delta: Value, reason: str | None = None, logprobs: Value | None = None) -> bytes:
         return self._head.chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
-    def _logprobs(self, events: Sequence[Event]) -> Value:
-        value = self._texts.value
+    def _logprobs(self, tokens: Sequence[AnswerToken] | None) -> Value | None:
+        if tokens is None:
+            return None
         content = [
             {
-                **value(event.token, event.logprob),
-                "top_logprobs": [value(token, logprob) for token, logprob in event.top[: self._top]],
+                **_token_value(token.text, token.event.logprob, token.data),
+                "top_logprobs": [
+                    _token_value(one.label, one.logprob, one.data) for one in self._texts.candidates(token, self._top)
+                ],
             }
-            for event in events
+            for token in tokens
         ]
         return {"content": content, "refusal": None}
 
@@ -163,7 +148,7 @@ class TextForm:
         """top: as in `ChatForm`."""
         self._head = Head("cmpl", ("text_completion", "text_completion"), model)
         self.id, self._texts, self._top = self._head.id, texts, top
-        self._offsets: dict[int, int] = {}
+        self._tokens = AnswerTokens(texts)
 
     def opening(self, index: int) -> bytes:
         """See `Form`."""
@@ -171,11 +156,12 @@ class TextForm:
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
         """See `Form`."""
-        return self._chunk(index, text, logprobs=self._logprobs(index, events) if events else None)
+        tokens = self._tokens.take(index, text, events)
+        return self._chunk(index, text, logprobs=self._logprobs(tokens or None)) if text or tokens else b""
 
     def closing(self, index: int, reason: str) -> bytes:
         """See `Form`."""
-        return self._chunk(index, "", reason)
+        return self._chunk(index, "", reason, self._logprobs(self._tokens.end(index) or None))
 
     def usage(self, usage: Value) -> bytes:
         """See `Form`."""
@@ -187,7 +173,7 @@ class TextForm:
             {
                 "index": index,
                 "text": end.text,
-                "logprobs": self._logprobs(index, events[index]) if index in events else None,
+                "logprobs": self._logprobs(_all_tokens(self._tokens, index, end, events)),
                 "finish_reason": end.reason,
             }
             for index, end in sorted(ends.items())
@@ -197,18 +183,26 @@ class TextForm:
     def _chunk(self, index: int, text: str, reason: str | None = None, logprobs: Value | None = None) -> bytes:
         return self._head.chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
-    def _logprobs(self, index: int, events: Sequence[Event]) -> Value:
-        tokens = [self._texts.text(event.token) for event in events]
-        offsets = []
-        for text in tokens:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(text)
-        top = [
-            {self._texts.text(token): finite(logprob) for token, logprob in event.top[: self._top]} for event in events
-        ]
+    def _logprobs(self, tokens: Sequence[AnswerToken] | None) -> Value | None:
+        if tokens is None:
+            return None
+        top = [{one.key: finite(one.logprob) for one in self._texts.candidates(token, self._top)} for token in tokens]
         return {
-            "tokens": tokens,
-            "token_logprobs": [finite(event.logprob) for event in events],
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [finite(token.event.logprob) for token in tokens],
             "top_logprobs": top if self._top else None,
-            "text_offset": offsets,
+            "text_offset": [token.offset for token in tokens],
         }
+
+
+def _token_value(text: str, logprob: float | None, data: bytes | None) -> Value:
+    return {"token": text, "logprob": finite(logprob), "bytes": None if data is None else list(data)}
+
+
+def _all_tokens(
+    tokens: AnswerTokens, index: int, end: Finished, events: Mapping[int, Sequence[Event]]
+) -> list[AnswerToken] | None:
+    """Tokens of a whole choice; None if log-probabilities were not asked for."""
+    if index not in events:
+        return None
+    return [*tokens.take(index, end.text, events[index]), *tokens.end(index)]

@@ -31,7 +31,6 @@ from retrieval_attn.server.client import EngineClient, LocalEngine
 from retrieval_attn.server.connections import Connections, LimitedProtocol, max_connections
 from retrieval_attn.server.contexts import Contexts
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.form import TokenTexts
 from retrieval_attn.server.keys import Keys
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
@@ -40,6 +39,7 @@ from retrieval_attn.server.reply import FailureReply
 from retrieval_attn.server.service import Service
 from retrieval_attn.server.settings import Settings
 from retrieval_attn.server.spec import EngineSpec, Facts
+from retrieval_attn.server.token_texts import TokenTexts
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate
 

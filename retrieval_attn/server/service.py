@@ -12,11 +12,11 @@ from retrieval_attn.server.bodies import Bodies
 from retrieval_attn.server.client import EngineClient
 from retrieval_attn.server.contexts import Contexts
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.form import TokenTexts
 from retrieval_attn.server.keys import Caller, Keys
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
 from retrieval_attn.server.settings import Settings
+from retrieval_attn.server.token_texts import TokenTexts
 
 __all__ = ["Service", "caller_of", "service_of"]
 

@@ -70,6 +70,27 @@ def test_logprobs_are_those_of_the_chosen_tokens(client: Any) -> None:
     assert [len(one) for one in logprobs.top_logprobs] == [2] * 4
 
 
+def test_logprobs_of_any_token_join_to_the_answer(client: Any) -> None:
+    """Hot draws sample parts of characters and special tokens: texts, bytes and offsets are those of the answer."""
+    options: dict[str, Any] = {"temperature": 2, "max_tokens": 60, "seed": 1}
+    messages = [{"role": "user", "content": "the"}]
+    found = chat(client, messages=messages, logprobs=True, top_logprobs=3, **options).choices[0]
+    tokens = found.logprobs.content
+    assert "".join(one.token for one in tokens) == found.message.content and len(tokens) == 60
+    assert b"".join(bytes(one.bytes) for one in tokens).decode("utf-8", "replace") == found.message.content
+    assert all((one.token, one.bytes) in [(top.token, top.bytes) for top in one.top_logprobs] for one in tokens)
+    stream = list(chat(client, messages=messages, logprobs=True, top_logprobs=3, stream=True, **options))
+    assert [one for chunk in stream if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content] == tokens
+    choice = client.completions.create(model="bundled", prompt="the", logprobs=20, **options).choices[0]
+    logprobs = choice.logprobs
+    assert "".join(logprobs.tokens) == choice.text
+    for token, offset, logprob, top in zip(
+        logprobs.tokens, logprobs.text_offset, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        assert choice.text[offset : offset + len(token)] == token
+        assert top[token] == logprob and len(top) in (20, 21)
+
+
 def test_several_answers_and_seeds(client: Any) -> None:
     """The prompt of several answers is counted once; a seed makes the same ones again, each with one of its own."""
     options = {"n": 3, "seed": 7, "temperature": 1.5, "messages": messages("Tell a story.")}

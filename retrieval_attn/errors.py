@@ -21,6 +21,7 @@
     ├── RemoteError            a server that cannot be reached, or that refuses a request
     └── StoreError             saved contexts that cannot be written or read, with the file
         ├── UnknownContextError    a name or a node that the store does not have
+        ├── ContextNameError       a name that no saved context can have
         ├── StoreDamagedError      a saved context whose bytes are not those that were written
         ├── StoreMismatchError     a context of another model, tokenizer or version of the store
         ├── StoreFullError         no room on the disk, or in the bytes that the store may have
@@ -59,7 +60,15 @@ class UnsupportedMaskError(RetrievalAttentionError):
     """An attention mask that is not "causal plus per-row padding"."""
 
 
-class ContextLengthError(RetrievalAttentionError, ValueError):
+class _TooManyTokensError(RetrievalAttentionError, ValueError):
+    """limit: tokens that a request may have. tokens: those that it has, at least. None: not counted in tokens."""
+
+    def __init__(self, message: str, *, limit: int | None = None, tokens: int | None = None) -> None:
+        super().__init__(message)
+        self.limit, self.tokens = limit, tokens
+
+
+class ContextLengthError(_TooManyTokensError):
     """More tokens than the model has positions for."""
 
 
@@ -108,7 +117,7 @@ class RunFolderError(RetrievalAttentionError):
     """A results folder that belongs to another configuration."""
 
 
-class AdmissionError(RetrievalAttentionError, ValueError):
+class AdmissionError(_TooManyTokensError):
     """A request that could never be admitted, or whose name is taken; the message carries the arithmetic."""
 
 
@@ -125,7 +134,15 @@ class StoreError(RetrievalAttentionError):
 
 
 class UnknownContextError(StoreError):
-    """A name, or a node of a chain, that the store does not have."""
+    """A name, or a node of a chain, that the store does not have. context: the name; None: a node's."""
+
+    def __init__(self, message: str, *, context: str | None = None) -> None:
+        super().__init__(message)
+        self.context = context
+
+
+class ContextNameError(StoreError):
+    """A name that no saved context can have."""
 
 
 class StoreDamagedError(StoreError):

@@ -105,7 +105,9 @@ class Limits:
                 f"{job.max_tokens:,} generated) = {job.new_tokens:,} tokens x "
                 f"{self.token_bytes:,} bytes = {need:,} bytes of host memory; all jobs together may have "
                 f"{self.host_bytes:,}. It fits with {self.host_bytes // self.token_bytes:,} "
-                f"tokens: shorten the prompt, lower max_tokens, or give the engine more host memory."
+                f"tokens: shorten the prompt, lower max_tokens, or give the engine more host memory.",
+                limit=self.host_bytes // self.token_bytes,
+                tokens=job.new_tokens,
             )
 
 

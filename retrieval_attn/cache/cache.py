@@ -90,7 +90,9 @@ class RetrievalCache(LayeredCache):
             raise ContextLengthError(
                 f"{cached} cached and {new_tokens} new tokens are more than the model's {self.max_positions} "
                 "positions (config.max_position_embeddings). Shorten the context, or load the model with more of them: "
-                "LLM(..., yarn=FACTOR), --yarn FACTOR, or a config whose rope scaling covers it."
+                "LLM(..., yarn=FACTOR), --yarn FACTOR, or a config whose rope scaling covers it.",
+                limit=self.max_positions,
+                tokens=cached + new_tokens,
             )
 
     # -- rows and lengths, for all layers together ---------------------------------------------------

@@ -15,10 +15,11 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from retrieval_attn.batch.request import Event, Request
+from retrieval_attn.errors import ContextLengthError
 from retrieval_attn.server.answered import ERRORS, ChatAnswer, TextAnswer
 from retrieval_attn.server.asked import ChatBody, CompletionBody, SampledBody
 from retrieval_attn.server.choices import Choices
-from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.failure import ApiError, failure_of
 from retrieval_attn.server.form import DONE, ChatForm, Form, TextForm, usage_of
 from retrieval_attn.server.permissions import UserRoute
 from retrieval_attn.server.prompts import Extras, Parts, forked
@@ -95,7 +96,11 @@ async def _requests(
     caller = caller_of(http)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = []
-    for parts in await asyncio.to_thread(lambda: [make() for make in makes]):
+    try:
+        prompts = await asyncio.to_thread(lambda: [make() for make in makes])
+    except ContextLengthError as error:
+        raise failure_of(error, field=_field(body)) from error
+    for parts in prompts:
         asked = forked(parts) if answers > 1 else parts
         room = service.prompts.positions - before - sum(map(len, parts))
         tokens = max(1, min(service.settings.answer_tokens, room)) if most is None else most
@@ -107,10 +112,15 @@ async def _requests(
     return requests
 
 
+def _field(body: SampledBody) -> str:
+    """The name of the field that has the prompt."""
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
 async def _answer(
     service: Service, http: HttpRequest, body: SampledBody, requests: Sequence[Request], form: Form
 ) -> Response:
-    choices = Choices(service.client, service.admission, service.settings.deadline_seconds)
+    choices = Choices(service.client, service.admission, service.settings.deadline_seconds, _field(body))
 
     async def end(scope: Scope) -> None:
         await choices.__aexit__()

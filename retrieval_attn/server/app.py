@@ -78,10 +78,21 @@ async def _refused(request: Request, error: Exception) -> Response:
             authorize(request.app.state.service.keys, request.scope, Permission.USER)
         except ApiError as refused:
             return FailureReply(refused)
-    reply = FailureReply(ApiError(error.status_code, str(error.detail)))
+    reply = FailureReply(_refusal(request, error))
     for name, value in (error.headers or {}).items():
         reply.headers[name] = value
     return reply
+
+
+def _refusal(request: Request, error: HTTPException) -> ApiError:
+    method, path = request.method, request.url.path[:200]
+    if error.status_code == 404:
+        paths = [(one, methods) for one, methods in request.app.openapi()["paths"].items() if "{" not in one]
+        served = ", ".join(f"{kind.upper()} {one}" for one, methods in paths for kind in methods)
+        return ApiError(404, f"There is no {method} {path} here; this server has {served}.", code="unknown_url")
+    if error.status_code == 405:
+        return ApiError(405, f"{path} takes {(error.headers or {}).get('Allow')}, got {method}.")
+    return ApiError(error.status_code, str(error.detail))
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -26,12 +26,14 @@ class Choices:
     others of the request end with it.
     """
 
-    def __init__(self, client: EngineClient, admission: Admission, deadline_seconds: float) -> None:
-        """deadline_seconds: from now."""
+    def __init__(self, client: EngineClient, admission: Admission, deadline_seconds: float, field: str) -> None:
+        """deadline_seconds: from now. field: of the request's body, that has the prompt."""
         self._client, self._admission = client, admission
         self._began = time.perf_counter()
         self._deadline_seconds = deadline_seconds
         self._queue: asyncio.Queue[tuple[int, Item] | ApiError] = asyncio.Queue()
+        self._field = field
+        self._requests: Sequence[Request] = ()
         self._submitted: list[Submitted] = []
         self._waiting: list[Waiting] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -47,11 +49,12 @@ class Choices:
             again = number > 0 and request.parts == requests[number - 1].parts  # it is read once
             tokens.append(0 if again else request.prompt_tokens)
         self._waiting = self._admission.enter(*tokens)
+        self._requests = requests
         for number, request in enumerate(requests):
             try:
                 submitted = await self._client.submit(request, functools.partial(self._put, number))
             except Exception as error:
-                raise failure_of(error) from error
+                raise self._failure(number, error) from error
             self._submitted.append(submitted)
 
     @property
@@ -101,7 +104,7 @@ class Choices:
                     raise item
                 number, what = item
                 if isinstance(what, Finished):
-                    _require_answered(what)
+                    self._require_answered(number, what)
                     self.ends[number] = what
                 found.append((number, what))
             yield found
@@ -123,9 +126,11 @@ class Choices:
         message = f"The request was not answered within {self._deadline_seconds:g} s; ask for less, or come again."
         self._queue.put_nowait(ApiError(504, message, code="deadline"))
 
+    def _require_answered(self, number: int, end: Finished) -> None:
+        if end.error is not None:
+            raise self._failure(number, end.error) from end.error
+        if end.reason == "cancelled":
+            raise ApiError(503, "The server ended before the answer did; ask again.", code="cancelled", retry_after=1)
 
-def _require_answered(end: Finished) -> None:
-    if end.error is not None:
-        raise failure_of(end.error) from end.error
-    if end.reason == "cancelled":
-        raise ApiError(503, "The server ended before the answer did; ask again.", code="cancelled", retry_after=1)
+    def _failure(self, number: int, error: BaseException) -> ApiError:
+        return failure_of(error, field=self._field, answer_tokens=self._requests[number].max_tokens)

@@ -93,7 +93,7 @@ class LocalEngine:
     def lost(self) -> str | None:
         """See `EngineClient`."""
         died = self._engine.died
-        return None if died is None else f"{type(died).__name__}: {died}"
+        return None if died is None else f"it ended with {type(died).__name__}; the server's log says more"
 
     async def submit(self, request: Request, put: Put) -> Submitted:
         """See `EngineClient`."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from retrieval_attn.errors import (
     AdmissionError,
+    ConfigError,
+    ContextLengthError,
+    ContextNameError,
     EngineFullError,
+    InputDataError,
     RetrievalAttentionError,
     StoreBusyError,
     StoreDamagedError,
@@ -75,34 +79,70 @@ class ApiError(Exception):
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
 
-_STATUS: tuple[tuple[type[Exception], int, str], ...] = (
-    (UnknownContextError, 404, "context_not_found"),
-    (StoreMismatchError, 409, "context_of_another_model"),
-    (StoreDamagedError, 500, "context_damaged"),
-    (StoreFullError, 507, "store_full"),
-    (StoreBusyError, 503, "store_busy"),
-    (StoreError, 400, "invalid_context"),
-    (EngineFullError, 503, "queue_full"),
-    (EngineLostError, 503, "engine_lost"),
-    (AdmissionError, 400, "too_large"),
-)
-"""The first that fits; what else is wrong with a request is a ValueError (InputDataError, ConfigError, ...)."""
+class _Answer(NamedTuple):
+    """What clients are told of an error. text: in place of its own words, which name files and commands; None: its."""
+
+    kind: type[Exception]
+    status: int
+    code: str
+    text: str | None
+
+
+_ANSWERS = (
+    _Answer(UnknownContextError, 404, "context_not_found", "A part of this context is gone; save its text again."),
+    _Answer(ContextNameError, 400, "invalid_context",
+        "A context's name has 1 to 64 of the letters A-Z and a-z, digits and _ . -, and is not . or .. alone."),
+    _Answer(StoreMismatchError, 409, "context_of_another_model",
+        "This context was saved with another model, tokenizer, chat template or release; save its text again."),
+    _Answer(StoreDamagedError, 500, "context_damaged",
+        "This saved context is damaged. Ask again; if that fails, too, save its text again under the same name."),
+    _Answer(StoreFullError, 507, "store_full",
+        "There is no room for another saved context; delete some, and save this one again."),
+    _Answer(StoreBusyError, 503, "store_busy", "Another process uses the saved contexts; send this again later."),
+    _Answer(StoreError, 500, "store_failed", "Saved contexts cannot be read or written; the server's log says why."),
+    _Answer(EngineFullError, 503, "queue_full",
+        "As many requests wait as may, or the server is ending; send this again later."),
+    _Answer(EngineLostError, 503, "engine_lost", None),
+    _Answer(AdmissionError, 400, "too_large",
+        "The prompt takes more memory than this server has for one request; shorten it."),
+    _Answer(ConfigError, 400, "", None),
+    _Answer(InputDataError, 400, "", None),
+)  # fmt: skip
+"""The first that fits. Of other errors the kind alone is told: their words are for who runs the server."""
 
 RETRY_SECONDS = 5
 
 
-def failure_of(error: BaseException) -> ApiError:
-    """What a client is told of an error. Errors that are not ours keep their message to the log."""
+def failure_of(error: BaseException, *, field: str = "prompt", answer_tokens: int | None = None) -> ApiError:
+    """What a client is told of an error; `noted` logs the error's own words.
+
+    field: of the request's body, that has the text. answer_tokens: most tokens of the answer; None: not known yet.
+    """
     if isinstance(error, ApiError):
         return error
-    for kind, status, code in _STATUS:
-        if isinstance(error, kind):
-            return ApiError(status, str(error), code=code, retry_after=RETRY_SECONDS if status == 503 else None)
-    if isinstance(error, RetrievalAttentionError) and isinstance(error, ValueError):
-        return ApiError(400, str(error))
-    if isinstance(error, RetrievalAttentionError):
-        return ApiError(500, str(error))
+    if isinstance(error, ContextLengthError | AdmissionError) and error.limit is not None and error.tokens is not None:
+        return _too_long(error, error.limit, error.tokens, field, answer_tokens)
+    if isinstance(error, UnknownContextError) and error.context is not None:
+        return ApiError(404, f"There is no saved context {error.context[:80]!r}.", code="context_not_found")
+    for one in _ANSWERS:
+        if isinstance(error, one.kind):
+            retry_after = RETRY_SECONDS if one.status == 503 else None
+            return ApiError(one.status, one.text or str(error), code=one.code or None, retry_after=retry_after)
     return ApiError(500, f"The server failed ({type(error).__name__}); its log says more.")
+
+
+def _too_long(error: Exception, limit: int, tokens: int, field: str, answer_tokens: int | None) -> ApiError:
+    """In OpenAI's words, by which clients know that a conversation must be shortened."""
+    why = " (as many as this server's memory takes)" if isinstance(error, AdmissionError) else ""
+    begin = f"This model's maximum context length is {limit} tokens{why}. However, "
+    if answer_tokens is None:
+        told = f"you requested at least {tokens} tokens in the {field}. Please reduce the length of the {field}."
+    else:
+        told = (
+            f"you requested {tokens} tokens ({tokens - answer_tokens} in the {field}, {answer_tokens} in the "
+            f"completion). Please reduce the length of the {field} or completion."
+        )
+    return ApiError(400, begin + told, param=field, code="context_length_exceeded")
 
 
 MAX_TOLD = 5

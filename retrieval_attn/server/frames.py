@@ -144,16 +144,19 @@ def item_from(plain: list[Any]) -> Event | Finished:
     return Finished(reason, text, tuple(tokens), prompt, cached, (seconds[0], seconds[1]), told)
 
 
-def plain_error(error: BaseException) -> list[str]:
-    """Its kind and its words."""
-    return [type(error).__name__, str(error)]
+def plain_error(error: BaseException) -> list[Any]:
+    """Its kind, its words, and its attributes that are plain values."""
+    fields = {name: value for name, value in vars(error).items() if isinstance(value, int | str | None)}
+    return [type(error).__name__, str(error), fields]
 
 
-def error_from(plain: list[str]) -> Exception:
+def error_from(plain: list[Any]) -> Exception:
     """An error of the same kind, if it is one of ours."""
-    kind, words = plain
+    kind, words, fields = plain
     found: Any = EngineLostError if kind == EngineLostError.__name__ else getattr(errors, kind, None)
     ours = isinstance(found, type) and issubclass(found, errors.RetrievalAttentionError)
     if ours and found is not errors.RowsFailedError:  # that one is made of more than words
-        return found(words)
+        error: Exception = found(words)
+        vars(error).update(fields)
+        return error
     return EngineFailure(f"{kind}: {words}")

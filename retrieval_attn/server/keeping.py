@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Request
+from retrieval_attn.errors import AdmissionError, InputDataError
 
 __all__ = ["Kept", "keep"]
 
@@ -35,7 +36,10 @@ def keep(
     try:
         for _ in ticket:
             break  # it is read, and its beginning is in the tree while the request is there
-        saved = engine.save(name, ids, namespace=namespace, context=context, wait=False).wait()
+        try:
+            saved = engine.save(name, ids, namespace=namespace, context=context, wait=False).wait()
+        except InputDataError as error:  # it was given up: texts of other requests took its room
+            raise AdmissionError(f"The text was read, and could not be kept to save it: {error}") from error
         return Kept(saved.digest, saved.tokens, saved.nbytes)
     finally:
         ticket.cancel()

@@ -183,7 +183,9 @@ class Prompts:
         if least > self.positions:
             raise ContextLengthError(
                 f"The prompt has {characters:,} characters, {least:,} tokens and more; the model has "
-                f"{self.positions:,} positions. Shorten it."
+                f"{self.positions:,} positions. Shorten it.",
+                limit=self.positions,
+                tokens=least,
             )
 
     def _parts(

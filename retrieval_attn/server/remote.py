@@ -201,7 +201,7 @@ class RemoteEngine:
             try:
                 return (await _Process.start(self._spec, Child.start()))[0]
             except Exception as error:
-                self._lost = f"it could not be started: {error}"
+                self._lost = "it could not be started; the server's log says why"
                 log.error("the engine cannot be started", exc_info=error)
             await asyncio.sleep(wait)
             wait = min(2 * wait, MAX_WAIT_SECONDS)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.server.failure import ApiError, failure_of
 
 __all__ = ["FailureReply", "Reply", "StreamReply", "WholeReply"]
@@ -113,10 +114,12 @@ class StreamReply(Reply):
 
 
 def noted(error: Exception) -> ApiError:
-    """What the client is told; what is not its fault is logged."""
+    """What the client is told; what is not its fault is logged, and words that it is not told."""
     failure = failure_of(error)
     if failure.status >= 500 and failure.status not in (503, 504):
         log.error("a request failed", exc_info=error)
+    elif isinstance(cause := error.__cause__ or error, RetrievalAttentionError) and str(cause) != failure.message:
+        log.info("a request was refused: %s: %s", type(cause).__name__, cause)
     return failure
 
 

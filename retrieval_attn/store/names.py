@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
+from retrieval_attn.errors import ContextNameError, StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.store.failures import guarded
 from retrieval_attn.store.layout import FORMAT, Layout, read_record, write_file
 from retrieval_attn.store.record import encode
@@ -42,11 +42,11 @@ class NamedContext(NamedTuple):
 
 
 def check_name(name: str) -> str:
-    """`name`, if it may be one. Raises StoreError."""
+    """`name`, if it may be one. Raises ContextNameError."""
     if isinstance(name, str) and _NAME.fullmatch(name) and name not in (".", ".."):
         return name
     path = isinstance(name, str) and ("/" in name or "\\" in name)
-    raise StoreError(
+    raise ContextNameError(
         f"a context's name has 1 to 64 of the letters A-Z and a-z, digits and _ . -, got {name!r:.80}"
         + ("; it is not a path: the folder is the store's (--store, RETRIEVAL_ATTN_STORE)" if path else "")
     )
@@ -85,7 +85,8 @@ def _unknown(layout: Layout, name: str) -> UnknownContextError:
     near = difflib.get_close_matches(name, names, n=3) or names[:3]
     there = f"near ones: {', '.join(near)}" if near else "it is empty"
     return UnknownContextError(
-        f"no context {name!r} in the store {layout.root} ({there}); `retrieval-attn contexts ls` lists all of them"
+        f"no context {name!r} in the store {layout.root} ({there}); `retrieval-attn contexts ls` lists all of them",
+        context=name,
     )
 
 

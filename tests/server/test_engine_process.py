@@ -115,7 +115,9 @@ def test_frames_bring_what_was_sent() -> None:
         "c",
     )
     assert frames.request_from(json.loads(json.dumps(frames.request_of(request)))) == request
-    ends = Finished("error", "t\ud83d", (1, 2), 5, 3, (0.5, 1.5), errors.ContextLengthError("too long"))
+    ends = Finished(
+        "error", "t\ud83d", (1, 2), 5, 3, (0.5, 1.5), errors.ContextLengthError("too long", limit=9, tokens=12)
+    )
     for item in (
         Event(5, "x", -float("inf"), ((5, -0.5), (6, -float("inf")))),
         Event(-1, "y"),
@@ -124,6 +126,6 @@ def test_frames_bring_what_was_sent() -> None:
         assert frames.item_from(json.loads(json.dumps(frames.item_of(item)))) == item
     found = frames.item_from(frames.item_of(ends))
     assert isinstance(found, Finished) and type(found.error) is errors.ContextLengthError
-    assert str(found.error) == "too long"
+    assert (str(found.error), vars(found.error)) == ("too long", {"limit": 9, "tokens": 12})
     for kind in ("RowsFailedError", "Any", "SystemExit", "RetrievalAttentionErro"):
-        assert type(frames.error_from([kind, "x"])) is frames.EngineFailure
+        assert type(frames.error_from([kind, "x", {}])) is frames.EngineFailure

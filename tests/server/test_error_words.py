@@ -1,0 +1,196 @@
+"""Errors in words that clients know, and without files, commands and Python of the machine that serves."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from retrieval_attn import errors
+from retrieval_attn.server.failure import failure_of
+from retrieval_attn.server.reply import noted
+from tests.server.inside import Inside
+from tests.server.process import Served, serving
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+POSITIONS = 131_072
+SERVER_SIDE = re.compile(r"/(tmp|home|root|work|var)\b|retrieval-attn |LLM[.(]|Config\(|--\w|yarn|cached and")
+"""What only who runs the server can use."""
+
+
+@pytest.fixture
+def http(served: Served) -> Iterator[httpx.Client]:
+    with served.client() as client:
+        yield client
+
+
+@pytest.fixture
+def inside(tmp_path: Path) -> Iterator[Inside]:
+    made = Inside(tmp_path)
+    made.wait_until_it_serves()
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    found: dict[str, Any] = reply.json()["error"]
+    assert not SERVER_SIDE.search(found["message"]), found["message"]
+    return found
+
+
+def talk(text: str, **options: Any) -> dict[str, Any]:
+    return {"model": "bundled", "messages": [{"role": "user", "content": text}], **options}
+
+
+def test_too_long_a_prompt_is_told_as_openai_tells_it(http: httpx.Client) -> None:
+    """Clients look for the code, or for the words, and then shorten the conversation."""
+    long = "the sky " * 70_000
+    begin = f"This model's maximum context length is {POSITIONS} tokens. However, you requested "
+    for path, field, body in (
+        (CHAT, "messages", talk(long, max_tokens=9)),
+        (TEXT, "prompt", {"model": "bundled", "prompt": long, "max_tokens": 9}),
+        (TEXT, "prompt", {"model": "bundled", "prompt": [5] * POSITIONS, "max_tokens": 9}),
+    ):
+        for stream in (False, True):
+            error = error_of(http.post(path, json={**body, "stream": stream}))
+            assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+            assert error["type"] == "invalid_request_error" and error["message"].startswith(begin)
+            found = re.fullmatch(
+                rf"(\d+) tokens \((\d+) in the {field}, 9 in the completion\)\. Please reduce the length of the "
+                rf"{field} or completion\.",
+                error["message"].removeprefix(begin),
+            )
+            assert found is not None and int(found[1]) == int(found[2]) + 9 > POSITIONS, error
+
+
+def test_a_prompt_of_too_many_characters_is_told_the_same(http: httpx.Client) -> None:
+    """It is refused before it is tokenized."""
+    for path, field, body in (
+        (CHAT, "messages", talk("x" * 20_000_000)),
+        (TEXT, "prompt", {"model": "bundled", "prompt": "x" * 20_000_000}),
+    ):
+        error = error_of(http.post(path, json=body))
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert re.search(rf"maximum context length is {POSITIONS} tokens. .* at least \d+ tokens", error["message"])
+    assert error_of(http.post("/tokenize", json={"prompt": "x" * 20_000_000}))["code"] == "context_length_exceeded"
+
+
+@pytest.mark.slow
+def test_the_engines_process_tells_the_numbers(tmp_path: Path) -> None:
+    with serving("--store", str(tmp_path), "--engine", "process", "--warm-up", "0") as apart, apart.client() as http:
+        error = error_of(http.post(CHAT, json=talk("hello", max_tokens=POSITIONS)))
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+        assert f"{POSITIONS} in the completion" in error["message"]
+        error = error_of(http.post(CHAT, json=talk("hello", context="nobody")), 404)
+        assert error["message"] == "There is no saved context 'nobody'."
+
+
+def test_a_context_that_continues_counts(http: httpx.Client) -> None:
+    assert http.post("/v1/contexts", json={"name": "counted", "text": "The sky is blue. " * 300}).status_code == 200
+    error = error_of(http.post(CHAT, json=talk("Why?", context="counted", max_tokens=POSITIONS - 100)))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_an_unknown_context_is_named_and_the_store_is_not(http: httpx.Client) -> None:
+    body = {"name": "x", "text": "y"}
+    for reply in (
+        http.post(CHAT, json=talk("a", context="nobody")),
+        http.post(CHAT, json=talk("a", model="bundled@nobody")),
+        http.get("/v1/models/bundled@nobody"),
+        http.get("/v1/contexts/nobody"),
+        http.delete("/v1/contexts/nobody"),
+        http.post("/v1/contexts/nobody/save", json=body),
+        http.post("/v1/contexts/nobody/fork", json={"name": "x"}),
+    ):
+        error = error_of(reply, 404)
+        assert (error["code"], error["message"]) == ("context_not_found", "There is no saved context 'nobody'.")
+
+
+def test_a_name_that_no_context_can_have(http: httpx.Client) -> None:
+    for name in ("..", "a/b", "../../etc/passwd", "x" * 65):
+        error = error_of(http.post(CHAT, json=talk("a", model=f"bundled@{name}")))
+        assert error["code"] == "invalid_context" and "1 to 64" in error["message"]
+
+
+OURS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type)
+    and issubclass(kind, errors.RetrievalAttentionError)
+    and kind is not errors.RowsFailedError
+]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_no_error_tells_files_or_commands(kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it says; the log has the words. Errors in requests' values are written for clients."""
+    words = "cannot read /var/store/contexts/a.json: run `retrieval-attn contexts verify`"
+    with caplog.at_level(logging.INFO):
+        failure = noted(kind(words))
+    if kind in (errors.ConfigError, errors.InputDataError):
+        assert (failure.status, failure.message) == (400, words)
+        return
+    assert "/var" not in failure.message and "retrieval-attn" not in failure.message and len(failure.message) > 20
+    assert any(words in record.getMessage() or words in str(record.exc_info) for record in caplog.records)
+
+
+def test_what_memory_does_not_take_is_told_as_too_long() -> None:
+    words = "Job '3' needs (8,000 prompt - 0 cached + 9 generated) = ... give the engine more host memory"
+    failure = failure_of(errors.AdmissionError(words, limit=5000, tokens=8009), field="messages", answer_tokens=9)
+    assert failure.code == "context_length_exceeded" and "Job" not in failure.message
+    assert re.search(r"maximum context length is 5000 tokens .*\(8000 in the messages, 9 in the", failure.message)
+
+
+def test_an_engine_without_memory_for_a_request(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler's own refusal, over HTTP."""
+    limits = inside.engine._scheduler.limits
+    object.__setattr__(limits, "host_bytes", 100 * limits.token_bytes)
+    with inside.client() as http:
+        reply = http.post(TEXT, json={"model": "tiny", "prompt": [5] * 200, "max_tokens": 7})
+    error = error_of(reply)
+    assert error["code"] == "context_length_exceeded" and "is 100 tokens" in error["message"]
+
+
+def test_an_engine_that_ended_tells_its_words_to_the_log(inside: Inside) -> None:
+    inside.engine.died = OSError("/var/lib/model is gone")
+    try:
+        with inside.client() as http:
+            for reply in (http.get("/health"), http.post(TEXT, json={"model": "tiny", "prompt": [5], "max_tokens": 1})):
+                assert error_of(reply, 503)["code"] == "engine_lost" and "OSError" in reply.text
+    finally:
+        inside.engine.died = None
+
+
+def test_bodies_of_another_kind(http: httpx.Client) -> None:
+    body = b'{"model":"bundled","max_tokens":1,"messages":[{"role":"user","content":"caf\xe9"}]}'
+    good = body.replace(b"\xe9", b"\xc3\xa9")
+    json_type = {"content-type": "application/json"}
+    form = {"content-type": "application/x-www-form-urlencoded"}  # curl -d
+    assert http.post(CHAT, content=good, headers=json_type).status_code == 200
+    for content, headers, words in (
+        (good, form, "send content-type: application/json"),
+        (good, {}, "send content-type: application/json"),
+        (body, json_type, "UTF-8"),
+        (gzip.compress(good), {**json_type, "content-encoding": "gzip"}, "'gzip'"),
+        (gzip.compress(good), json_type, "do not compress"),
+    ):
+        assert words in error_of(http.post(CHAT, content=content, headers=headers))["message"]
+
+
+def test_paths_that_are_not_served_tell_which_are(http: httpx.Client) -> None:
+    """Of OpenAI's and of other APIs."""
+    for path in ("/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/chat/completions/", "/chat/completions", "/v2"):
+        error = error_of(http.post(path, json={"model": "bundled", "input": "x"}), 404)
+        assert (error["type"], error["code"], error["param"]) == ("not_found_error", "unknown_url", None)
+        assert f"no POST {path} here" in error["message"] and f"POST {CHAT}, POST {TEXT}" in error["message"]
+    reply = http.get(CHAT)
+    assert "POST" in error_of(reply, 405)["message"] and reply.headers["allow"] == "POST"

@@ -188,7 +188,14 @@ def test_bodies_of_another_kind(http: httpx.Client) -> None:
 
 def test_paths_that_are_not_served_tell_which_are(http: httpx.Client) -> None:
     """Of OpenAI's and of other APIs."""
-    for path in ("/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/chat/completions/", "/chat/completions", "/v2"):
+    for path in (
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/v1/chat/completions/",
+        "/chat/completions",
+        "/v2",
+    ):
         error = error_of(http.post(path, json={"model": "bundled", "input": "x"}), 404)
         assert (error["type"], error["code"], error["param"]) == ("not_found_error", "unknown_url", None)
         assert f"no POST {path} here" in error["message"] and f"POST {CHAT}, POST {TEXT}" in error["message"]

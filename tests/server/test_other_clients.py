@@ -1,6 +1,6 @@
 """Clients that are not ours, unmodified: `llm`, LangChain's ChatOpenAI, and the requests of vLLM's benchmark.
 
-`pip install llm langchain-openai` brings the first two.
+The extra `dev` brings `llm`; `pip install langchain-openai` the second.
 """
 
 from __future__ import annotations

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from retrieval_attn.batch.choice_options import LEAST_TEMPERATURE, GivenBias, bias_pairs, check, is_encodable, is_int
 from retrieval_attn.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_p and top_k apply to sampling only.
+    """How the tokens of an answer are chosen, and when it ends. The options are the server's.
 
-    stop: strings that end an answer when they appear in it. seed: None leaves torch's global generator.
-    Raises ConfigError for a value of the wrong type or out of range.
+    What is not given is neutral: greedy, without penalties. The sampling values of the model's generation config are
+    not used; `retrieval_attn.server` uses them. max_new_tokens: most tokens of the answer. temperature: 0, or less than
+    1e-5, is greedy, and so is top_p=0. top_p: [0, 1]. top_k: at least 1, or None for every token. min_p: [0, 1], share
+    of the likeliest token's probability below which a token is left out. These four apply to sampling only. seed: None
+    leaves torch's global generator. stop: strings that end an answer when they appear in it.
+    repetition_penalty: [0.01, 100], of tokens of prompt and answer. presence_penalty, frequency_penalty: [-2, 2], of
+    tokens of the answer. logit_bias: a mapping from token ids to [-100, 100]. They change scores before a temperature
+    does, of greedy answers too. min_tokens: tokens before which neither an end token nor a stop string ends the answer.
+    ignore_eos: no end token ends it. Raises ConfigError for a value of the wrong type or out of range.
     """
 
     max_new_tokens: int = 128
@@ -25,17 +31,21 @@ class Sampling:
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: GivenBias = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
+        check(self)
+        if not is_int(self.max_new_tokens) or self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be an integer >= 1, got {self.max_new_tokens!r}.")
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature must be a number >= 0 (0 is greedy), got {self.temperature!r}.")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be a number in (0, 1], got {self.top_p!r}; 1 keeps every token.")
-        if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
+        if self.top_k is not None and (not is_int(self.top_k) or self.top_k < 1):
             raise ConfigError(f"sampling top_k must be an integer >= 1 or None, got {self.top_k!r}.")
-        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
+        if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
             raise ConfigError(f"seed must be an integer of 64 bits, or None for no seed, got {self.seed!r}.")
         if isinstance(self.stop, str):
             raise ConfigError(f"stop must be a tuple of strings, got the string {self.stop!r}; write ({self.stop!r},).")
@@ -43,7 +53,21 @@ class Sampling:
             raise ConfigError(
                 f"stop must be a tuple of non-empty strings, got {self.stop!r}; write () for no stop strings."
             )
+        if not all(map(is_encodable, self.stop)):
+            raise ConfigError(f"stop must have valid Unicode, got a lone surrogate in {self.stop!r}.")
+        if not is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise ConfigError(
+                f"min_tokens must be an integer in [0, max_new_tokens={self.max_new_tokens}], got {self.min_tokens!r}."
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
         object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < LEAST_TEMPERATURE or self.top_p == 0
 
     @classmethod
     def of(cls, sampling: Sampling | None, options: Mapping[str, Any]) -> Sampling:
@@ -65,14 +89,6 @@ class Sampling:
                 "other."
             )
         return sampling
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from transformers.generation import (
     EosTokenCriteria,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -24,6 +26,8 @@ from transformers.generation import (
 )
 
 from retrieval_attn.answer import Answer, Audit, HeadShare, Sampling, Stats
+from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.batch.penalties import History, PenaltyProcessor, require_known
 from retrieval_attn.batch.text import TextStream, before_stop
 from retrieval_attn.cache.cache import RetrievalCache, form_beside, retrieves
 from retrieval_attn.cache.instruments import audits, tail_shares
@@ -151,9 +155,11 @@ class AnswerLoop:
 
         on_text: called with each new piece of the first row's text. cancelled: looked at after each layer while
         reading (Cancelled is raised then) and after each token (the answers end there). The cache goes on with the
-        generated tokens: fork it before if it is still needed.
+        generated tokens: fork it before if it is still needed. Raises InputDataError for a logit bias of a token that
+        the model does not have.
         """
-        started = time.perf_counter()
+        started, ends = time.perf_counter(), set[int]() if sampling.ignore_eos else self.eos
+        processors = self._processors(sampling, batch, ends)
         held = (batch.first(cache.get_seq_length()).valid.sum(dim=1) - cache.batch.forgotten.tokens).tolist()
         with using_retrieval(self.model, cache.config.prefill_chunk):
             with _cancellable(cache, cancelled):
@@ -162,11 +168,11 @@ class AnswerLoop:
             prefill_seconds = time.perf_counter() - started
             emit = None
             if on_text is not None:
-                emit = _FirstRow(TextStream(self.tokenizer, sampling.stop), self.eos, on_text)
+                emit = _FirstRow(self._text_stream(sampling), ends, on_text)
             choice = TokenChoice(
-                self._criteria(sampling, batch.ids.shape[1]),
-                _processors(sampling),
-                do_sample=sampling.temperature > 0,
+                self._criteria(sampling, batch.ids.shape, ends),
+                processors,
+                do_sample=not sampling.greedy,
                 generator=_generator(sampling, input_device(self.model)),
                 pad_id=self._pad,
             )
@@ -177,39 +183,89 @@ class AnswerLoop:
         stats = _stats(result, cache)
         rows = result.sequences[:, batch.ids.shape[1] :].tolist()
         return [
-            self._answer(row, replace(stats, context_tokens=tokens), sampling)
+            self._answer(row, replace(stats, context_tokens=tokens), sampling, ends)
             for row, tokens in zip(rows, held, strict=True)
         ]
 
-    def _answer(self, row: list[int], stats: Stats, sampling: Sampling) -> Answer:
-        eos = self.eos
-        ended = next((place for place, token in enumerate(row) if token in eos), None)
+    def _answer(self, row: list[int], stats: Stats, sampling: Sampling, ends: set[int]) -> Answer:
+        ended = next((place for place, token in enumerate(row) if token in ends), None)
         tokens = row if ended is None else row[:ended]
-        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        stopped = ended is not None or any(stop in text for stop in sampling.stop)
+        if sampling.min_tokens and sampling.stop:
+            stream = self._text_stream(sampling)
+            text = "".join([*map(stream.add, tokens), stream.end()])
+            stopped = ended is not None or stream.stopped
+        else:
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            stopped = ended is not None or any(stop in text for stop in sampling.stop)
+            text = before_stop(text, sampling.stop)
         while ended is None and stopped and tokens[-1] == self._pad:
             tokens = tokens[:-1]  # other rows went on after the one that a string ended
-        return Answer(before_stop(text, sampling.stop), tokens, "stop" if stopped else "length", stats)
+        return Answer(text, tokens, "stop" if stopped else "length", stats)
 
-    def _criteria(self, sampling: Sampling, prompt_columns: int) -> StoppingCriteriaList:
-        criteria = StoppingCriteriaList([MaxLengthCriteria(prompt_columns + sampling.max_new_tokens)])
-        if self.eos:
-            criteria.append(EosTokenCriteria(sorted(self.eos)))
-        if sampling.stop:
+    def _text_stream(self, sampling: Sampling) -> TextStream:
+        return TextStream(self.tokenizer, sampling.stop, sampling.min_tokens)
+
+    def _criteria(self, sampling: Sampling, prompt: torch.Size, ends: set[int]) -> StoppingCriteriaList:
+        """prompt: rows and columns of it. ends: ids that end an answer."""
+        criteria = StoppingCriteriaList([MaxLengthCriteria(prompt[1] + sampling.max_new_tokens)])
+        if ends:
+            criteria.append(EosTokenCriteria(sorted(ends)))
+        if sampling.stop and sampling.min_tokens:
+            criteria.append(_LateStops([self._text_stream(sampling) for _ in range(prompt[0])]))
+        elif sampling.stop:
             criteria.append(StopStringCriteria(self.tokenizer, list(sampling.stop)))
         return criteria
 
+    def _processors(self, sampling: Sampling, batch: PromptRows, ends: set[int]) -> LogitsProcessorList:
+        """What changes scores before a token is chosen: penalties and biases, then the filters of a temperature."""
+        draw = RowDraw(
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=sampling.logit_bias,
+        )
+        require_known(draw, self.vocabulary)
+        processors = LogitsProcessorList()
+        if draw.adjusts or (sampling.min_tokens and ends):
+            prompts = [ids[valid].tolist() for ids, valid in zip(batch.ids, batch.valid, strict=True)]
+            rows = [History(draw, prompt, [], ends, sampling.min_tokens) for prompt in prompts]
+            processors.append(PenaltyProcessor(rows, batch.ids.shape[1]))
+        if not sampling.greedy:
+            processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+            if sampling.top_k is not None:
+                processors.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                processors.append(TopPLogitsWarper(sampling.top_p))
+            if sampling.min_p:
+                processors.append(MinPLogitsWarper(sampling.min_p))
+        return processors
+
     @property
     def eos(self) -> set[int]:
-        """Ids that end an answer: the generation config's, else the tokenizer's."""
+        """Ids that end an answer: those of the generation config, and the tokenizer's end token."""
         configured = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        given = configured if configured is not None else self.tokenizer.eos_token_id
-        return set(given) if isinstance(given, list | tuple) else {given} - {None}
+        given = configured if isinstance(configured, list | tuple) else (configured,)
+        return {*given, self.tokenizer.eos_token_id} - {None}
 
     @property
     def _pad(self) -> int:
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else next(iter(sorted(self.eos)), 0)
+
+
+class _LateStops(StoppingCriteria):
+    """Ends rows at stop strings that appear once they have enough tokens; transformers' own end them at any token."""
+
+    def __init__(self, streams: Sequence[TextStream]) -> None:
+        """streams: of each row, without a token."""
+        self._streams = streams
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor | None, **_: Any) -> torch.BoolTensor:
+        """Return bool (rows,): which rows have ended. Called once for each token."""
+        for stream, token in zip(self._streams, input_ids[:, -1].tolist(), strict=True):
+            stream.add(token)
+        ended = torch.tensor([stream.stopped for stream in self._streams], device=input_ids.device)
+        return ended  # type: ignore[return-value]  # declared BoolTensor
 
 
 class _FirstRow:
@@ -284,17 +340,6 @@ def _stats(result: Generated, cache: RetrievalCache) -> Stats:
         audit=None if found is None else Audit(*astuple(found)),
         decoded=result.how,
     )
-
-
-def _processors(sampling: Sampling) -> LogitsProcessorList:
-    processors = LogitsProcessorList()
-    if sampling.temperature > 0:
-        processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
-        if sampling.top_k is not None:
-            processors.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            processors.append(TopPLogitsWarper(sampling.top_p))
-    return processors
 
 
 def _generator(sampling: Sampling, device: torch.device) -> torch.Generator | None:

@@ -69,6 +69,64 @@ def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[RowDraw]) ->
     check_draws(build_model("llama"), draws)
 
 
+def test_rows_without_a_draw_get_their_logits_back() -> None:
+    """Beside rows that choose in the graph, in any mixture: both as in a step of a runner where no row draws."""
+    model, chance = build_model("llama"), random.Random(3)
+    caches = [read(model, tokens, seed) for seed, tokens in enumerate([50, 90, 300, 30, 120])]
+    mine, theirs = [cache.fork() for cache in caches], [cache.fork() for cache in caches]
+    drawing, plain, chooser = BucketRunner(model, ROWS), BucketRunner(model, ROWS), Chooser(ROWS, model.device)
+    tokens, mixed = [7] * len(caches), 0
+    for step in range(20):
+        rows = chance.sample(range(len(caches)), chance.randint(1, len(caches)))
+        asked = [DRAWS[row] if chance.random() < 0.6 else None for row in rows]
+        mixed += 0 < sum(draw is None for draw in asked) < len(asked)
+        places, fed = [mine[row].get_seq_length() for row in rows], [tokens[row] for row in rows]
+        logits = plain.step([theirs[row] for row in rows], fed, places)
+        inputs = list(zip(fed, places, strict=True))
+        stepped = drawing.advance([mine[row] for row in rows], inputs, asked, ahead=bool(step % 2))
+        drawn = [number for number, draw in enumerate(asked) if draw is not None]
+        apart = [number for number, draw in enumerate(asked) if draw is None]
+        assert (list(stepped.choices), list(stepped.apart), stepped.errors) == (drawn, apart, {})
+        if apart:
+            assert stepped.logits is not None and torch.allclose(stepped.logits, logits[apart], atol=1e-5)
+        expected = chooser([RowDraw() if draw is None else draw for draw in asked], logits, [one + 1 for one in places])
+        for number, choice in stepped.choices.items():
+            other = expected[number]
+            assert choice is not None and other is not None and choice.token == other.token
+            tokens[rows[number]] = choice.token
+        for number in apart:
+            tokens[rows[number]] = chance.randrange(97)
+    assert mixed > 5 and drawing.reason == plain.reason == "" and drawing.replays == 20
+    drawing.close()
+    plain.close()
+
+
+def test_an_engine_applies_penalties_beside_its_graphs() -> None:
+    """Rows with and without such options together: each gets what it gets alone, and what an eager engine gives it."""
+    llm = llm_of()
+    llm.model = build_model("llama")
+    options = [
+        RowDraw(),
+        RowDraw(repetition_penalty=1.8),
+        RowDraw(0.9, seed=5),
+        RowDraw(0.9, presence_penalty=1.5, frequency_penalty=0.7, seed=6, logprobs=3),
+        RowDraw(logit_bias={5: 4.0, 11: -100.0}),
+    ]
+    asked = [Request((ids(300, 1), ids(5 + n, n)), 14, draw, stop_ids=frozenset()) for n, draw in enumerate(options)]
+    asked.append(Request((ids(30, 7),), 14, RowDraw(0.9, seed=1), stop_ids=frozenset(range(60)), min_tokens=6))
+    with Engine(llm, shared_bytes=1 << 26) as engine:
+        tickets = [engine.submit(request) for request in asked]
+        found = [ticket.result() for ticket in tickets]
+        replays = engine._stepper._runner.replays
+    assert replays > 8 and [one.error for one in found] == [None] * len(asked)
+    eager = llm_of()
+    eager.model, eager.config = llm.model, llm.config.replace(graph=False)
+    for request, one in zip(asked, found, strict=True):
+        assert same(one, alone(llm, request)) and same(one, alone(eager, request)), request
+    assert len(found[-1].tokens) >= 6 and not set(found[-1].tokens[:6]) & set(range(60))
+    assert 11 not in found[4].tokens and len(set(found[1].tokens)) > len(set(found[0].tokens))
+
+
 def test_the_next_step_takes_the_tokens_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is uploaded while the same rows go on with what they chose; another token is."""
     model = build_model("llama")

@@ -108,26 +108,28 @@ class BucketRunner:
         self,
         caches: Sequence[RetrievalCache],
         inputs: Sequence[tuple[int, int]],
-        draws: Sequence[RowDraw] | None = None,
+        draws: Sequence[RowDraw | None] | None = None,
         launched: Callable[[], None] | None = None,
         *,
         ahead: bool = False,
     ) -> Stepped:
-        """The same for token and position of each row; with draws, rows of a graph choose their tokens in it.
+        """The same for token and position of each row; rows of a graph that have a draw choose their tokens in it.
 
-        launched: called when a graph was launched, which then leaves Python's lock to others for most of its time; more
-        than once where a replay failed, never where there was none. Must be quick and not raise. ahead: the next call
-        is likely to be for the same rows and what they chose; if it is not, nothing is wrong.
+        draws: of each row, without penalties or bias; None for a row, or for all: its logits are returned. launched:
+        called when a graph was launched, which then leaves Python's lock to others for most of its time; more than once
+        where a replay failed, never where there was none. Must be quick and not raise. ahead: the next call is likely
+        to be for the same rows and what they chose; if it is not, nothing is wrong.
         """
         require_rows(caches, inputs)
-        graphed, found = self._replayed(caches, inputs, draws, launched, ahead) or ([], [])
-        served = set(graphed)
-        apart = [row for row in range(len(caches)) if row not in served]
-        choices = {} if isinstance(found, Tensor) else dict(zip(graphed, found, strict=True))
-        logits, errors = _eager(self._model, self._clock, caches, inputs, apart) if apart else (None, {})
-        if isinstance(found, Tensor):
-            logits = _in_order(found, graphed, logits, apart)
-        return Stepped(choices, apart if draws is not None else range(len(caches)), logits, errors)
+        graphed, found, undrawn = self._replayed(caches, inputs, draws, launched, ahead) or ([], {}, None)
+        choices, served = {graphed[number]: choice for number, choice in found.items()}, set(graphed)
+        eager = [row for row in range(len(caches)) if row not in served]
+        logits, errors = _eager(self._model, self._clock, caches, inputs, eager) if eager else (None, {})
+        if undrawn is None:
+            return Stepped(choices, eager, logits, errors)
+        rows = [row for row in graphed if row not in choices]
+        apart = sorted([*rows, *eager])
+        return Stepped(choices, apart, _in_order(apart, (undrawn, rows), (logits, eager)), errors)
 
     def expect(self, tokens: int) -> None:
         """Rows may get so long: graphs that are captured from now on serve them."""
@@ -149,10 +151,10 @@ class BucketRunner:
         self,
         caches: Sequence[RetrievalCache],
         inputs: Sequence[tuple[int, int]],
-        draws: Sequence[RowDraw] | None,
+        draws: Sequence[RowDraw | None] | None,
         launched: Callable[[], None] | None,
         ahead: bool = False,
-    ) -> tuple[list[int], Tensor | list[Choice | None]] | None:
+    ) -> tuple[list[int], dict[int, Choice | None], Tensor | None] | None:
         """The rows that a graph served, in order, and what `BucketGroup.replay` found; None: none."""
         with self._turn:
             self._let_go()
@@ -185,7 +187,7 @@ class BucketRunner:
                 self._drop_group()  # somewhere between two layers
                 raise
             self._failures = 0
-            return rows, found
+            return rows, *found
 
     def _serves(self, cache: RetrievalCache) -> bool:
         """Whether a graph may have this cache: its shape is that of the group, which it may begin."""
@@ -317,12 +319,13 @@ class BucketRunner:
                 self._group.let_go(key)
 
 
-def _in_order(graphed: Tensor, rows: Sequence[int], logits: Tensor | None, apart: Sequence[int]) -> Tensor:
-    """Logits of all rows: of those that a graph served, and of the others, if there are any."""
-    together = graphed.new_empty(len(rows) + len(apart), graphed.shape[1])
-    together[rows] = graphed
-    if logits is not None:
-        together[apart] = logits
+def _in_order(order: Sequence[int], *parts: tuple[Tensor | None, Sequence[int]]) -> Tensor:
+    """Logits of the rows `order` from those of parts of them, which say their rows."""
+    place = {row: number for number, row in enumerate(order)}
+    given = [(logits, [place[row] for row in rows]) for logits, rows in parts if logits is not None]
+    together = given[0][0].new_empty(len(order), given[0][0].shape[1])
+    for logits, places in given:
+        together[places] = logits
     return together
 
 

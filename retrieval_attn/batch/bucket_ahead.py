@@ -37,7 +37,7 @@ class StepAhead(NamedTuple):
         if draws is None or self.draws is None or kind != self.kind:
             return False
         return all(
-            self.inputs.get(place) == own and self.draws.get(place) == draws[place] for place, own in inputs.items()
+            self.inputs.get(place) == own and self.draws.get(place) == draws.get(place) for place, own in inputs.items()
         )
 
 

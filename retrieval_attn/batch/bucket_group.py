@@ -110,34 +110,36 @@ class BucketGroup:
         self,
         caches: Sequence[RetrievalCache],
         inputs: Sequence[tuple[int, int]],
-        draws: Sequence[RowDraw] | None = None,
+        draws: Sequence[RowDraw | None] | None = None,
         launched: Callable[[], None] | None = None,
         clock: StepClock | None = None,
         *,
         ahead: bool = False,
-    ) -> Tensor | list[Choice | None]:
-        """Logits (rows, vocabulary) float32 after one token in each cache, all of which `arrange` took in, or, with
-        draws, what the rows chose; None: not finite.
+    ) -> tuple[dict[int, Choice | None], Tensor | None]:
+        """One token in each cache, all of which `arrange` took in. Returns the choices of rows with a draw, by number
+        (None: not finite), and the logits (rows, vocabulary) float32 of the rows without one, in order; None if each
+        row has a draw.
 
-        inputs: token and position of each. launched: as in `Replay`. clock: is told the seconds. ahead: the same rows
-        are likely to be asked for next, so that their step may begin before. Raises
-        CaptureError where no graph can be captured, BackendError where the host or the exchange failed: the tokens then
-        did not happen.
+        inputs: token and position of each. draws: of each row, or None for a row that has none; None: no row has.
+        launched: as in `Replay`. clock: is told the seconds. ahead: the same rows are likely to be asked for next, so
+        that their step may begin before; without effect unless each row has a draw. Raises CaptureError where no graph
+        can be captured, BackendError where the host or the exchange failed: the tokens then did not happen.
         """
         bucket = self._bucket
         assert bucket is not None
         places = [self.rows[id(cache)].place for cache in caches]
-        by_place = None if draws is None else dict(zip(places, draws, strict=True))
+        asked = [None] * len(places) if draws is None else draws
+        drawn = {number: draw for number, draw in enumerate(asked) if draw is not None}
+        apart = [place for number, place in enumerate(places) if number not in drawn]
+        by_place, ahead = {places[number]: draw for number, draw in drawn.items()}, ahead and not apart
         began = time.perf_counter()
         with contextlib.ExitStack() as stack:
             if not bucket.is_captured:  # the model itself runs
                 stack.enter_context(using_retrieval(self._model, self._prefill_chunk))
             try:
-                logits = bucket.step(dict(zip(places, inputs, strict=True)), by_place, launched, ahead=ahead)
-                if draws is not None:
-                    found: Tensor | list[Choice | None] = bucket.choices(places)
-                else:
-                    found = logits[torch.tensor(places, device=logits.device)]
+                logits = bucket.step(dict(zip(places, inputs, strict=True)), by_place or None, launched, ahead=ahead)
+                choices = bucket.choices(list(by_place)) if by_place else []
+                found = logits[torch.tensor(apart, device=logits.device)] if apart else None
             except BaseException:
                 bucket.undo()
                 raise
@@ -149,9 +151,9 @@ class BucketGroup:
             if clock is not None:
                 clock.host += float(work[1].sum()) / 1e9
             self._costs.add(*work, retrieving)
-        if ahead and by_place is not None and not isinstance(found, Tensor) and None not in found:
+        if ahead and None not in choices:
             bucket.go_ahead(by_place)
-        return found
+        return dict(zip(drawn, choices, strict=True)), found
 
     def leave_absent(self, caches: Sequence[RetrievalCache]) -> None:
         """Let all others go."""

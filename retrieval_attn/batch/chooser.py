@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.batch.draw import DrawTable, RowDraw, choose
+from retrieval_attn.batch.penalties import History, Penalties
 
 __all__ = ["Choice", "Chooser"]
 
@@ -28,18 +29,26 @@ class Chooser:
         """rows: most rows of a step."""
         self._table = DrawTable(rows, device)
         self._drawn: list[RowDraw | None] = [None] * rows
+        self._penalties = Penalties()
 
-    def __call__(self, draws: Sequence[RowDraw], logits: Tensor, positions: Sequence[int]) -> list[Choice | None]:
+    def __call__(
+        self,
+        draws: Sequence[RowDraw],
+        logits: Tensor,
+        positions: Sequence[int],
+        histories: Sequence[History | None] = (),
+    ) -> list[Choice | None]:
         """For each row of logits (rows, vocabulary) float32 its choice; None: they hold NaN or infinity.
 
-        positions: of the tokens that are chosen.
+        positions: of the tokens that are chosen. histories: of each row, or none at all: no score is changed.
         """
         for slot, known in enumerate(self._drawn):
             draw = draws[slot] if slot < len(draws) else None
             if draw != known:
                 self._table.write(slot, RowDraw() if draw is None else draw)
                 self._drawn[slot] = draw
-        found = choose(logits, self._table, torch.tensor(positions, device=logits.device))
+        scores = self._penalties(logits, histories)
+        found = choose(logits, self._table, torch.tensor(positions, device=logits.device), scores=scores)
         wrong, ids = found.failed.tolist(), found.ids.tolist()
         logprobs = [None] * len(ids) if found.logprobs is None else found.logprobs.tolist()
         tops: list[list[tuple[int, float]]] = [[] for _ in ids]

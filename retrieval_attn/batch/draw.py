@@ -8,7 +8,6 @@ sums that decide something are sums of integers, whose order does not matter.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from retrieval_attn.batch.choice_options import LEAST_TEMPERATURE, Bias, GivenBias, bias_pairs, check, is_int
 from retrieval_attn.batch.philox import WORD, row_noise
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.gpu.decode.kernels import kernels_for
@@ -29,12 +29,16 @@ WEIGHT = 2.0**40
 class RowDraw:
     """How one row chooses its tokens.
 
-    temperature: 0, or less than 1e-5, takes the likeliest token (greedy) and leaves the other options without effect.
-    top_k: 0 keeps every token. top_p: (0, 1], 1 keeps every token. min_p: [0, 1], share of the likeliest token's
-    probability below which a token is left out; 0 keeps every token. seed: 64 bits. logprobs: how many of the likeliest
-    tokens are told with their log-probabilities, besides the chosen one, 0 to 20; 0: none, the chosen one's neither.
-    Filters act in the order temperature, top-k, top-p, min-p, as in transformers. Tokens with equal scores stay or go
-    together. Raises ConfigError for a value of the wrong type or out of range.
+    temperature: 0, or less than 1e-5, takes the likeliest token (greedy), and so does top_p=0; top_k, top_p and min_p
+    are without effect then. top_k: 0 keeps every token. top_p: [0, 1], 1 keeps every token. min_p: [0, 1], share of the
+    likeliest token's probability below which a token is left out; 0 keeps every token. seed: 64 bits. logprobs: how
+    many of the likeliest tokens are returned with their log-probabilities, besides the chosen one, 0 to 20; 0: none,
+    the chosen one's neither.
+    repetition_penalty: [0.01, 100], of the tokens of prompt and answer; presence_penalty, frequency_penalty: [-2, 2],
+    of the answer's tokens, see `penalized`. logit_bias: a mapping from token ids to [-100, 100], added to their scores;
+    stored as sorted pairs. These act first, then filters in the order temperature, top-k, top-p, min-p, as in
+    transformers. Tokens with equal scores stay or go together. Raises ConfigError for a value of the wrong type or out
+    of range.
     """
 
     temperature: float = 0.0
@@ -43,34 +47,41 @@ class RowDraw:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: GivenBias = ()
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature must be a number >= 0 (0 is greedy), got {self.temperature!r}.")
-        if not _is_int(self.top_k) or not 0 <= self.top_k < 2**31:
+        check(self)
+        if not is_int(self.top_k) or not 0 <= self.top_k < 2**31:
             raise ConfigError(f"top_k must be an integer >= 0 (0 keeps every token), got {self.top_k!r}.")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be a number in (0, 1], got {self.top_p!r}; 1 keeps every token.")
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p must be a number in [0, 1], got {self.min_p!r}; 0 keeps every token.")
-        if not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64:
+        if not is_int(self.seed) or not -(2**63) <= self.seed < 2**64:
             raise ConfigError(f"seed must be an integer of 64 bits, got {self.seed!r}.")
-        if not _is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS:
+        if not is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}.")
+        object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
-        return self.temperature < _LEAST_TEMPERATURE
+        return self.temperature < LEAST_TEMPERATURE or self.top_p == 0
 
     @property
     def filters(self) -> bool:
         """Whether some tokens are never drawn."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
+    @property
+    def biases(self) -> Bias:
+        """`logit_bias` as pairs of token id and bias, sorted by id."""
+        return self.logit_bias  # type: ignore[return-value]  # since it was checked
 
-_LEAST_TEMPERATURE = 1e-5
-"""Below it a temperature counts as 0: scores divided by it could leave the range of float32."""
+    @property
+    def adjusts(self) -> bool:
+        """Whether a penalty or a bias changes scores; see `penalties.py`."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or bool(self.logit_bias)
 
 
 class DrawMode(NamedTuple):
@@ -109,7 +120,7 @@ class DrawTable:
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
         """Raises ConfigError for fewer than one row."""
-        if not _is_int(rows) or rows < 1:
+        if not is_int(rows) or rows < 1:
             raise ConfigError(f"a DrawTable needs at least 1 row, got {rows!r}.")
         self._draws = [RowDraw()] * rows
         self.mode = DrawMode()
@@ -174,31 +185,36 @@ class _Columns(NamedTuple):
     seed_high: Tensor
 
 
-def choose(logits: Tensor, draws: DrawTable, positions: Tensor, mode: DrawMode | None = None) -> Chosen:
+def choose(
+    logits: Tensor, draws: DrawTable, positions: Tensor, mode: DrawMode | None = None, scores: Tensor | None = None
+) -> Chosen:
     """The next token of every row.
 
     logits: float32 (rows, vocabulary), row r for slot r of `draws`, the numbers of a row side by side; not changed.
     positions: int64 (rows,) >= 0 of the tokens that are chosen. mode: None takes `draws.mode`; who replays a captured
-    graph gives the mode that it was captured for, which must cover the table's.
+    graph gives the mode that it was captured for, which must cover the table's. scores: the logits after penalties and
+    biases, in the same form: tokens are chosen from these, and log-probabilities are of `logits`. None: the logits.
     No row waits for the host and no shape depends on data, so a CUDA graph can record it. A failed row changes nothing
     in the others. Raises ShapeError for other shapes and dtypes, and for more rows than `draws` has.
     """
     _require_shapes(logits, draws, positions)
     mode = draws.mode if mode is None else mode
     kernels = _kernels(logits) if mode.sample else None
+    scores = logits if scores is None else scores
     if mode.sample:
-        most = logits.amax(dim=1)
+        most = scores.amax(dim=1)
     else:
-        most, ids = logits.max(dim=1)
+        most, ids = scores.max(dim=1)
     failed = ~torch.isfinite(most)
     if kernels is not None:
         ids = torch.zeros_like(positions)
-        kernels.choose(logits, most, draws.options(len(logits)), positions, ids)
+        kernels.choose(scores, most, draws.options(len(logits)), positions, ids)
     elif mode.sample:
-        ids = _perturbed(logits, draws.columns(len(logits)), positions, mode.filters).argmax(dim=1)
+        ids = _perturbed(scores, draws.columns(len(logits)), positions, mode.filters).argmax(dim=1)
     ids = ids.masked_fill(failed, 0)
     if mode.logprobs is None:
         return Chosen(ids, failed)
+    most = most if scores is logits else logits.amax(dim=1)
     lse = most + (_weights(logits, most).sum(dim=1).double() / WEIGHT).log().float()
     lse = lse.masked_fill(failed, math.nan)
     chosen = logits.gather(1, ids[:, None]).squeeze(1) - lse
@@ -256,11 +272,3 @@ def _kept(scaled: Tensor, row: _Columns) -> Tensor:
 def _weights(scores: Tensor, most: Tensor) -> Tensor:
     """exp(score - most) as integers, the largest 2^40: sums of integers do not depend on their order."""
     return (torch.exp(scores - most[:, None]) * WEIGHT).long()
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

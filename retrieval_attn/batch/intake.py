@@ -9,6 +9,7 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.exact import ExactPool, RowPages
 from retrieval_attn.batch.job import Job
 from retrieval_attn.batch.outbox import Outbox
+from retrieval_attn.batch.penalties import require_known
 from retrieval_attn.batch.request import Request
 from retrieval_attn.batch.row import Row
 from retrieval_attn.batch.saved_text import SavedTexts
@@ -37,8 +38,10 @@ class Intake:
 
     def row(self, request: Request, ticket: Ticket, before: Row | None = None) -> Row:
         """before: had the request until files of its saved context were found damaged. Raises ContextLengthError,
-        AdmissionError, and for a saved context what `LLM.open` raises.
+        AdmissionError, InputDataError for a logit bias of an unknown token, and for a saved context what `LLM.open`
+        raises.
         """
+        require_known(request.draw, self._loop.vocabulary)
         saved = None if request.context is None else self._saved.find(request.context, lost=before is not None)
         held = 0 if saved is None else saved.tokens - saved.forgotten_tokens
         self._require_room(held + request.prompt_tokens + request.max_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from retrieval_attn.batch.choice_options import is_encodable, is_int
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.job import PRIORITIES, Priority
 from retrieval_attn.errors import ConfigError, InputDataError
@@ -25,7 +26,8 @@ class Request:
     stop_ids: tokens that end it; None: the model's. namespace: what it reads is shared within it, as by requests with
     one API key; None: by all requests. owner: with whom the engine's time is shared evenly. context: the name of a
     saved context of the engine's store, which the prompt continues: it is opened once for all requests that name it,
-    and only these have it, of whatever namespace. Raises InputDataError for an empty prompt or piece, ConfigError for
+    and only these have it, of whatever namespace. min_tokens: tokens before which neither a stop token nor a stop
+    string ends the answer. Raises InputDataError for an empty prompt or piece, ConfigError for
     anything else that is wrong.
     """
 
@@ -38,6 +40,7 @@ class Request:
     owner: str = ""
     priority: Priority = "interactive"
     context: str | None = None
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         given: Sequence[Any] = self.parts
@@ -50,6 +53,13 @@ class Request:
         if isinstance(self.stop, str) or not all(isinstance(one, str) and one for one in self.stop):
             raise ConfigError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
         object.__setattr__(self, "stop", tuple(self.stop))
+        if any(not is_encodable(one) for one in self.stop):
+            raise ConfigError(f"stop must have valid Unicode, got a lone surrogate in {self.stop!r}.")
+        if not is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
+            raise ConfigError(
+                f"min_tokens must be an integer in [0, {self.max_tokens}], the most tokens of the answer; got "
+                f"{self.min_tokens!r}."
+            )
         if self.context is not None and not (isinstance(self.context, str) and self.context):
             raise ConfigError(f"context must be the name of a saved context, got {self.context!r}.")
         if self.priority not in PRIORITIES:

@@ -17,12 +17,14 @@ from retrieval_attn.batch.exact import RowPages
 from retrieval_attn.batch.ids import int32_row
 from retrieval_attn.batch.opening import Opening
 from retrieval_attn.batch.outbox import Outbox
+from retrieval_attn.batch.penalties import History
 from retrieval_attn.batch.reading import PausedRead
 from retrieval_attn.batch.request import Reason, Request
 from retrieval_attn.batch.saved_text import OpenedText, SavedText
 from retrieval_attn.batch.sharing import Sharing
 from retrieval_attn.batch.short_read import SHORT_TOKENS, ShortRead, packable, paused
 from retrieval_attn.batch.teller import Summary, Teller
+from retrieval_attn.batch.text import TextStream
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache, seal
@@ -62,7 +64,9 @@ class Row:
         self.reason: Reason | None = None  # why it ended; None, too, where another row has the request
         self._loop, self.before = loop, before
         self._teller: Teller = (
-            Teller(ticket, outbox, loop.tokenizer, request.stop) if before is None else before._teller
+            Teller(ticket, outbox, TextStream(loop.tokenizer, request.stop, request.min_tokens))
+            if before is None
+            else before._teller
         )
         self._stops = loop.eos if request.stop_ids is None else request.stop_ids
         self._saved, self.lost = saved, saved is not None and saved.lost
@@ -72,6 +76,7 @@ class Row:
         parts = [*([] if saved is None else [saved.ids]), *map(int32_row, request.parts)]
         ends, marks = list(accumulate(map(len, parts))), 0 if saved is None else 1
         self.sharing = Sharing(np.concatenate(parts), ends, marks, request.namespace)
+        self._history = History.of(request.draw, self.sharing.ids, self.tokens, self._stops, request.min_tokens)
         self._done = self._inside = 0  # parts that the cache holds, and tokens that it holds of the next one
         self._pages = pages
         self._began: float = time.perf_counter() if before is None else before._began
@@ -83,6 +88,11 @@ class Row:
     def position(self) -> int:
         """Of the newest token, which has been chosen and is fed next."""
         return self.prompt_tokens + len(self.tokens) - 1
+
+    @property
+    def history(self) -> History | None:
+        """What the scores of the next token are changed by; None: they are the model's."""
+        return self._history if self._history is not None and self._history.changes else None
 
     @property
     def shared_tokens(self) -> int:

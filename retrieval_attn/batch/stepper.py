@@ -116,7 +116,8 @@ class Stepper:
         caches = [row.cache for row in rows if row.cache is not None]
         inputs = [(row.tokens[-1], row.position) for row in rows]
         try:
-            draws = [row.request.draw for row in rows]
+            # a graph chooses from the model's logits: rows whose scores are changed before choose from what it returns
+            draws = [None if row.history else row.request.draw for row in rows]
             stepped = self._runner.advance(caches, inputs, draws, self._outbox.send_beside, ahead=ahead)
         except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
             for number in fed:
@@ -131,8 +132,8 @@ class Stepper:
         """What rows choose from logits (1, vocabulary) each."""
         if not rows:
             return {}
-        draws = [row.request.draw for row in rows.values()]
-        found = self._chooser(draws, torch.cat(list(logits)), [row.position + 1 for row in rows.values()])
+        draws, histories = [row.request.draw for row in rows.values()], [row.history for row in rows.values()]
+        found = self._chooser(draws, torch.cat(list(logits)), [row.position + 1 for row in rows.values()], histories)
         return dict(zip(rows, found, strict=True))
 
 

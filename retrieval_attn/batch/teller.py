@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.request import Event, Finished, Reason
 from retrieval_attn.batch.text import TextStream
@@ -32,12 +30,10 @@ class Summary(NamedTuple):
 class Teller:
     """See the module. `token` and `end` are called by the engine's thread, in that order; the outbox calls the rest."""
 
-    def __init__(
-        self, ticket: Ticket, outbox: Outbox, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]
-    ) -> None:
-        """stop: strings that end the text."""
-        self._ticket, self._outbox, self._stops = ticket, outbox, bool(stop)
-        self._stream, self._text = TextStream(tokenizer, stop), ""
+    def __init__(self, ticket: Ticket, outbox: Outbox, stream: TextStream) -> None:
+        """stream: of the row."""
+        self._ticket, self._outbox, self._stops = ticket, outbox, stream.has_stops
+        self._stream, self._text = stream, ""
         self._failed: Exception | None = None
 
     def token(self, token: int, logprob: float | None, top: Top) -> bool:

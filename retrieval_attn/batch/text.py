@@ -35,9 +35,11 @@ class TextStream:
     one byte of it fits nowhere. A token costs the same however many came before.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
-        """stop: non-empty strings at which the text ends; they are not part of it."""
-        self._stop = tuple(stop)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """stop: non-empty strings at which the text ends; they are not part of it. min_tokens: with so many tokens or
+        less, no string ends it.
+        """
+        self._stop, self._ignored = tuple(stop), min_tokens
         self._decode, self._word, self._skipped = decoding(tokenizer)
         self._cleaned = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else ()
         self._ids: list[int] = []  # the last ones, which are decoded together
@@ -46,8 +48,14 @@ class TextStream:
         self._bytes: _ByteRun | None = None  # the run of byte tokens that the ids end with
         self.stopped = self.is_open = False
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether a string may end the text."""
+        return bool(self._stop)
+
     def add(self, token: int) -> str:
         """The text that is certain with one more token, "" while nothing is. After a stop string: ""."""
+        self._ignored -= 1
         if self.stopped or token in self._skipped:
             return ""
         word = self._word(token)
@@ -83,7 +91,7 @@ class TextStream:
 
     def _cut(self, text: str) -> str | None:
         """`text` up to a stop string, with which the stream has stopped; None where there is none."""
-        cut = before_stop(text, self._stop)
+        cut = text if self._ignored >= 0 else before_stop(text, self._stop)
         self.stopped = len(cut) < len(text)
         return cut if self.stopped else None
 

@@ -110,6 +110,7 @@ def request_of(request: Request) -> Plain:
         "owner": request.owner,
         "priority": request.priority,
         "context": request.context,
+        "min_tokens": request.min_tokens,
     }
 
 

@@ -185,11 +185,12 @@ def test_tokens_that_are_added_to_the_vocabulary_do_not_change_the_noise() -> No
 
 def test_greedy_rows_take_the_likeliest_among_rows_that_draw() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(3, VOCABULARY)
-    draws = [RowDraw(top_k=1, top_p=0.1), RowDraw(temperature=9.0), RowDraw(temperature=1e-30)]
+    logits = torch.randn(4, VOCABULARY)
+    draws = [RowDraw(top_k=1, top_p=0.1), RowDraw(temperature=9.0), RowDraw(temperature=9.0, top_p=0)]
+    draws.append(RowDraw(temperature=1e-30))
     for position in range(30):
         ids = pick(logits, draws, position).ids
-        assert torch.equal(ids[[0, 2]], logits.argmax(dim=1)[[0, 2]])
+        assert torch.equal(ids[[0, 2, 3]], logits.argmax(dim=1)[[0, 2, 3]])
 
 
 def test_among_equal_likeliest_tokens_greedy_takes_the_first() -> None:
@@ -295,7 +296,7 @@ def test_a_table_is_written_in_place() -> None:
         {"temperature": math.inf},
         {"top_k": -1},
         {"top_k": 2.0},
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"top_p": 1.1},
         {"top_p": math.nan},
         {"min_p": -0.1},

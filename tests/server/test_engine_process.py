@@ -106,13 +106,14 @@ def test_frames_bring_what_was_sent() -> None:
     request = Request(
         (ids, (5,)),
         7,
-        RowDraw(0.5, 3, 0.9, 0.1, 2**64 - 1, 4),
+        RowDraw(0.5, 3, 0.9, 0.1, 2**64 - 1, 4, 1.1, -0.5, 1.5, {5: -100.0, 2**31 - 1: 0.25}),
         ("a", "\u2028"),
         frozenset({1}),
         None,
         "x",
         "batch",
         "c",
+        min_tokens=6,
     )
     assert frames.request_from(json.loads(json.dumps(frames.request_of(request)))) == request
     ends = Finished(

@@ -93,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a follow-up turn does not read the answer before it (default: it does)",
     )
+    engine.add_argument(
+        "--generation-config",
+        choices=("auto", "none", "vllm"),
+        default="auto",
+        help="sampling values for what requests do not say: auto: those of the model's generation_config.json; none, "
+        "vllm: neutral ones, temperature 1 (default: %(default)s)",
+    )
     engine.add_argument("--exact-tokens", default="0", metavar="N", help="see Engine(exact_tokens) (%(default)s)")
     engine.add_argument(
         "--warm-up",
@@ -183,6 +190,7 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         store=args.store,
         warm_tokens=_tokens(args.warm_up, "--warm-up"),
         reuse_generated=args.reuse_generated,
+        generation_config=args.generation_config,
     )
 
 

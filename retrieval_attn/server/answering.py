@@ -105,9 +105,19 @@ async def _requests(
         room = service.prompts.positions - before - sum(map(len, parts))
         tokens = max(1, min(service.settings.answer_tokens, room)) if most is None else most
         for choice in range(answers):
-            draw = body.draw((seed + choice) % 2**64, logprobs)
+            draw = body.draw((seed + choice) % 2**64, logprobs, service.sampling)
             requests.append(
-                Request(asked, tokens, draw, body.stops, namespace=caller.namespace, owner=caller.name, context=context)
+                Request(
+                    asked,
+                    tokens,
+                    draw,
+                    body.stops,
+                    frozenset() if body.ignore_eos else None,
+                    caller.namespace,
+                    caller.name,
+                    context=context,
+                    min_tokens=body.min_tokens or 0,
+                )  # fmt: skip
             )
     return requests
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from retrieval_attn.batch.choice_options import BIAS_LIMIT, PENALTY_RANGE, REPETITION_RANGE
 from retrieval_attn.batch.draw import MAX_LOGPROBS, RowDraw
 
 __all__ = ["ChatBody", "CompletionBody", "ForkBody", "KeepBody", "Message", "MoreBody", "SampledBody", "TokenizeBody"]
@@ -21,8 +23,10 @@ NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 ContextName = Annotated[str, Field(pattern=NAME_PATTERN)]
-Neutral = Literal[0]
 Nothing = Annotated[list[Any], Field(max_length=0)]
+Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1], allow_inf_nan=False)]
+TokenBias = Annotated[float, Field(ge=-BIAS_LIMIT, le=BIAS_LIMIT, allow_inf_nan=False)]
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 
 class Body(BaseModel):
@@ -133,8 +137,9 @@ class ResponseFormat(Body):
 class SampledBody(Body):
     """What requests for an answer have in common.
 
-    Beside OpenAI's: top_k, min_p, and context, the name of a saved context that the prompt continues, which may stand
-    behind the model's name as well, MODEL@NAME. The last lines are accepted, and have no effect.
+    Beside OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos as in vLLM, and context, the name of a
+    saved context that the prompt continues, which may stand behind the model's name as well, MODEL@NAME. Fields from
+    `user` on are accepted, and have no effect: other options of vLLM with the one value that changes nothing.
     """
 
     model: str = Field(max_length=512)
@@ -144,38 +149,57 @@ class SampledBody(Body):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    frequency_penalty: Neutral | None = None
-    presence_penalty: Neutral | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(None, ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1], allow_inf_nan=False)
+    logit_bias: dict[TokenKey, TokenBias] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    use_beam_search: Literal[False] | None = None
+    early_stopping: Literal[False] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    length_penalty: Literal[1] | None = None
+    typical_p: Literal[1] | None = None
+    no_repeat_ngram_size: Literal[0] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=0)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=0)] | None = None
 
-    @field_validator("frequency_penalty", "presence_penalty", mode="before")
+    @field_validator("length_penalty", "typical_p", "no_repeat_ngram_size", mode="before")
     @classmethod
-    def _whole_zero(cls, value: object) -> object:
-        return 0 if value == 0 and not isinstance(value, bool) else value  # clients send 0.0 as well
+    def _whole_number(cls, value: object) -> object:
+        return int(value) if isinstance(value, float) and value in (0, 1) else value  # clients send 1.0 as well
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Strings at which the answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def draw(self, seed: int, logprobs: int) -> RowDraw:
-        """How tokens are chosen. seed: of this choice. logprobs: see `RowDraw`."""
-        return RowDraw(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
-            seed=seed,
-            logprobs=logprobs,
-        )
+    def draw(self, seed: int, logprobs: int, defaults: Mapping[str, Any]) -> RowDraw:
+        """How tokens are chosen. seed: of this choice. logprobs: see `RowDraw`. defaults: for what the body does not
+        say.
+        """
+        said = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+        }
+        given = {name: value for name, value in said.items() if value is not None}
+        return RowDraw(**{"temperature": 1.0, **defaults, **given, "seed": seed, "logprobs": logprobs})
 
 
 class ChatBody(SampledBody):

@@ -94,6 +94,7 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
         int(time.time()),
         Bodies(settings.body_bytes, settings.held_body_bytes, max(MAX_MESSAGES, started.facts.positions)),
         AllowedHosts(settings.allowed_hosts, settings.cors) if settings.allowed_hosts or not keys else None,
+        started.facts.sampling,
     )
 
 

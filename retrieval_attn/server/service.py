@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
@@ -23,7 +25,9 @@ __all__ = ["Service", "caller_of", "service_of"]
 
 @dataclass(frozen=True)
 class Service:
-    """created: when the model was loaded, in seconds since 1970. hosts: None: keys decide who may ask."""
+    """created: when the model was loaded, in seconds since 1970. hosts: None: keys decide who may ask.
+    sampling: fields of `RowDraw` for requests that do not say.
+    """
 
     settings: Settings
     keys: Keys
@@ -36,6 +40,7 @@ class Service:
     created: int
     bodies: Bodies
     hosts: AllowedHosts | None
+    sampling: Mapping[str, Any]
 
     def context_of(self, model: str, context: str | None) -> str | None:
         """The saved context that a request names, behind the model or by itself. Raises ApiError: another model, or two

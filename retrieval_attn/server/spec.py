@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from retrieval_attn.errors import ConfigError
+
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from retrieval_attn.batch.engine import Engine
     from retrieval_attn.llm import LLM
 
-__all__ = ["EngineSpec", "Facts"]
+__all__ = ["GENERATION_CONFIGS", "EngineSpec", "Facts"]
+
+GENERATION_CONFIGS = ("auto", "none", "vllm")
+"""Of `--generation-config`: use the model's sampling values, or neutral ones ("vllm" is vLLM's word for "none")."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Values of a generation config that requests get by default, as in vLLM."""
 
 PACE_TOKENS = 2048
 """Read once at the start: admission estimates waits by it until requests were served."""
@@ -20,19 +31,20 @@ PACE_TOKENS = 2048
 class Facts(NamedTuple):
     """What a server needs to know of a model beside its tokenizer. vocabulary: ids that it has embeddings for.
     positions: tokens of a prompt with its answer, at most. token_seconds: to read one token of a prompt; None: not
-    measured.
+    measured. sampling: fields of `RowDraw` for requests that do not say.
     """
 
     vocabulary: int
     positions: int
     token_seconds: float | None = None
+    sampling: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class EngineSpec:
     """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, shared_bytes,
     shared_device_bytes: None: as the engine chooses. store: folder of saved contexts; None: the user's. warm_tokens: of
-    `Engine.warm_up`; 0: none.
+    `Engine.warm_up`; 0: none. generation_config: one of GENERATION_CONFIGS.
     """
 
     model: str
@@ -45,6 +57,13 @@ class EngineSpec:
     store: str | None = None
     warm_tokens: int = 0
     reuse_generated: bool = False
+    generation_config: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ConfigError(
+                f"generation_config must be one of {', '.join(GENERATION_CONFIGS)}; got {self.generation_config!r}."
+            )
 
     def load(self) -> tuple[LLM, Engine]:
         """Load the model and start its engine, warm. Raises as `LLM` and `Engine`."""
@@ -53,6 +72,7 @@ class EngineSpec:
         from retrieval_attn.llm import LLM
 
         llm = LLM(self.model, **self.loading, config=Config.from_dict(self.config))
+        self._sampling(llm.model)  # what is wrong with it is said before the engine starts
         limits = default_limits(llm.model, llm.config).sharing(self.shared_device_bytes)
         if self.rows is not None:
             limits = type(limits)(**{**vars(limits), "rows": self.rows, "pages": self.rows + limits.ahead})
@@ -81,4 +101,21 @@ class EngineSpec:
             began = time.perf_counter()
             engine.submit(Request((ids,), 1, namespace="pace")).result()
             token_seconds = (time.perf_counter() - began) / count
-        return Facts(vocabulary, llm.max_context, token_seconds)
+        return Facts(vocabulary, llm.max_context, token_seconds, self._sampling(llm.model))
+
+    def _sampling(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the values that the model's generation config sets. Raises ConfigError for one out of its range."""
+        from retrieval_attn.batch.draw import RowDraw
+
+        if self.generation_config != "auto" or model.generation_config is None:
+            return {}
+        given = model.generation_config.to_diff_dict()
+        found = {name: given[name] for name in SAMPLING if given.get(name) is not None}
+        try:
+            RowDraw(**found)
+        except ConfigError as error:
+            raise ConfigError(
+                f"The model's generation_config.json has a value that cannot be a default: {error} Correct it, or "
+                "start with --generation-config none."
+            ) from error
+        return found

@@ -136,7 +136,7 @@ def test_errors_are_those_of_the_client(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         chat(client, temperature=3)
     with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
-        chat(client, frequency_penalty=1)
+        chat(client, frequency_penalty=3)
     with pytest.raises(openai.BadRequestError, match="roles|user"):
         chat(client, model="bundled@nobody", messages=[{"role": "robot", "content": "x"}])
 

@@ -39,7 +39,7 @@ from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
 from retrieval_attn.offload.host_table import move_table
 from retrieval_attn.store import ContextStore
-from retrieval_attn.template import checked_text
+from retrieval_attn.template import prompt_ids
 
 # Tokens planned for when a model does not say how many positions it has.
 DEFAULT_CONTEXT = 131072
@@ -202,6 +202,8 @@ class LLM:
 
         Words of special tokens in a prompt become control tokens, as rendered chat templates need. `read` and `ask`
         encode such words as text.
+        It begins with the special tokens that the tokenizer adds at a start, and a begin-of-sequence token that it has
+        already, as chat templates write one, is not doubled.
         The prompt is read exactly; generated tokens retrieve. One answer per prompt, in order. Short prompts of like
         length are read and continued together, as many as `prefill_chunk` tokens; with a temperature and a seed their
         texts depend on which ones these are. sampling: a Sampling, or its fields as keywords.
@@ -211,10 +213,7 @@ class LLM:
         texts = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(texts, Sequence) or isinstance(texts, bytes) or not texts or not all(texts):
             raise InputDataError("generate needs non-empty prompts.")
-        rows = [self.tokenizer(checked_text(text))["input_ids"] for text in texts]
-        for text, ids in zip(texts, rows, strict=True):
-            if len(ids) < 2:
-                raise InputDataError(f"The prompt {text!r} is a single token; give at least two.")
+        rows = [prompt_ids(self.tokenizer, text) for text in texts]
         answers: dict[int, Answer] = {}
         for group in self._groups([len(ids) for ids in rows]):
             found = self._continue([rows[number] for number in group], chosen, progress)
@@ -223,13 +222,14 @@ class LLM:
 
     def _continue(self, rows: list[list[int]], sampling: Sampling, progress: bool) -> list[Answer]:
         """Read all but the last token of each row; that one is the "question", whose logits are sampled first."""
-        if len(rows) == 1:
+        if len(rows) == 1 and len(rows[0]) > 1:
             return [self.read(rows[0][:-1], progress=progress).continue_with(rows[0][-1:], sampling)]
         loop, cache = AnswerLoop(self.model, self.tokenizer), RetrievalCache(self.model, self.config)
         batch = loop.batch(rows)
         columns = batch.ids.shape[1]
         cache.require_room(columns + sampling.max_new_tokens)
-        loop.fill(cache, batch.first(columns - 1), progress)
+        if columns > 1:
+            loop.fill(cache, batch.first(columns - 1), progress)
         return loop.answer(cache, batch, sampling)
 
     def _groups(self, lengths: list[int]) -> list[list[int]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.prompt.encode import Escapes, PromptEncoder, encoder_of, stand_in
 from retrieval_attn.prompt.render import cut_at, render, shown
+
+log = logging.getLogger(__name__)
 
 Message = Mapping[str, str]
 Question = str | Sequence[Message]
@@ -87,11 +91,7 @@ class PromptTemplate:
         """
         add_specials = not self.opening_has_specials if adds is None else adds
         ids = self.encoder.encode(checked_text(text), escapes, begins=add_specials).ids
-        bos = self.tokenizer.bos_token_id
-        eos = self.tokenizer.eos_token_id
-        if add_specials and eos is not None and ids and ids[-1] == eos and eos != bos:
-            ids = ids[:-1]  # some tokenizers close every text; a context goes on
-        return ids
+        return ids[continued_span(self.tokenizer, ids)] if add_specials else ids
 
     def question_ids(self, question: Question, raw: bool = False) -> list[int]:
         """Ids of everything from the end of the context to where the answer starts; none for a blank question.
@@ -142,6 +142,37 @@ class PromptTemplate:
                 "messages. Ask with a single string, or raw=True."
             )
         return rest
+
+
+def continued_span(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> slice:
+    """Return which of `ids`, a whole text with the tokenizer's special tokens, begin a prompt that goes on.
+
+    Excluded are the end token that some tokenizers append, and the begin-of-sequence token that the tokenizer added to
+    a text that has one: models are trained with a single one. The latter is logged once for each tokenizer.
+    """
+    added: list[int] = tokenizer("")["input_ids"]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    closes = eos is not None and eos != bos and list(ids[-1:]) == added[-1:] == [eos]
+    doubled = bos is not None and list(ids[:2]) == [bos, bos] and added[:1] == [bos]
+    if doubled and tokenizer not in _doubled:
+        _doubled.add(tokenizer)
+        log.warning(
+            "a text begins with %r, which the tokenizer adds to every text: one is kept. Leave it out of the text.",
+            tokenizer.bos_token,
+        )
+    return slice(int(doubled), len(ids) - closes)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a text that is a whole prompt. Raises InputDataError for a text without tokens."""
+    ids: list[int] = tokenizer(checked_text(text))["input_ids"]
+    ids = ids[continued_span(tokenizer, ids)]
+    if not ids:
+        raise InputDataError(f"The prompt {text!r} has no tokens; give at least one.")
+    return ids
+
+
+_doubled: weakref.WeakSet[PreTrainedTokenizerBase] = weakref.WeakSet()
 
 
 def checked_text(text: str) -> str:

@@ -17,7 +17,7 @@ from retrieval_attn.errors import ContextLengthError, InputDataError
 from retrieval_attn.prompt.encode import Escapes, stand_in
 from retrieval_attn.prompt.render import cut_at, within_limit
 from retrieval_attn.server.chat_renderer import NO_EXTRAS, ChatRenderer, Extras, Turn
-from retrieval_attn.template import PromptTemplate, checked_ids, checked_text
+from retrieval_attn.template import PromptTemplate, checked_ids, checked_text, continued_span
 
 __all__ = ["Extras", "Parts", "Prompts", "forked"]
 
@@ -98,8 +98,9 @@ class Prompts:
         cut = text.rstrip().rfind(PARAGRAPH)
         known = self.tokenizer.is_fast and cut >= MIN_CHARACTERS
         ids, offsets = self._raw(text, begins=begins, offsets=known)
-        if ids and ids[-1] == self.tokenizer.eos_token_id != self.tokenizer.bos_token_id:
-            ids = ids[:-1]  # some tokenizers close every text; this one goes on
+        if begins:
+            span = continued_span(self.tokenizer, ids)
+            ids, offsets = ids[span], None if offsets is None else offsets[span]
         if not ids:
             raise InputDataError("The prompt has no tokens; give a text that is not empty.")
         if known:

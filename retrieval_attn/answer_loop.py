@@ -26,7 +26,7 @@ from transformers.generation import (
 )
 
 from retrieval_attn.answer import Answer, Audit, HeadShare, Sampling, Stats
-from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.batch.draw import RowDraw, token_logprobs
 from retrieval_attn.batch.penalties import History, PenaltyProcessor, require_known
 from retrieval_attn.batch.text import TextStream, before_stop
 from retrieval_attn.cache.cache import RetrievalCache, form_beside, retrieves
@@ -35,7 +35,7 @@ from retrieval_attn.cache.sequence import ids_tensor
 from retrieval_attn.cache.tail_share import largest_share, mean_share
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.beside import make_way, with_all_keys
-from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
+from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, TokenScore, forward, positions, run
 from retrieval_attn.engine.prefill import abandon, finish_prefill
 from retrieval_attn.engine.progress import ReadingBar
 from retrieval_attn.engine.ready import compilation, make_ready, prepared
@@ -52,15 +52,26 @@ class Cancelled(Exception):
 class PromptRows:
     """Sequences side by side, on the model's device: ids int64 and valid bool, both (batch, columns).
 
-    Columns that are not valid are padding.
+    Columns that are not valid are padding. scored: `AnswerLoop.read` returns a score of each new token but the first
+    one, with so many of the likeliest tokens; of one sequence. None: of none.
     """
 
     ids: Tensor
     valid: Tensor
+    scored: int | None = None
 
     def first(self, columns: int) -> PromptRows:
         """The first `columns` columns, a view."""
         return PromptRows(self.ids[:, :columns], self.valid[:, :columns])
+
+
+def token_scores(logits: Tensor, ids: Tensor, count: int) -> list[TokenScore]:
+    """Score tokens ids int64 (n,) by the logits (n, vocabulary) float32 that predict them; see `TokenScore`."""
+    logprobs, top_ids, top = (part.tolist() for part in token_logprobs(logits, ids, count))
+    return [
+        TokenScore(logprob, tuple(zip(ids, values, strict=True)))
+        for logprob, ids, values in zip(logprobs, top_ids, top, strict=True)
+    ]
 
 
 class AnswerLoop:
@@ -106,9 +117,13 @@ class AnswerLoop:
         past = cache.get_seq_length()
         mask = None if bool(batch.valid.all()) else batch.valid
         place = positions(batch.valid)
+        every, scores, new = batch.scored is not None, list[TokenScore](), batch.ids[:, past:]
         with torch.no_grad(), using_retrieval(self.model, cache.config.prefill_chunk):
-            logits = forward(self.model, cache, batch.ids[:, past:], mask=mask, position_ids=place[:, past:])
-        return PromptState(batch.ids, logits, place[:, -1], mask)
+            logits = forward(self.model, cache, new, mask=mask, position_ids=place[:, past:], every=every)
+            if batch.scored is not None:
+                scores = token_scores(logits[0, :-1], new[0, 1:], batch.scored)
+                logits = logits[:, -1].clone()
+        return PromptState(batch.ids, logits, place[:, -1], mask, scores)
 
     def fill(self, cache: RetrievalCache, batch: PromptRows, progress: bool = True) -> float:
         """`read_whole`, with a bar if `progress`. Returns the seconds of all of it."""

@@ -215,11 +215,26 @@ def choose(
     if mode.logprobs is None:
         return Chosen(ids, failed)
     most = most if scores is logits else logits.amax(dim=1)
+    return Chosen(ids, failed, *_logprobs(logits, most, ids, failed, mode.logprobs))
+
+
+def token_logprobs(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of given tokens, as `choose` computes them for the tokens that it chooses.
+
+    logits: float32 (rows, vocabulary). ids: int64 (rows,). count: of the likeliest tokens. Returns logprobs (rows,),
+    and top_ids and top_logprobs (rows, n), see `Chosen`.
+    """
+    most = logits.amax(dim=1)
+    logprobs, top_ids, top = _logprobs(logits, most, ids, ~torch.isfinite(most), count)
+    return logprobs, top_ids, top
+
+
+def _logprobs(logits: Tensor, most: Tensor, ids: Tensor, failed: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     lse = most + (_weights(logits, most).sum(dim=1).double() / WEIGHT).log().float()
     lse = lse.masked_fill(failed, math.nan)
     chosen = logits.gather(1, ids[:, None]).squeeze(1) - lse
-    top, top_ids = logits.topk(min(mode.logprobs, logits.shape[1]), dim=1)
-    return Chosen(ids, failed, chosen, top_ids, top - lse[:, None])
+    top, top_ids = logits.topk(min(count, logits.shape[1]), dim=1)
+    return chosen, top_ids, top - lse[:, None]
 
 
 def _require_shapes(logits: Tensor, draws: DrawTable, positions: Tensor) -> None:

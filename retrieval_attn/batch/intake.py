@@ -45,13 +45,15 @@ class Intake:
         saved = None if request.context is None else self._saved.find(request.context, lost=before is not None)
         held = 0 if saved is None else saved.tokens - saved.forgotten_tokens
         self._require_room(held + request.prompt_tokens + request.max_tokens)
-        pages = None if self._exact is None or saved is not None else RowPages(self._exact, request.parts)
+        paged = self._exact is not None and saved is None and request.prompt_logprobs is None
+        pages = RowPages(self._exact, request.parts) if self._exact is not None and paged else None
         return Row(request, ticket, self._loop, self._outbox, saved, pages, before)
 
     def job(self, number: str, row: Row) -> Job:
         """The row as the scheduler sees it."""
         request, opened = row.request, 0 if row.lost else row.prompt_tokens - row.request.prompt_tokens
-        known = 0 if self._tree is None else row.sharing.known_tokens(self._tree)
+        scored = request.prompt_logprobs is not None
+        known = 0 if self._tree is None or scored else row.sharing.known_tokens(self._tree)
         # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
         tokens = row.prompt_tokens + 1
         return Job(number, tokens, request.max_tokens, 0, opened, known, request.owner, request.priority)

@@ -14,6 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -31,7 +32,7 @@ from retrieval_attn.model.placement import devices
 log = logging.getLogger(__name__)
 
 
-def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int]) -> PromptRows:
+def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int], scored: int | None = None) -> PromptRows:
     """What a read of `ids` after what a cache holds gives to a forward. Raises as `PausedRead`."""
     if not len(ids):
         raise InputDataError("A read needs at least one token; give a non-empty list of token ids.")
@@ -43,7 +44,7 @@ def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int]) -> Prom
             f"A read continues one sequence whose ids are known, the cache has {len(sequences)} sequences of "
             f"{cache.batch.columns} tokens and {len(before)} ids; say them with cache.batch.note_ids."
         )
-    return loop.batch([list(ids)], before=before)
+    return replace(loop.batch([list(ids)], before=before), scored=scored)
 
 
 class PausedRead(GatedRead):
@@ -52,13 +53,16 @@ class PausedRead(GatedRead):
     A read that is cancelled, or fails, leaves the cache as it was before. One that nobody refers to is cancelled.
     """
 
-    def __init__(self, loop: AnswerLoop, cache: RetrievalCache, ids: Items[int]) -> None:
+    def __init__(
+        self, loop: AnswerLoop, cache: RetrievalCache, ids: Items[int], scored: int | None = None
+    ) -> None:  # fmt: skip
         """Begin; no cell runs before `go`. cache: of one sequence, whose ids it knows, or empty. ids: what follows.
+        scored: see `PromptRows`.
 
         Raises InputDataError for no ids or those of images, ContextLengthError, CacheMismatchError; here, before there
         is a thread.
         """
-        batch = read_batch(loop, cache, ids)
+        batch = read_batch(loop, cache, ids, scored)
         chunks = -(-len(ids) // cache.config.prefill_chunk)
         ends = sum(isinstance(layer, CacheLayer) for layer in cache.layers) if chunks > 1 else 0
         cells = chunks * len(cache.layers) + ends

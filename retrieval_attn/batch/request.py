@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from retrieval_attn.batch.choice_options import is_encodable, is_int
-from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.batch.draw import MAX_LOGPROBS, RowDraw
 from retrieval_attn.batch.job import PRIORITIES, Priority
+from retrieval_attn.engine.decode import TokenScore
 from retrieval_attn.errors import ConfigError, InputDataError
 
 __all__ = ["Event", "Finished", "Reason", "Request"]
@@ -27,8 +28,9 @@ class Request:
     one API key; None: by all requests. owner: with whom the engine's time is shared evenly. context: the name of a
     saved context of the engine's store, which the prompt continues: it is opened once for all requests that name it,
     and only these have it, of whatever namespace. min_tokens: tokens before which neither a stop token nor a stop
-    string ends the answer. Raises InputDataError for an empty prompt or piece, ConfigError for
-    anything else that is wrong.
+    string ends the answer. prompt_logprobs: 0 to 20: at the end, the log-probability of each token of the prompt is
+    told, with so many of the likeliest tokens in its place; what was read for other requests is not used then. None:
+    it is not. Raises InputDataError for an empty prompt or piece, ConfigError for anything else that is wrong.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -41,6 +43,7 @@ class Request:
     priority: Priority = "interactive"
     context: str | None = None
     min_tokens: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         given: Sequence[Any] = self.parts
@@ -59,6 +62,12 @@ class Request:
             raise ConfigError(
                 f"min_tokens must be an integer in [0, {self.max_tokens}], the most tokens of the answer; got "
                 f"{self.min_tokens!r}."
+            )
+        scored = self.prompt_logprobs
+        if scored is not None and (not is_int(scored) or not 0 <= scored <= MAX_LOGPROBS or self.context is not None):
+            raise ConfigError(
+                f"prompt_logprobs must be None or an integer from 0 to {MAX_LOGPROBS}, for a prompt without a saved "
+                f"context; got {scored!r} and context={self.context!r}."
             )
         if self.context is not None and not (isinstance(self.context, str) and self.context):
             raise ConfigError(f"context must be the name of a saved context, got {self.context!r}.")
@@ -92,7 +101,8 @@ class Finished(NamedTuple):
 
     tokens: all that were chosen, without a stop token. prompt_tokens: with a saved context's. cached_tokens: of these,
     what was not read for it.
-    seconds: from submission to the first token, and to the end.
+    seconds: from submission to the first token, and to the end. prompt: scores of the prompt's tokens but the first
+    one, if the request has `prompt_logprobs`.
     """
 
     reason: Reason
@@ -102,3 +112,4 @@ class Finished(NamedTuple):
     cached_tokens: int
     seconds: tuple[float, float]
     error: BaseException | None = None
+    prompt: tuple[TokenScore, ...] = ()

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.answer_loop import AnswerLoop, token_scores
 from retrieval_attn.batch.counts import TierTokens
 from retrieval_attn.batch.exact import RowPages
-from retrieval_attn.batch.ids import int32_row
+from retrieval_attn.batch.ids import Ids, int32_row
 from retrieval_attn.batch.opening import Opening
 from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.penalties import History
@@ -29,11 +30,15 @@ from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache, seal
 from retrieval_attn.config import Config
+from retrieval_attn.engine.decode import PromptState, TokenScore
 from retrieval_attn.errors import StoreDamagedError
 
 __all__ = ["Row"]
 
 log = logging.getLogger(__name__)
+
+SCORED_BYTES = 1 << 28
+"""Of logits in float32: 523 tokens with a vocabulary of 128,256."""
 
 
 class Row:
@@ -74,9 +79,12 @@ class Row:
         self._opened: OpenedText | None = None
         # arrays, once: a list of 128K ids takes milliseconds to compare
         parts = [*([] if saved is None else [saved.ids]), *map(int32_row, request.parts)]
+        if request.prompt_logprobs is not None:
+            parts = _score_pieces(np.concatenate(parts), loop.vocabulary)
         ends, marks = list(accumulate(map(len, parts))), 0 if saved is None else 1
         self.sharing = Sharing(np.concatenate(parts), ends, marks, request.namespace)
         self._history = History.of(request.draw, self.sharing.ids, self.tokens, self._stops, request.min_tokens)
+        self._scores: list[TokenScore] = []  # of the prompt's tokens but the first one, as far as it is read
         self._done = self._inside = 0  # parts that the cache holds, and tokens that it holds of the next one
         self._pages = pages
         self._began: float = time.perf_counter() if before is None else before._began
@@ -117,6 +125,8 @@ class Row:
         """Begin to read the next part, unless another request reads it, or the tree has it by now; take up one that is
         read. packs: short ones may be read with those of others. Raises what went wrong with the reading.
         """
+        if self.request.prompt_logprobs is not None:
+            tree, packs = None, False  # all of it is read: scores of a part that another request has read are not kept
         if self.read is not None:
             if not self.read.done:
                 return
@@ -150,9 +160,10 @@ class Row:
             self._pages.open(self._done, self.cache)
         part: Sequence[int] = sharing.ids[max(self._known, sharing.marks) : sharing.ends[self._done]].tolist()
         short = len(part) <= min(SHORT_TOKENS, self.cache.config.prefill_chunk)
-        self.read = (ShortRead if packs and short and packable(self.cache) else PausedRead)(
-            self._loop, self.cache, part
-        )
+        if packs and short and packable(self.cache):
+            self.read = ShortRead(self._loop, self.cache, part)
+        else:
+            self.read = PausedRead(self._loop, self.cache, part, self.request.prompt_logprobs)
 
     def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
         """Take the next token; whether the answer ends with it by itself."""
@@ -176,11 +187,11 @@ class Row:
             return
         self.ended, self.reason = True, reason
         counts = self.prompt_tokens, self.cached_tokens
-        self._teller.end(reason, error, Summary(self.tokens, *counts, self._began, self._first))
+        self._teller.end(reason, error, Summary(self.tokens, *counts, self._began, self._first, self._scores))
 
     def leave(self, answers: Tree | None = None) -> None:
         """Give everything back. answers: keeps prompt and answer for follow-up turns, unless the row has failed."""
-        if answers is not None and self.reason not in (None, "error"):
+        if answers is not None and self.reason not in (None, "error") and self.request.prompt_logprobs is None:
             self._keep(answers)
         if self.read is not None:
             self.read.cancel()
@@ -206,6 +217,7 @@ class Row:
     def _take_part(self, tree: Tree | None) -> None:
         assert self.read is not None and self.cache is not None
         state, self.read = self.read.result(), None
+        self._note_scores(state)
         if self.cache.batch.exact is not None:
             self.cache.batch.exact = self.cache.batch.exact.closed()
         self.cache.batch.note_ids(state.sequences)
@@ -217,6 +229,16 @@ class Row:
             self.logits = state.logits
             return
         self._go_on(self.cache, tree)
+
+    def _note_scores(self, state: PromptState) -> None:
+        """Keep the scores of the part that was read, and of the next part's first token."""
+        count, end = self.request.prompt_logprobs, self.sharing.ends[self._done]
+        if count is None:
+            return
+        self._scores += state.scores
+        if end < len(self.sharing.ids):
+            following = torch.tensor([int(self.sharing.ids[end])], device=state.logits.device)
+            self._scores += token_scores(state.logits, following, count)
 
     def _take_opened(self, tree: Tree | None) -> None:
         assert self._opening is not None and self._saved is not None
@@ -246,6 +268,15 @@ class Row:
         self._done = bisect_right(ends, node.end)
         self._inside = node.end - (ends[self._done - 1] if self._done else 0)
         self.cached_tokens = node.end - self.sharing.marks
+
+
+def _score_pieces(ids: Ids, vocabulary: int) -> list[Ids]:
+    """The parts in which a prompt is read whose tokens are scored: the logits of a part are held at once.
+
+    They are of one size: a short part would go through retrieval (`Config.decode_tokens`).
+    """
+    tokens = max(1, SCORED_BYTES // (4 * vocabulary))
+    return np.array_split(ids, -(-len(ids) // tokens))
 
 
 def found_tokens(row: Row) -> TierTokens:

@@ -11,6 +11,7 @@ from retrieval_attn.batch.outbox import Outbox
 from retrieval_attn.batch.request import Event, Finished, Reason
 from retrieval_attn.batch.text import TextStream
 from retrieval_attn.batch.ticket import Ticket
+from retrieval_attn.engine.decode import TokenScore
 
 __all__ = ["Summary", "Teller"]
 
@@ -25,6 +26,7 @@ class Summary(NamedTuple):
     cached_tokens: int
     began: float
     first: float
+    prompt: Sequence[TokenScore] = ()
 
 
 class Teller:
@@ -80,4 +82,5 @@ class Teller:
             self._ticket.put(Event(-1, rest))
         seconds = summary.first - summary.began, time.perf_counter() - summary.began
         counts = summary.prompt_tokens, summary.cached_tokens
-        self._ticket.put(Finished(reason, self._text, tuple(summary.tokens), *counts, seconds, error))
+        scores = tuple(summary.prompt)
+        self._ticket.put(Finished(reason, self._text, tuple(summary.tokens), *counts, seconds, error, scores))

@@ -12,9 +12,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,19 +33,27 @@ from retrieval_attn.model.placement import agreed, input_device
 logger = logging.getLogger(__name__)
 
 
+class TokenScore(NamedTuple):
+    """A token's log-probability, and the likeliest tokens in its place: pairs of an id and its log-probability."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class PromptState:
     """What the token loop continues: a cache holds the prompt's tokens, and this is the rest.
 
     sequences: (batch, columns) ids so far, which processors and criteria see. logits: (batch, vocabulary) float32 of
     the next token. position: int64 (batch,) of the last real token. mask: (batch, cached columns) bool, None without
-    padding. All on the model's input device.
+    padding. All on the model's input device. scores: see `PromptRows.scored`.
     """
 
     sequences: Tensor
     logits: Tensor
     position: Tensor
     mask: Tensor | None = None
+    scores: Sequence[TokenScore] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,23 +107,25 @@ def forward(
     mask: Tensor | None,
     position_ids: Tensor,
     inputs_embeds: Tensor | None = None,
+    every: bool = False,
 ) -> Tensor:
     """Run `model` on new tokens and return the last column's logits, (batch, vocabulary) float32.
 
-    mask: (batch, all columns) bool or None without padding; position_ids: (batch, new).
+    mask: (batch, all columns) bool or None without padding; position_ids: (batch, new). every: return the logits of all
+    new columns, (batch, new, vocabulary).
     """
     arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": mask}
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters:
         arguments["position_ids"] = position_ids
     if "logits_to_keep" in parameters:
-        arguments["logits_to_keep"] = 1
+        arguments["logits_to_keep"] = 0 if every else 1  # 0 is all of them
     if inputs_embeds is not None:
         arguments["inputs_embeds"] = inputs_embeds
     else:
         arguments["input_ids"] = ids
     logits: Tensor = model(**arguments, return_dict=True).logits
-    return logits[:, -1].float()
+    return logits.float() if every else logits[:, -1].float()
 
 
 class Steps:

@@ -95,11 +95,11 @@ class ChatAnswer(Answer):
 
 
 class TextLogprobs(Answer):
-    """Of each token of the answer."""
+    """Of each token of the answer, and with `echo` of the prompt, whose first token has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

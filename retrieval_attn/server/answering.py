@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from retrieval_attn.errors import ContextLengthError
 from retrieval_attn.server.answered import ERRORS, ChatAnswer, TextAnswer
 from retrieval_attn.server.asked import ChatBody, CompletionBody, SampledBody
 from retrieval_attn.server.choices import Choices
+from retrieval_attn.server.echo import EchoForm
 from retrieval_attn.server.failure import ApiError, failure_of
 from retrieval_attn.server.form import DONE, ChatForm, Form, TextForm, usage_of
 from retrieval_attn.server.permissions import UserRoute
@@ -69,11 +71,20 @@ async def complete(body: CompletionBody, request: HttpRequest) -> Response:
 
     makes = [making(prompt) for prompt in body.prompts]
     logprobs = 0 if body.logprobs is None else max(body.logprobs, 1)
-    form = TextForm(body.model, service.texts, body.logprobs or 0)
-    most = body.max_tokens or COMPLETION_TOKENS
-    return await _answer(
-        service, request, body, await _requests(service, request, body, makes, (context, most, logprobs)), form
-    )
+    most = COMPLETION_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+    requests = await _requests(service, request, body, makes, (context, most, logprobs))
+    if body.scores:  # a single token is told, and so is one that ends the answer
+        ends = frozenset() if most == 1 else requests[0].stop_ids
+        requests = [replace(one, prompt_logprobs=body.logprobs, stop_ids=ends) for one in requests]
+    if not body.echo:
+        return await _answer(service, request, body, requests, TextForm(body.model, service.texts, body.logprobs or 0))
+    given = [prompt for prompt in body.prompts for _ in range(body.n or 1)]
+    echoed = [
+        (prompt if isinstance(prompt, str) else str(service.prompts.tokenizer.decode(prompt)), one.ids)
+        for prompt, one in zip(given, requests, strict=True)
+    ]
+    form = EchoForm(body.model, service.texts, body.logprobs or 0, echoed, answers=body.max_tokens != 0)
+    return await _answer(service, request, body, requests, form)
 
 
 async def _requests(

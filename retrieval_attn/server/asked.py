@@ -248,7 +248,8 @@ class CompletionBody(SampledBody):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: Literal[False] | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    echo: bool | None = None
     suffix: Literal[""] | None = None
     best_of: int | None = Field(None, ge=1, le=128)
 
@@ -257,6 +258,19 @@ class CompletionBody(SampledBody):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of must be n: all answers that are made are returned")
         return self
+
+    @model_validator(mode="after")
+    def _echoes_whole(self) -> CompletionBody:
+        if self.max_tokens == 0 and (not self.echo or self.stream):
+            raise ValueError("max_tokens=0 needs echo=true, and no stream")
+        if self.scores and (self.stream or self.context or "@" in self.model):
+            raise ValueError("echo with logprobs needs stream=false, and a prompt without a saved context")
+        return self
+
+    @property
+    def scores(self) -> bool:
+        """Whether the tokens of the prompt get log-probabilities."""
+        return bool(self.echo) and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -15,6 +15,7 @@ import numpy as np
 from retrieval_attn import errors
 from retrieval_attn.batch.draw import RowDraw
 from retrieval_attn.batch.request import Event, Finished, Request
+from retrieval_attn.engine.decode import TokenScore
 from retrieval_attn.server.failure import EngineLostError
 
 __all__ = [
@@ -111,6 +112,7 @@ def request_of(request: Request) -> Plain:
         "priority": request.priority,
         "context": request.context,
         "min_tokens": request.min_tokens,
+        "prompt_logprobs": request.prompt_logprobs,
     }
 
 
@@ -130,8 +132,8 @@ def item_of(item: Event | Finished) -> list[Any]:
     """What becomes of a request, as plain values."""
     if isinstance(item, Event):
         return ["event", item.token, item.text, item.logprob, item.top]
-    plain = item._replace(error=None)
-    return ["end", *plain[:-1], None if item.error is None else plain_error(item.error)]
+    *plain, error, scores = item
+    return ["end", *plain, None if error is None else plain_error(error), scores]
 
 
 def item_from(plain: list[Any]) -> Event | Finished:
@@ -140,9 +142,10 @@ def item_from(plain: list[Any]) -> Event | Finished:
     if kind == "event":
         token, text, logprob, top = values
         return Event(token, text, logprob, tuple((one, value) for one, value in top))
-    reason, text, tokens, prompt, cached, seconds, error = values
+    reason, text, tokens, prompt, cached, seconds, error, scores = values
     told = None if error is None else error_from(error)
-    return Finished(reason, text, tuple(tokens), prompt, cached, (seconds[0], seconds[1]), told)
+    scored = tuple(TokenScore(logprob, tuple(map(tuple, top))) for logprob, top in scores)
+    return Finished(reason, text, tuple(tokens), prompt, cached, (seconds[0], seconds[1]), told, scored)
 
 
 def plain_error(error: BaseException) -> list[Any]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from retrieval_attn.batch.choice_options import is_encodable, is_int
 from retrieval_attn.batch.draw import MAX_LOGPROBS, RowDraw
 from retrieval_attn.batch.job import PRIORITIES, Priority
 from retrieval_attn.engine.decode import TokenScore
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.sampling.options import is_encodable, is_int
 
 __all__ = ["Event", "Finished", "Reason", "Request"]
 

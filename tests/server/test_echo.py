@@ -139,3 +139,24 @@ def test_scores_are_asked_for_as_numbers() -> None:
             Request(((5,),), prompt_logprobs=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="without a saved context"):
         Request(((5,),), prompt_logprobs=1, context="book")
+
+
+def test_an_evaluation_scores_texts(served: Served) -> None:
+    """lm-eval's own client: the log-likelihood of continuations, and whether they are what greedy decoding writes."""
+    why = 'needs lm-eval with its client: pip install "lm_eval[api]"'
+    models = pytest.importorskip("lm_eval.models.openai_completions", reason=why, exc_type=ImportError)
+    instance = pytest.importorskip("lm_eval.api.instance")
+    client = models.LocalCompletionsAPI(
+        base_url=f"{served.url}/v1/completions", model="bundled", tokenizer=model_path("bundled"), batch_size=2
+    )
+    pairs = [(TEXTS[0], " yellow. Here we go."), (TEXTS[0], " purple and cold"), (TEXTS[1], " go.")]
+    asked = [instance.Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    found = client.loglikelihood(asked)
+    for (before, behind), (total, greedy) in zip(pairs, found, strict=True):
+        start = client.tok_encode(before)
+        whole = client.tok_encode(before + behind)
+        expected = reference(whole)[len(start) - 1 : -1]
+        own = torch.tensor(whole[len(start) :])
+        assert total == pytest.approx(float(expected.gather(1, own[:, None]).sum()), abs=0.02)
+        assert greedy == bool((expected.argmax(dim=1) == own).all())
+    assert [greedy for _, greedy in found][:2] == [True, False]

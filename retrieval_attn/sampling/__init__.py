@@ -1,0 +1,1 @@
+"""Options that choose the tokens of an answer."""

@@ -16,7 +16,7 @@ from retrieval_attn.batch.exact import ExactPool
 from retrieval_attn.batch.request import Request
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
-from tests.test_bucket_draw import DRAWS, check_draws, requests
+from tests.test_bucket_draw import DRAWS, check_draws, check_mixture, check_penalties, requests
 from tests.test_bucket_pages import rows_of, trees
 from tests.test_bucket_states import break_states
 from tests.test_engine import CONFIG, alone, ids, llm_of
@@ -136,6 +136,14 @@ def test_the_others_change_no_bit(kind: str) -> None:
 @pytest.mark.parametrize("draws", [[DRAWS[0]] * 5, DRAWS[:3] * 2, DRAWS], ids=["greedy", "drawn", "logprobs"])
 def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[RowDraw], host_callback: str) -> None:
     check_draws(build_model("llama", head_dim=64).cuda(), draws)
+
+
+def test_rows_without_a_draw_get_their_logits_back() -> None:
+    check_mixture(build_model("llama", head_dim=64).cuda())
+
+
+def test_an_engine_applies_penalties_beside_its_graphs() -> None:
+    check_penalties(build_model("llama", head_dim=64).cuda())
 
 
 def test_an_engine_draws_in_graphs() -> None:

@@ -69,9 +69,9 @@ def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[RowDraw]) ->
     check_draws(build_model("llama"), draws)
 
 
-def test_rows_without_a_draw_get_their_logits_back() -> None:
-    """Beside rows that choose in the graph, in any mixture: both as in a step of a runner where no row draws."""
-    model, chance = build_model("llama"), random.Random(3)
+def check_mixture(model: Any) -> None:
+    """Rows without a draw beside rows that choose in the graph: both as in a step of a runner where no row draws."""
+    chance = random.Random(3)
     caches = [read(model, tokens, seed) for seed, tokens in enumerate([50, 90, 300, 30, 120])]
     mine, theirs = [cache.fork() for cache in caches], [cache.fork() for cache in caches]
     drawing, plain, chooser = BucketRunner(model, ROWS), BucketRunner(model, ROWS), Chooser(ROWS, model.device)
@@ -101,10 +101,14 @@ def test_rows_without_a_draw_get_their_logits_back() -> None:
     plain.close()
 
 
-def test_an_engine_applies_penalties_beside_its_graphs() -> None:
+def test_rows_without_a_draw_get_their_logits_back() -> None:
+    check_mixture(build_model("llama"))
+
+
+def check_penalties(model: Any) -> None:
     """Rows with and without such options together: each gets what it gets alone, and what an eager engine gives it."""
     llm = llm_of()
-    llm.model = build_model("llama")
+    llm.model = model
     options = [
         RowDraw(),
         RowDraw(repetition_penalty=1.8),
@@ -125,6 +129,10 @@ def test_an_engine_applies_penalties_beside_its_graphs() -> None:
         assert same(one, alone(llm, request)) and same(one, alone(eager, request)), request
     assert len(found[-1].tokens) >= 6 and not set(found[-1].tokens[:6]) & set(range(60))
     assert 11 not in found[4].tokens and len(set(found[1].tokens)) > len(set(found[0].tokens))
+
+
+def test_an_engine_applies_penalties_beside_its_graphs() -> None:
+    check_penalties(build_model("llama"))
 
 
 def test_the_next_step_takes_the_tokens_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

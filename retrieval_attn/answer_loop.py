@@ -43,6 +43,9 @@ from retrieval_attn.errors import InputDataError, UnsupportedModelError
 from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
 
+SCORED_TOGETHER = 64
+"""Tokens whose scores are computed at once: it takes 16 bytes for each logit."""
+
 
 class Cancelled(Exception):
     """The answer was cancelled while its question was read; nobody waits for it."""
@@ -66,12 +69,14 @@ class PromptRows:
 
 
 def token_scores(logits: Tensor, ids: Tensor, count: int) -> list[TokenScore]:
-    """Score tokens ids int64 (n,) by the logits (n, vocabulary) float32 that predict them; see `TokenScore`."""
-    logprobs, top_ids, top = (part.tolist() for part in token_logprobs(logits, ids, count))
-    return [
-        TokenScore(logprob, tuple(zip(ids, values, strict=True)))
-        for logprob, ids, values in zip(logprobs, top_ids, top, strict=True)
-    ]
+    """Score tokens ids int64 (n,) by the logits (n, vocabulary) that predict them; see `TokenScore`."""
+    found: list[TokenScore] = []
+    for start in range(0, len(ids), SCORED_TOGETHER):
+        part = slice(start, start + SCORED_TOGETHER)
+        logprobs, top_ids, top = (one.tolist() for one in token_logprobs(logits[part].float(), ids[part], count))
+        pairs = (tuple(zip(tokens, values, strict=True)) for tokens, values in zip(top_ids, top, strict=True))
+        found += map(TokenScore, logprobs, pairs)
+    return found
 
 
 class AnswerLoop:
@@ -122,7 +127,7 @@ class AnswerLoop:
             logits = forward(self.model, cache, new, mask=mask, position_ids=place[:, past:], every=every)
             if batch.scored is not None:
                 scores = token_scores(logits[0, :-1], new[0, 1:], batch.scored)
-                logits = logits[:, -1].clone()
+                logits = logits[:, -1].float().clone()  # without a hold on those of the other columns
         return PromptState(batch.ids, logits, place[:, -1], mask, scores)
 
     def fill(self, cache: RetrievalCache, batch: PromptRows, progress: bool = True) -> float:

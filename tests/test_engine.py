@@ -67,6 +67,8 @@ def requests_of(seed: int, count: int) -> list[Request]:
         tail = ids(chance.randrange(1, 40), 7_000 + 100 * seed + number)
         parts = (chance.choice(documents), tail) if chance.random() < 0.6 else (tail,)
         draw = RowDraw(0.8, top_k=9, seed=number) if chance.random() < 0.3 else RowDraw()
+        if number % 4 == 1:
+            draw = replace(draw, repetition_penalty=1.4, frequency_penalty=0.5, logit_bias={number: 3.0})
         found.append(Request(parts, chance.randrange(1, 14), draw, stop_ids=frozenset({3})))
     return found
 
@@ -351,7 +353,7 @@ def test_one_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_that_dies_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of()
-    monkeypatch.setattr(chooser, "choose", lambda *given: 1 // 0)
+    monkeypatch.setattr(chooser, "choose", lambda *given, **named: 1 // 0)
     engine = Engine(llm)
     tickets = [engine.submit(Request((ids(20, number),), 4)) for number in range(3)]
     assert {type(ticket.result().error) for ticket in tickets} == {ZeroDivisionError}

@@ -112,7 +112,7 @@ def forward(
     """Run `model` on new tokens and return the last column's logits, (batch, vocabulary) float32.
 
     mask: (batch, all columns) bool or None without padding; position_ids: (batch, new). every: return the logits of all
-    new columns, (batch, new, vocabulary).
+    new columns, (batch, new, vocabulary), in the model's dtype.
     """
     arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": mask}
     parameters = inspect.signature(model.forward).parameters
@@ -125,7 +125,7 @@ def forward(
     else:
         arguments["input_ids"] = ids
     logits: Tensor = model(**arguments, return_dict=True).logits
-    return logits.float() if every else logits[:, -1].float()
+    return logits if every else logits[:, -1].float()
 
 
 class Steps:

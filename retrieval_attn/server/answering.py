@@ -34,6 +34,8 @@ router = APIRouter(tags=["answers"], route_class=UserRoute)
 
 COMPLETION_TOKENS = 16
 """Of a text completion that does not say, as OpenAI's."""
+MAX_SCORES = 1 << 20
+"""Log-probabilities of the tokens of a request's prompts: 512K tokens with `logprobs: 1`."""
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
 
@@ -74,6 +76,7 @@ async def complete(body: CompletionBody, request: HttpRequest) -> Response:
     most = COMPLETION_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     requests = await _requests(service, request, body, makes, (context, most, logprobs))
     if body.scores:  # a single token is told, and so is one that ends the answer
+        _require_few_scores(sum(one.prompt_tokens for one in requests) * ((body.logprobs or 0) + 1))
         ends = frozenset() if most == 1 else requests[0].stop_ids
         requests = [replace(one, prompt_logprobs=body.logprobs, stop_ids=ends) for one in requests]
     if not body.echo:
@@ -85,6 +88,15 @@ async def complete(body: CompletionBody, request: HttpRequest) -> Response:
     ]
     form = EchoForm(body.model, service.texts, body.logprobs or 0, echoed, answers=body.max_tokens != 0)
     return await _answer(service, request, body, requests, form)
+
+
+def _require_few_scores(count: int) -> None:
+    """Raise ApiError for more numbers than one answer should have: writing them holds up other requests."""
+    if count > MAX_SCORES:
+        raise ApiError(
+            400, f"echo with logprobs would return {count:,} log-probabilities, at most {MAX_SCORES:,} are; ask for "
+            "fewer prompts, answers or logprobs.", param="logprobs",
+        )  # fmt: skip
 
 
 async def _requests(

@@ -87,6 +87,12 @@ def test_tokens_of_a_prompt_have_their_log_probabilities(http: Any, max_tokens: 
         assert greedy == (expected[:-1].argmax(dim=1) == torch.tensor(prompt[1:])).tolist() and True in greedy
 
 
+def test_more_log_probabilities_than_an_answer_should_have(http: Any) -> None:
+    body = {"model": "bundled", "prompt": [[5] * 50_001], "max_tokens": 0, "echo": True, "logprobs": 20}
+    reply = http.post("/v1/completions", json=body)
+    assert reply.status_code == 400 and "1,050,021 log-probabilities" in reply.json()["error"]["message"]
+
+
 def test_a_token_that_would_end_the_answer_has_its_place(http: Any) -> None:
     """With max_tokens=1, as evaluations ask: they take the last token off, whichever it is."""
     prompt = tokens_of(http, TEXTS[0])
@@ -146,6 +152,7 @@ def test_an_evaluation_scores_texts(served: Served) -> None:
     why = 'needs lm-eval with its client: pip install "lm_eval[api]"'
     models = pytest.importorskip("lm_eval.models.openai_completions", reason=why, exc_type=ImportError)
     instance = pytest.importorskip("lm_eval.api.instance")
+    pytest.importorskip("tenacity", reason=why)
     client = models.LocalCompletionsAPI(
         base_url=f"{served.url}/v1/completions", model="bundled", tokenizer=model_path("bundled"), batch_size=2
     )

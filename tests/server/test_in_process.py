@@ -61,7 +61,7 @@ def test_an_engine_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with inside.client() as http:
             headers = {"content-type": "application/json"}
             assert http.post("/v1/completions", content=body_of(5), headers=headers).is_success
-            monkeypatch.setattr(chooser, "choose", lambda *given: 1 // 0)
+            monkeypatch.setattr(chooser, "choose", lambda *given, **named: 1 // 0)
             lines = http.post("/v1/completions", content=body_of(5, stream=True), headers=headers).text.split("\n\n")
             assert "error" in json.loads(lines[-3].removeprefix("data: ")) and lines[-2] == "data: [DONE]"
             end = time.monotonic() + 10

@@ -368,7 +368,7 @@ class TestDeadlines:
                 return Submitted("1", lambda: cancelled.append(1))
 
         async def run() -> tuple[int, ApiError | None]:
-            found = Choices(Fast(), Admission(10, 1000), 60)  # type: ignore[arg-type]
+            found = Choices(Fast(), Admission(10, 1000), 60, "prompt")  # type: ignore[arg-type]
             await found.submit([Request(((1, 2),))])
             await asyncio.sleep(0.1)
             count = 0

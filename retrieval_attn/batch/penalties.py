@@ -162,9 +162,8 @@ class Penalties:
         self._seen[slot] = torch.from_numpy(seen).to(self._seen.device)
         self._counts[slot] = 0
         self._bias[slot] = 0
-        if draw.biases:
-            tokens, values = zip(*draw.biases, strict=True)
-            self._bias[slot, list(tokens)] = torch.tensor(values, device=self._bias.device)
+        if biases := {token: value for token, value in draw.biases if token < width}:
+            self._bias[slot, list(biases)] = torch.tensor(list(biases.values()), device=self._bias.device)
         options = draw.repetition_penalty, draw.presence_penalty, draw.frequency_penalty
         self._options[slot] = torch.tensor(options, device=self._options.device)
         self._slots[id(history)], self._counted[slot] = (slot, history), 0

@@ -152,15 +152,15 @@ def test_a_prompt_does_not_end_with_the_end_token(changed: ra.LLM) -> None:
     assert texts(changed, f"{TEXT}</s>") != [expected]  # one that the text has itself stays
 
 
-PLACES = ["generate", "completions", "context"]
+def prompts_of(llm: Any) -> Prompts:
+    """Of a server that makes control tokens of the words of special tokens in raw prompts."""
+    return Prompts(llm.tokenizer, 5000, 10**5, parse_special=True)
 
 
 def starts(llm: Any, place: str, text: str) -> list[int]:
     """The ids of a text as it is read there."""
     if place == "completions":
-        return [token for part in Prompts(llm.tokenizer, 5000, 10**5).of_text(text) for token in part]
-    if place == "context":
-        return PromptTemplate.of(llm.tokenizer).context_ids(text)
+        return [token for part in prompts_of(llm).of_text(text) for token in part]
     seen: list[int] = []
     embedding: Any = llm.model.get_input_embeddings()
     hook = embedding.register_forward_pre_hook(lambda _, given: seen.extend(given[0].flatten().tolist()))
@@ -171,7 +171,7 @@ def starts(llm: Any, place: str, text: str) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["generate", "completions"])
 def test_a_text_begins_with_one_bos(changed: ra.LLM, place: str, caplog: pytest.LogCaptureFixture) -> None:
     """With one line of the log, of a tokenizer that adds one; what the tokenizer does not add is the text's own."""
     changed.tokenizer.chat_template = None
@@ -187,11 +187,21 @@ def test_a_text_begins_with_one_bos(changed: ra.LLM, place: str, caplog: pytest.
     assert ["begins with '<s>'" in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_a_context_begins_with_one_bos(changed: ra.LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """The words of special tokens in a text that is read are text, those of the start token too."""
+    changed.tokenizer.chat_template = None
+    found = PromptTemplate.of(closing(changed).tokenizer).context_ids(f"<s>{TEXT}")
+    assert found[0] == changed.tokenizer.bos_token_id not in found[1:] and changed.tokenizer.decode(found[1:]) == (
+        f"<s>{TEXT}"
+    )
+    assert not caplog.records
+
+
 def test_a_long_text_is_cut_before_its_last_paragraph_behind_one_bos(changed: ra.LLM) -> None:
     """Dropped ids do not move the cut."""
     paragraphs = f"{TEXT * 8}\n\nWhy is the sky blue?"
-    expected = Prompts(closing(changed).tokenizer, 5000, 10**5).of_text(paragraphs)
-    found = Prompts(changed.tokenizer, 5000, 10**5).of_text(f"<s>{paragraphs}")
+    expected = prompts_of(closing(changed)).of_text(paragraphs)
+    found = prompts_of(changed).of_text(f"<s>{paragraphs}")
     assert len(expected) == 2 and found == expected
 
 

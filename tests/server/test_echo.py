@@ -73,7 +73,12 @@ def test_tokens_of_a_prompt_have_their_log_probabilities(http: Any, max_tokens: 
     asked: dict[str, Any] = {"prompt": prompts, "max_tokens": max_tokens, "logprobs": 2, "echo": True}
     found = complete(http, **asked)
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert complete(http, **asked)["choices"] == found["choices"], "and again, where the prompt was read before"
+    again = complete(http, **asked)["choices"]  # now that the prompt was read before
+    assert [one["text"] for one in again] == [one["text"] for one in found["choices"]]
+    for prompt, one, other in zip(prompts, again, found["choices"], strict=True):
+        # behind the prompt, steps of one row and of two may differ in low bits
+        for name, values in one["logprobs"].items():
+            assert values[: len(prompt)] == other["logprobs"][name][: len(prompt)]
     assert found["usage"]["completion_tokens"] == 2 * max_tokens
     for prompt, choice in zip(prompts, found["choices"], strict=True):
         expected, told = reference(prompt), choice["logprobs"]

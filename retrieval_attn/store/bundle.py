@@ -10,7 +10,6 @@ Checksums find damage, not malice: the store is private to its user.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
@@ -29,7 +28,7 @@ from retrieval_attn.store.disk import Disk
 from retrieval_attn.store.failures import damaged, guarded
 from retrieval_attn.store.mapped import Mapped
 from retrieval_attn.store.polynomial import BLOCK
-from retrieval_attn.store.record import canonical
+from retrieval_attn.store.record import canonical, is_count, is_fields, is_list_of, parse_json
 
 MAGIC = b"RABUNDLE"
 VERSION = 1
@@ -43,6 +42,10 @@ _PIECE = 1 << 24
 _DIRTY = 1 << 28
 """Bytes of a file that may wait in memory for the disk."""
 _NAME = re.compile(r"[\w./-]+", re.ASCII)
+_DTYPES = {dtype.str: dtype for dtype in (np.dtype(kind).newbyteorder("<") for kind in "?bBhHiIlLqQefd")}
+"""Of the arrays of a bundle, by their names in its header."""
+_MAX_DIMS = 32
+"""Of an array, as NumPy 1 has them."""
 
 
 class Bundle(NamedTuple):
@@ -105,7 +108,7 @@ def write_bundle(disk: Disk, path: Path, bundle: Bundle) -> Seal:
     try:
         stream = _Stream(disk, handle)
         stream.write(np.frombuffer(start, np.uint8), count=False)
-        places = _places(json.loads(start[_PREFIX.size :])["arrays"])
+        places = _places(parse_json(start[_PREFIX.size :])["arrays"], data_bytes)
         for array, place in zip(bundle.arrays.values(), places.values(), strict=True):
             stream.write(np.zeros(place.offset - stream.data_bytes, np.uint8))
             for piece in _pieces(array.astype(place.dtype, copy=False)):
@@ -119,12 +122,24 @@ def write_bundle(disk: Disk, path: Path, bundle: Bundle) -> Seal:
     return Seal(nbytes, crc32c(start[_PREFIX.size :]), crc32c(table))
 
 
-def _places(table: list[list[Any]]) -> dict[str, _Place]:
-    """A header's table of arrays: name, dtype, shape, offset."""
-    places = {}
-    for name, kind, shape, offset in table:
-        dtype = np.dtype(kind)
-        places[name] = _Place(dtype, tuple(shape), offset, math.prod(shape) * dtype.itemsize)
+def _places(table: Any, data_bytes: int) -> dict[str, _Place]:
+    """A header's table of arrays (name, dtype, shape, offset), in `data_bytes` of data. Raises ValueError."""
+    places: dict[str, _Place] = {}
+    for entry in table if isinstance(table, list) else [None]:
+        if not isinstance(entry, list) or len(entry) != 4:
+            raise ValueError("its table of arrays is none")
+        name, kind, shape, offset = entry
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in places:
+            raise ValueError(f"an array has the name {name!r:.80}")
+        dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+        if dtype is None or not is_list_of(is_count)(shape) or len(shape) > _MAX_DIMS:
+            raise ValueError(f"array {name} is of type {kind!r:.80} and shape {shape!r:.80}")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 62:  # NumPy refuses empty ones, too
+            raise ValueError(f"array {name} is of shape {shape!r:.80}")
+        if not is_count(offset) or offset % LINE or offset + nbytes > data_bytes:
+            raise ValueError(f"array {name} lies outside of it")
+        places[name] = _Place(dtype, tuple(shape), offset, nbytes)
     return places
 
 
@@ -259,11 +274,14 @@ class BundleFile:
             raise self._damage("the checksum of its table differs")
         if (header_crc, table_crc) != (self._seal.header_crc, self._seal.table_crc):
             raise self._damage("it is another file than the one that was saved")
-        fields = json.loads(header.tobytes())
+        try:
+            fields = parse_json(header.tobytes())
+            places = _places(fields.get("arrays"), data_bytes)
+        except ValueError as error:
+            raise self._damage(f"its header cannot be: {error}") from error
+        if not is_fields(fields.get("plain")):
+            raise self._damage("its header has no values")
         self._plain = fields["plain"]
-        places = _places(fields["arrays"])
-        if any(place.offset % LINE or place.offset + place.nbytes > data_bytes for place in places.values()):
-            raise self._damage("an array lies outside of it")
         self._sums = table.view("<u4")
         self._checked = np.zeros(blocks, np.bool_)
         return places

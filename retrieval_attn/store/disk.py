@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from retrieval_attn.store.mapped import Mapped, map_file, read_file
+from retrieval_attn.store.mapped import Mapped, OddFileError, map_file, open_regular, read_file
 
 try:
     import fcntl
@@ -22,7 +22,10 @@ _SHARED_KINDS = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "afs")
 
 
 class Disk(Protocol):
-    """File operations. All raise OSError; paths are absolute. Files are for their owner alone: 0600, folders 0700."""
+    """File operations. All raise OSError; paths are absolute. Files are for their owner alone: 0600, folders 0700.
+
+    `read`, `map` and `lock` raise OddFileError for paths that are not regular files, and never block on one.
+    """
 
     def create(self, path: Path) -> int:
         """A handle to write a new file; FileExistsError where one is."""
@@ -61,10 +64,10 @@ class Disk(Protocol):
         """Names in a folder, in any order."""
 
     def stat(self, path: Path) -> os.stat_result:
-        """What the system knows about a file."""
+        """What the system knows about a file; about a link, not about its target."""
 
-    def read(self, path: Path) -> bytes:
-        """A small file's bytes."""
+    def read(self, path: Path, limit: int) -> bytes:
+        """A file's bytes. Raises OddFileError for a file of more than `limit` bytes."""
 
     def map(self, path: Path) -> Mapped:
         """A file's bytes, as a private map where that is safe, else read when they are first needed."""
@@ -98,7 +101,7 @@ class OsDisk:
     def fsync_folder(self, path: Path) -> None:
         if os.name == "nt":  # has no such operation
             return
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
             os.fsync(handle)
         finally:
@@ -123,13 +126,17 @@ class OsDisk:
         return os.listdir(path)
 
     def stat(self, path: Path) -> os.stat_result:
-        return os.stat(path)
+        return os.lstat(path)
 
-    def read(self, path: Path) -> bytes:
-        return path.read_bytes()
+    def read(self, path: Path, limit: int) -> bytes:
+        with os.fdopen(open_regular(path), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > limit:
+                raise OddFileError(path, f"it has {nbytes} bytes, at most {limit} are expected")
+            return file.read(nbytes)
 
     def map(self, path: Path) -> Mapped:
-        handle = os.open(path, os.O_RDONLY | _BINARY)
+        handle = open_regular(path)
         try:
             status = os.fstat(handle)
             if _is_ours_alone(status) and not _is_shared(path, status.st_dev):
@@ -139,7 +146,7 @@ class OsDisk:
             os.close(handle)
 
     def lock(self, path: Path, *, wait_seconds: float) -> int | None:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o600)
+        handle = open_regular(path, os.O_RDWR | os.O_CREAT)
         if fcntl is None:
             return handle
         until = time.monotonic() + wait_seconds

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from retrieval_attn.errors import StoreDamagedError, StoreError, StoreFullError
+from retrieval_attn.store.mapped import OddFileError
 
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _CURES = {
@@ -30,9 +31,14 @@ def damaged(path: Path, why: str) -> StoreDamagedError:
 
 @contextlib.contextmanager
 def guarded(doing: str, path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a StoreError: "cannot <doing> <path>"."""
+    """Turn an OSError inside the block into a StoreError: "cannot <doing> <path>".
+
+    An OddFileError becomes a StoreDamagedError.
+    """
     try:
         yield
+    except OddFileError as error:
+        raise damaged(Path(error.filename), str(error.strerror)) from error
     except OSError as error:
         where = error.filename or path
         why = error.strerror or str(error)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from retrieval_attn.errors import StoreBusyError, StoreError, StoreMismatchError
 from retrieval_attn.store.disk import Disk
 from retrieval_attn.store.failures import damaged, guarded
-from retrieval_attn.store.record import decode, encode
+from retrieval_attn.store.record import MAX_BYTES, Check, decode, encode, is_digest
 
 VARIABLE = "RETRIEVAL_ATTN_STORE"
 """Environment variable: the folder for saved contexts."""
@@ -31,9 +30,9 @@ FORMAT = 1
 """Of the records of nodes, names and pins."""
 BUSY_SECONDS = 30.0
 _KIND = "retrieval-attn contexts "
+_VERSION_BYTES = 1 << 12
 _PARTS = {"VERSION", "LOCK", "tmp", "nodes", "contexts"}
 logger = logging.getLogger(__name__)
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def default_folder() -> Path:
@@ -71,7 +70,7 @@ class Layout:
 
     def node(self, digest: str) -> Path:
         """The folder of a node. Raises StoreError for what is no digest."""
-        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        if not is_digest(digest):
             raise StoreError(f"a node's digest is 64 hexadecimal digits, got {digest!r:.80}")
         return self.nodes / digest[:2] / digest
 
@@ -84,7 +83,7 @@ class Layout:
         path = self.root / "VERSION"
         with guarded("read", path):
             try:
-                text = self.disk.read(path).decode("ascii", "replace")
+                text = self.disk.read(path, _VERSION_BYTES).decode("ascii", "replace")
             except FileNotFoundError:
                 return False
         found = text.removeprefix(_KIND).removesuffix("\n")
@@ -214,14 +213,14 @@ def write_file(disk: Disk, path: Path, data: bytes) -> None:
         disk.close(handle)
 
 
-def read_record(disk: Disk, path: Path, fields: dict[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """A record whose `fields` have these types.
+def read_record(disk: Disk, path: Path, fields: Mapping[str, Check]) -> dict[str, Any]:
+    """A record whose `fields` pass these checks.
 
     Raises FileNotFoundError, StoreDamagedError, StoreMismatchError for one that a newer program wrote, StoreError.
     """
     with guarded("read", path):
         try:
-            data = disk.read(path)
+            data = disk.read(path, MAX_BYTES)
         except FileNotFoundError:
             data = None
     if data is None:
@@ -230,11 +229,12 @@ def read_record(disk: Disk, path: Path, fields: dict[str, type | tuple[type, ...
         record = decode(data)
     except ValueError as error:
         raise damaged(path, str(error)) from error
-    if isinstance(record.get("format"), int) and record["format"] != FORMAT:
+    if type(record.get("format")) is int and record["format"] != FORMAT:
         raise StoreMismatchError(
             f"{path} has format {record['format']}, this program knows format {FORMAT}; use the program that saved it"
         )
-    wrong = [name for name, kind in {"format": int, **fields}.items() if not isinstance(record.get(name), kind)]
+    checks = {"format": lambda value: type(value) is int, **fields}
+    wrong = [name for name, check in checks.items() if name not in record or not check(record[name])]
     if wrong:
-        raise damaged(path, f"it lacks {', '.join(wrong)}")
+        raise damaged(path, f"no program writes these fields of it so: {', '.join(wrong)}")
     return record

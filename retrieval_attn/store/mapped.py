@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 import sys
 import threading
 from pathlib import Path
@@ -27,6 +28,41 @@ _AHEAD = 1 << 24
 """Bytes behind a range that the disk is asked for with it: it reads on while somebody looks at the range."""
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _PAGE = mmap.PAGESIZE
+_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+class OddFileError(OSError):
+    """A path of the store that is no regular file, or a file that is larger than it may be."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EINVAL, why, str(path))
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, or a link to one, without blocking. flags: of `os.open`; with O_CREAT a link is refused.
+
+    Raises OddFileError for a device, a pipe, a socket or a folder: some of these have no end, or block the reader.
+    """
+    try:
+        require_regular(path, os.stat(path))  # opening a device can change its state
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    if flags & os.O_CREAT:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    handle = os.open(path, flags | _FLAGS, 0o600)
+    try:
+        require_regular(path, os.fstat(handle))
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def require_regular(path: Path, status: os.stat_result) -> None:
+    """Raise OddFileError for the status of anything but a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OddFileError(path, "it is not a regular file")
 
 
 class Mapped:
@@ -76,7 +112,7 @@ class _Read(Mapped):
         with self._lock:
             if self._data is None:
                 data = np.empty(self.nbytes, np.uint8)
-                with self._path.open("rb", buffering=0) as file:
+                with os.fdopen(open_regular(self._path), "rb", buffering=0) as file:
                     place, view = 0, data.data
                     while place < self.nbytes:
                         count = file.readinto(view[place:])

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from retrieval_attn.errors import ContextNameError, StoreDamagedError, StoreError, UnknownContextError
-from retrieval_attn.store.failures import guarded
+from retrieval_attn.store.failures import damaged, guarded
 from retrieval_attn.store.layout import FORMAT, Layout, read_record, write_file
-from retrieval_attn.store.record import encode
+from retrieval_attn.store.record import Check, encode, is_count, is_digest, is_fields, is_list_of, is_text
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "name": str,
-    "digest": str,
-    "chain": list,
-    "plain": dict,
-    "saved_at": (int, float),
-    "nbytes": int,
+_MAX_SECONDS = 1 << 37
+"""Since 1970, of a date that Python can print: in the year 6325."""
+_FIELDS: dict[str, Check] = {
+    "name": is_text,
+    "digest": is_digest,
+    "chain": lambda value: bool(value) and is_list_of(is_digest)(value),
+    "plain": is_fields,
+    "saved_at": lambda value: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,
+    "nbytes": is_count,
 }
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ def read_name(layout: Layout, name: str) -> NamedContext:
         raise _unknown(layout, name) from None
     if record["name"] != name:
         raise StoreDamagedError(f"{path} is damaged: it was saved as {record['name']!r}; move it back")
+    if record["chain"][-1] != record["digest"]:
+        raise damaged(path, f"its chain of nodes ends with another than {record['digest']}")
     fields = {field: record[field] for field in NamedContext._fields}
     return NamedContext(**{**fields, "chain": tuple(record["chain"])})
 

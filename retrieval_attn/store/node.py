@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from retrieval_attn.store.failures import damaged, guarded
 from retrieval_attn.store.layout import Layout, read_record
 from retrieval_attn.store.mapped import Mapped
 from retrieval_attn.store.pages import resident_bytes
-from retrieval_attn.store.record import canonical
+from retrieval_attn.store.record import Check, canonical, is_count, is_digest, is_fields, is_list_of, is_text
 
 RECORD = "node.json"
 DAMAGED = "DAMAGED"
@@ -29,14 +30,28 @@ IDS = "ids"
 SUFFIX = ".ra"
 NEARLY_ALL = 0.9
 """Share of a file in memory from which on no disk is waited for, to speak of."""
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "digest": str,
-    "parent": (str, type(None)),
-    "identity": str,
-    "options": dict,
-    "plain": dict,
-    "files": dict,
-    "nbytes": int,
+_FILE = re.compile(r"[\w.-]{1,100}", re.ASCII)
+
+
+def is_file_name(value: Any) -> bool:
+    """Whether a bundle can have this name."""
+    return isinstance(value, str) and _FILE.fullmatch(value) is not None
+
+
+def _is_seal(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(is_count, value, (1 << 62, 1 << 32, 1 << 32)))
+
+
+_FIELDS: dict[str, Check] = {
+    "digest": is_digest,
+    "parent": lambda value: value is None or is_digest(value),
+    "identity": is_text,
+    "options": is_fields,
+    "plain": is_fields,
+    "files": lambda value: (
+        is_fields(value) and all(map(is_file_name, value)) and is_list_of(_is_seal)([*value.values()])
+    ),
+    "nbytes": is_count,
 }
 logger = logging.getLogger(__name__)
 
@@ -75,7 +90,11 @@ def read_node(layout: Layout, digest: str) -> dict[str, Any]:
 def chain_of(layout: Layout, digest: str) -> list[dict[str, Any]]:
     """The records from the root to this node. Raises as `read_node`."""
     records = [read_node(layout, digest)]
+    known = {digest}
     while (parent := records[-1]["parent"]) is not None:
+        if parent in known:
+            raise damaged(layout.node(records[-1]["digest"]) / RECORD, f"node {parent} comes before itself")
+        known.add(parent)
         try:
             records.append(read_node(layout, parent))
         except UnknownContextError as error:

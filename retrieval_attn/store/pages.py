@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval_attn.store.mapped import open_regular
+
 __all__ = ["give_up", "resident_bytes"]
 
 _PAGE = mmap.PAGESIZE
@@ -18,7 +20,7 @@ def give_up(path: Path) -> None:
     """Ask the system to forget its copy of a file. Pages that a process has mapped stay. Raises OSError."""
     if not hasattr(os, "posix_fadvise"):  # macOS, Windows: nothing of the kind; the system decides
         return
-    handle = os.open(path, os.O_RDONLY)
+    handle = open_regular(path)
     try:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
@@ -29,7 +31,7 @@ def resident_bytes(path: Path) -> int | None:
     """Bytes of a file that memory holds, in whole pages; None where the system does not tell. Raises OSError."""
     if os.name == "nt":
         return None
-    handle = os.open(path, os.O_RDONLY)
+    handle = open_regular(path)
     try:
         nbytes = os.fstat(handle).st_size
         if not nbytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,56 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.store.crc import crc32c
 
 _BEGIN, _MIDDLE, _END = b'{"crc32c":"', b'","record":', b"}\n"
+MAX_BYTES = 1 << 24
+"""Of a record's file: a chain of 200,000 nodes. A larger file is no record."""
+Check = Callable[[Any], bool]
+"""Returns whether a parsed JSON value can be what a program wrote."""
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a string."""
+    return isinstance(value, str)
+
+
+def is_fields(value: Any) -> bool:
+    """Whether it is a JSON object."""
+    return isinstance(value, dict)
+
+
+def is_count(value: Any, stop: int = 1 << 62) -> bool:
+    """Whether it is an integer in [0, stop)."""
+    return type(value) is int and 0 <= value < stop
+
+
+def is_digest(value: Any) -> bool:
+    """Whether it is a node's digest: 64 hexadecimal digits."""
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def is_list_of(check: Check) -> Check:
+    """Return a check for lists whose elements pass `check`."""
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises ValueError for anything else, for NaN and infinity, and for too deep nesting."""
+    try:
+        value = json.loads(data, parse_constant=_refuse_constant, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError("it holds no record")
+    return value
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"it has the number {text}")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if abs(value) < float("inf") else _refuse_constant(text)
 
 
 def canonical(value: Any, what: str) -> str:
@@ -37,8 +89,13 @@ def _plain(value: Any, what: str) -> Any:
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """The bytes of a record's file."""
+    """The bytes of a record's file. Raises ConfigError for values that are not plain, or of more than MAX_BYTES."""
     text = canonical(record, "record").encode()
+    if len(text) > MAX_BYTES - 64:
+        raise ConfigError(
+            f"a record of {len(text)} bytes cannot be saved, at most {MAX_BYTES - 64} are; save shorter values, or "
+            "read the text again and save it as one node"
+        )
     return _BEGIN + b"%08x" % crc32c(text) + _MIDDLE + text + _END
 
 
@@ -50,7 +107,4 @@ def decode(data: bytes) -> dict[str, Any]:
         raise ValueError("it is not a whole record")
     if data[len(_BEGIN) : at] != b"%08x" % crc32c(text):
         raise ValueError("its checksum differs")
-    record = json.loads(text)
-    if not isinstance(record, dict):
-        raise ValueError("it holds no record")
-    return record
+    return parse_json(text)

@@ -14,6 +14,7 @@ from retrieval_attn.store.disk import Disk
 from retrieval_attn.store.failures import guarded
 from retrieval_attn.store.layout import Layout, read_record
 from retrieval_attn.store.names import read_name, stored_names
+from retrieval_attn.store.record import is_digest, is_list_of
 
 
 class Freed(NamedTuple):
@@ -36,6 +37,8 @@ def sweep(layout: Layout) -> Freed:
         stale, pinned = _leftovers(layout)
         nodes = []
         for part in layout.listed(layout.nodes):
+            if not _is_folder(layout, layout.nodes / part):  # a link leads out of the store
+                continue
             for digest in layout.listed(layout.nodes / part):
                 if digest in kept or digest in pinned:
                     continue
@@ -82,10 +85,18 @@ def _leftovers(layout: Layout) -> tuple[list[Path], set[str]]:
             continue
         alive.add(entry.partition(".")[0])
         try:
-            pinned.update(read_record(layout.disk, path, {"digests": list})["digests"])
+            pinned.update(read_record(layout.disk, path, {"digests": is_list_of(is_digest)})["digests"])
         except FileNotFoundError:  # it has just ended
             continue
     return [layout.tmp / entry for entry in entries if entry.partition(".")[0] not in alive], pinned
+
+
+def _is_folder(layout: Layout, path: Path) -> bool:
+    with guarded("read", path):
+        try:
+            return stat.S_ISDIR(layout.disk.stat(path).st_mode)
+        except FileNotFoundError:
+            return False
 
 
 def remove_tree(disk: Disk, path: Path) -> int:
@@ -115,4 +126,5 @@ def stored_bytes(layout: Layout) -> int:
         return sum(size(path / name) for name in layout.listed(path))
 
     with guarded("read", layout.root):
-        return size(layout.nodes) + size(layout.tmp)
+        folders = layout.nodes, layout.tmp  # themselves links, where the nodes lie on another disk
+        return sum(size(folder / name) for folder in folders for name in layout.listed(folder))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -26,11 +25,11 @@ from retrieval_attn.store.node import (
     check_identity,
     check_ids,
     digest_of,
+    is_file_name,
 )
 from retrieval_attn.store.record import canonical, encode
 from retrieval_attn.store.sweep import remove_tree, stored_bytes
 
-_FILE = re.compile(r"[\w.-]{1,100}", re.ASCII)
 logger = logging.getLogger(__name__)
 
 
@@ -81,7 +80,7 @@ class NodeWriter:
 
         Raises ConfigError for values or arrays that cannot be saved, StoreFullError, StoreError.
         """
-        if not isinstance(file, str) or not _FILE.fullmatch(file) or file == IDS:
+        if not is_file_name(file) or file == IDS:
             raise StoreError(f"a bundle's name has letters, digits and _ . - only, and is not 'ids', got {file!r:.80}")
         self._add(file, bundle)
 

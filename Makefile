@@ -27,7 +27,7 @@ TEST_PROCESSES ?= 2
 MODEL ?= bundled
 PORT ?= 8000
 
-.PHONY: help venv lm-eval serve serve-demo needle test lint format check cuda-test clean
+.PHONY: help venv lm-eval serve serve-demo needle test avx2-test lint format check cuda-test clean
 
 help:
 	@echo "make needle     install into $(VENV) and run the needle test with the bundled model"
@@ -37,6 +37,7 @@ help:
 	@echo "make check      lint and test"
 	@echo "make format     let ruff format the code and rewrite the help text in README.md"
 	@echo "make lm-eval    install lm-evaluation-harness as well, for its tests"
+	@echo "make avx2-test  kernels and captured steps, as on a processor without AVX-512"
 	@echo "make cuda-test  only the tests that need a CUDA device"
 
 venv: $(INSTALLED)
@@ -68,6 +69,12 @@ serve-demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(RUN) pytest --timeout=$(TEST_TIMEOUT) -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart=0
+
+# Which kernels there are depends on the processor: most machines that run the tests have AVX-512, many users' have not.
+AVX2_TESTS := tests/index/test_scan.py tests/index/test_key_codes.py \
+	tests/eval/test_bench_fidelity.py::test_captured_steps_are_fed_the_same
+avx2-test: $(INSTALLED)
+	$(RUN) tools.without_avx512 pytest --timeout=$(TEST_TIMEOUT) -q $(AVX2_TESTS)
 
 lint: $(INSTALLED)
 	$(RUN) ruff check $(CODE)

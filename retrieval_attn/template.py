@@ -191,6 +191,11 @@ def checked_text(text: str) -> str:
 
 def checked_ids(ids: Sequence[int], vocabulary: int) -> list[int]:
     """Token ids as a list, each an integer in [0, vocabulary). Raises InputDataError."""
+    if isinstance(ids, Mapping) and "input_ids" in ids:
+        raise InputDataError(
+            f"Token ids must be a list of integers, got a {type(ids).__name__}, as a tokenizer returns it; pass its "
+            '["input_ids"], for one text and without a batch dimension.'
+        )
     if isinstance(ids, str | bytes | bytearray | Mapping):
         raise InputDataError(f"Token ids must be a list of integers, got {type(ids).__name__}; decode bytes.")
     try:

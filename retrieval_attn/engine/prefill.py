@@ -44,7 +44,7 @@ from retrieval_attn.memory.host_room import require_host_room
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import host_memory_bytes
 from retrieval_attn.model.adapters import unwrapped
-from retrieval_attn.model.hooks import MaskSpec
+from retrieval_attn.model.hooks import MaskSpec, without_gradients
 from retrieval_attn.model.layers import DecoderParts, decoder_parts, first_decoder_layer, modules_of
 from retrieval_attn.model.packed import may_be_packed, packed_modules
 from retrieval_attn.model.placement import tensor_ranks
@@ -257,6 +257,17 @@ class _ChunkedLayer:
         cache = layered_cache(args, kwargs)
         if cache is None:
             return self._original(hidden_states, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._pass(cache, hidden_states, args, kwargs)
+        with torch.no_grad():
+            result = self._pass(cache, hidden_states, args, kwargs)
+        if hidden_states.requires_grad or any(one.requires_grad for one in self._layer.parameters()):
+            if isinstance(result, tuple):
+                return without_gradients(result[0]), *result[1:]
+            return without_gradients(result)
+        return result
+
+    def _pass(self, cache: Any, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = cache.layers[self._index] if self._index < len(cache.layers) else None
         tokens = hidden_states.shape[1]
         spec = next((item for item in (*args, *kwargs.values()) if isinstance(item, MaskSpec)), None)

@@ -55,6 +55,38 @@ class MaskSpec:
         return sdpa_mask(**self.dense_arguments)
 
 
+    @property
+    def ndim(self) -> int:
+        """Raise CacheMismatchError: code for a static cache of transformers' own wants a tensor."""
+        raise CacheMismatchError(
+            f'attn_implementation="{NAME}" got a cache of transformers\' own of a fixed size (StaticCache). Pass '
+            "past_key_values=retrieval_attn.RetrievalCache(model), or switch back with "
+            'model.set_attn_implementation("sdpa").'
+        )
+
+
+class _WithoutGradients(torch.autograd.Function):
+    """Passes a tensor on, and raises where a gradient of it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UnsupportedModelError(
+            "A RetrievalCache keeps no gradients: keys and values leave the autograd graph for host memory. Train "
+            "without past_key_values and with use_cache=False, which attends to all tokens; with a cache call the model "
+            "under torch.no_grad()."
+        )
+
+
+def without_gradients(out: Tensor) -> Tensor:
+    """Return `out`, computed outside autograd, so that `backward` through it raises UnsupportedModelError."""
+    result: Tensor = _WithoutGradients.apply(torch.empty((), requires_grad=True), out)  # type: ignore[no-untyped-call]
+    return result
+
+
 class AttendingLayer(Protocol):
     """A cache layer, as the handles know it. packs: a row of a forward may be several texts, which it tells apart."""
 
@@ -145,7 +177,8 @@ def attention(
     plain tensors when the model runs without a retrieval cache (then: ordinary scaled dot-product attention).
     kwargs: what models add: dropout, softcap, s_aux (learned sink logits), and others for plain attention alone.
     Returns (batch, queries, q_heads, value_dim) in the query's dtype, and None for the weights.
-    Raises ConfigError where the weights were asked for, UnsupportedMaskError for several texts in one row.
+    Raises ConfigError where the weights were asked for, UnsupportedMaskError for several texts in one row. `backward`
+    through a retrieval cache raises UnsupportedModelError.
     """
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise ConfigError(
@@ -158,14 +191,17 @@ def attention(
         if not key.layer.packs:
             spec.positions.require_one_text(spec.padding, spec.q_length, kwargs)
         sinks = kwargs.get("s_aux")
-        out = key.layer.attend(module, query, spec, scale=scale, softcap=kwargs.get("softcap"), sink_logits=sinks)
-        return out.transpose(1, 2).to(query.dtype), None
+        with torch.no_grad():
+            out = key.layer.attend(module, query, spec, scale=scale, softcap=kwargs.get("softcap"), sink_logits=sinks)
+            out = out.transpose(1, 2).to(query.dtype)
+        return without_gradients(out) if torch.is_grad_enabled() and query.requires_grad else out, None
     assert isinstance(value, Tensor)
     if isinstance(attention_mask, MaskSpec) and attention_mask.q_offset > 0:
         raise CacheMismatchError(
             f'attn_implementation="{NAME}" got tensors of another cache that already holds '
-            f"{attention_mask.q_offset} tokens. Pass past_key_values=retrieval_attn.RetrievalCache(model), or "
-            'switch back with model.set_attn_implementation("sdpa").'
+            f"{attention_mask.q_offset} tokens. Pass past_key_values=retrieval_attn.RetrievalCache(model), call "
+            "retrieval_attn.enable(model) if generate() makes the cache (guidance_scale does so), or switch back with "
+            'model.set_attn_implementation("sdpa").'
         )
     return _plain_attention(module, (query, key, value), attention_mask, scale, kwargs), None
 

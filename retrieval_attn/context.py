@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,26 +18,41 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.cache.sequence import attended_columns
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.engine.beside import Ahead, over_all_keys
+from retrieval_attn.engine.beside import Ahead, over_all_keys, with_all_keys
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.engine.prefill import abandon
 from retrieval_attn.engine.save_reading import ReadingSave
 from retrieval_attn.engine.saving import Kept, Saved, described, open_saved, template_digest
 from retrieval_attn.engine.switch import enabled_config
-from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError
+from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.store import ContextStore
 from retrieval_attn.stream import Stream
 from retrieval_attn.template import PromptTemplate, Question, checked_ids
 
 Append = Literal["exact", "retrieval"]
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate["Context", _Given], _Result]
+
+
+def _alone(method: _Method[_Given, _Result]) -> _Method[_Given, _Result]:
+    """Run a method of a Context after those of other threads that change it."""
+
+    @functools.wraps(method)
+    def waiting(context: Context, *args: _Given.args, **options: _Given.kwargs) -> _Result:
+        with context._changing:
+            return method(context, *args, **options)
+
+    return waiting
 
 
 class Context:
     """One document in a model's memory: read once, then asked, extended and forked.
 
     The keys and values live on the host; forks and questions share them. A question never changes the context: it
-    continues a fork. Reading or extending that fails leaves it as it was. kept: what it is saved as, or opened from.
+    continues a fork. Reading or extending that fails leaves it as it was; while one thread reads or extends, questions,
+    forks and saves of other threads wait. kept: what it is saved as, or opened from.
 
     question, wherever one is taken: a string, or a list of chat messages {"role": "user" or "assistant", "content":
     text} in turn, the last one from the user; the context stands at the start of the first message. A string, and the
@@ -57,6 +73,7 @@ class Context:
         self.read_seconds = 0.0
         self._loop = AnswerLoop(self.model, tokenizer)
         self._cache = RetrievalCache(self.model, self.config)
+        self._changing = threading.RLock()
         self.kept, self._whole = Kept(), True  # False while text is appended, for good if it could not be undone
 
     @property
@@ -79,6 +96,7 @@ class Context:
         """Why each head has the index it has, one line per head, where something chose it."""
         return self._cache.index_notes()
 
+    @_alone
     def read(
         self,
         text: str | Sequence[int],
@@ -115,6 +133,7 @@ class Context:
             saving.finish(self.kept, _described(self), wait=wait, progress=progress)
         return self
 
+    @_alone
     def open(
         self, name: str, *, store: ContextStore | str | Path | None = None, progress: bool = True, **overrides: Any
     ) -> Context:
@@ -125,6 +144,7 @@ class Context:
         self.config = self._cache.config
         return self
 
+    @_alone
     def extend(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
         """Append more text or token ids; they attend to the whole context as config.exact_append says."""
         self._require_whole()
@@ -140,6 +160,7 @@ class Context:
         self._whole = True
         return self
 
+    @_alone
     def forget(self, start: int, stop: int) -> Context:
         """From now on nothing attends to tokens [start, stop), which make room for as many more. Returns self.
 
@@ -155,6 +176,7 @@ class Context:
         forget_tokens(self._cache, self.model, start, stop)
         return self
 
+    @_alone
     def save(self, name: str, *, store: ContextStore | str | Path | None = None, wait: bool = True) -> Saved:
         """Keep the context on disk under `name`, in place of what had that name: `LLM.open` brings it back.
 
@@ -169,12 +191,13 @@ class Context:
             raise InputDataError("The context is empty; call read(text) before save().")
         return self.kept.save(as_store(store), name, self.model, self.tokenizer, self._cache, _described(self), wait)
 
+    @_alone
     def fork(self) -> Context:
         """An independent copy that shares the host's keys, values and indexes."""
         self._require_whole()
         other = object.__new__(Context)
         other.__dict__.update(self.__dict__)
-        other._cache, other.kept = self._cache.fork(), self.kept.fork()
+        other._cache, other.kept, other._changing = self._cache.fork(), self.kept.fork(), threading.RLock()
         return other
 
     def __reduce__(self) -> NoReturn:
@@ -267,18 +290,36 @@ class Context:
         on_text: Callable[[str], None] | None = None,
         cancelled: threading.Event | None = None,
     ) -> list[Answer]:
-        _require_answerable(self, asked, append, sampling)
+        ahead = Ahead(max(map(len, asked), default=0) + sampling.max_new_tokens, len(asked))
+        with self._changing:
+            _require_answerable(self, asked, append, sampling)
+            tokens, batch = len(self._ids), self._loop.batch(asked, before=self._ids)
+            fork = with_all_keys(self.model, self._cache, ahead)
+            plain = self._cache.fork() if fork is None else None
 
         def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
             if append is not None:
                 _set_append(cache, append)
             if len(asked) > 1:
                 cache.batch_repeat_interleave(len(asked))
-            return self._loop.answer(cache, self._loop.batch(asked, before=self._ids), sampling, emit, cancelled)
+            return self._loop.answer(cache, batch, sampling, emit, cancelled)
 
-        ahead = Ahead(max(map(len, asked)) + sampling.max_new_tokens, len(asked))
-        found = over_all_keys(self.model, self._cache, ahead, answers, on_text)
-        return answers(self._cache.fork(), on_text) if found is None else found
+        try:
+            found = None if fork is None else over_all_keys(self.model, fork, answers, on_text)
+            if found is not None:
+                return found
+            return answers(self._fork_at(tokens) if plain is None else plain, on_text)
+        except UnsupportedModelError:
+            self.kept.wait()  # damaged keys give NaN, too: then StoreDamagedError is raised
+            raise
+
+    def _fork_at(self, tokens: int) -> RetrievalCache:
+        """A fork of the cache, if it still has so many tokens."""
+        with self._changing:
+            self._require_whole()
+            if len(self._ids) != tokens:
+                raise CacheMismatchError("Text was added to this context while it was asked; ask again.")
+            return self._cache.fork()
 
 
 def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, append: Append | None = None) -> Stream:
@@ -287,7 +328,8 @@ def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, appen
     Raises InputDataError, ConfigError.
     """
     asked = [list(ids)]
-    _require_answerable(context, asked, append, sampling)
+    with context._changing:
+        _require_answerable(context, asked, append, sampling)
 
     def work(on_text: Callable[[str], None], cancelled: threading.Event) -> Answer:
         return context._answer(asked, append, sampling, on_text, cancelled)[0]

@@ -1,4 +1,4 @@
-"""Calls of plain transformers that a RetrievalCache cannot serve are refused by name; the others give eager's tokens."""
+"""Calls of plain transformers: a RetrievalCache gives the tokens of eager attention, or refuses by name."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class RetrievalCache(LayeredCache):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InputDataError(
-            "A RetrievalCache cannot be pickled, or copied with copy.copy: its keys lie in host memory that indexes and "
-            "threads share. Call cache.fork() for an independent copy in this process, or save a Context: "
+            "A RetrievalCache cannot be pickled, or copied with copy.copy: its keys lie in host memory that indexes "
+            "and threads share. Call cache.fork() for an independent copy in this process, or save a Context: "
             "LLM.read(text, save=NAME), then LLM.open(NAME)."
         )
 

@@ -87,18 +87,12 @@ def with_all_keys(model: PreTrainedModel, cache: RetrievalCache, ahead: Ahead = 
 
 
 def over_all_keys(
-    model: PreTrainedModel,
-    cache: RetrievalCache,
-    ahead: Ahead,
-    answers: Callable[[RetrievalCache, Emit], Found],
-    emit: Emit,
+    model: PreTrainedModel, fork: RetrievalCache, answers: Callable[[RetrievalCache, Emit], Found], emit: Emit
 ) -> Found | None:
-    """What `answers` gives with a fork from `with_all_keys`; None where there is none, or where memory ran out before
-    any text was there: other answers may have taken what was free.
+    """What `answers` gives with a fork from `with_all_keys`; None where memory ran out before any text was there: other
+    answers may have taken what was free.
     """
-    fork, said = with_all_keys(model, cache, ahead), False
-    if fork is None:
-        return None
+    said, tokens = False, fork.batch.columns
 
     def noted(text: str) -> None:
         nonlocal said
@@ -111,7 +105,7 @@ def over_all_keys(
     except torch.OutOfMemoryError:
         if said:
             raise
-    log.warning("an answer retrieves: over all keys of %d tokens it ran out of memory", cache.batch.columns)
+    log.warning("an answer retrieves: over all keys of %d tokens it ran out of memory", tokens)
     let_go(model)
     return None
 

@@ -26,7 +26,8 @@ def enable(model: PreTrainedModel, config: Config | None = None, **overrides: An
 
     model: a transformers model, or a `PeftModel` around one: its adapters go on acting.
     Afterwards `model.generate(...)` without `past_key_values` makes a RetrievalCache by itself; with one it
-    uses that, also for the second forward of `guidance_scale`. Calling enable again replaces the options. `disable` restores the model as it was.
+    uses that. The second forward of `guidance_scale` gets one, too. Calling enable again replaces the options.
+    `disable` restores the model as it was.
     Raises UnsupportedModelError (with the reason) or ConfigError; the model is then unchanged.
     """
     options = resolve(config, overrides)
@@ -83,10 +84,12 @@ def _prepare_processors(model: PreTrainedModel, original: Any, *args: Any, **opt
     """The processor of guidance_scale calls the model beside generate(), with a cache of its own: give it ours."""
     processors = original(*args, **options)
     cache = (options.get("model_kwargs") or {}).get("past_key_values")
+    if not isinstance(cache, RetrievalCache):
+        return processors
     for one in processors:
-        if isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor) and isinstance(cache, RetrievalCache):
-            if one.unconditional_context["use_cache"]:
-                one.unconditional_context["past_key_values"] = RetrievalCache(model, cache.config)
+        guides = isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+        if guides and one.unconditional_context["use_cache"]:
+            one.unconditional_context["past_key_values"] = RetrievalCache(model, cache.config)
     return processors
 
 

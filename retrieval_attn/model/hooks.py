@@ -54,7 +54,6 @@ class MaskSpec:
 
         return sdpa_mask(**self.dense_arguments)
 
-
     @property
     def ndim(self) -> int:
         """Raise CacheMismatchError: code for a static cache of transformers' own wants a tensor."""
@@ -76,8 +75,8 @@ class _WithoutGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise UnsupportedModelError(
             "A RetrievalCache keeps no gradients: keys and values leave the autograd graph for host memory. Train "
-            "without past_key_values and with use_cache=False, which attends to all tokens; with a cache call the model "
-            "under torch.no_grad()."
+            "without past_key_values and with use_cache=False, which attends to all tokens; with a cache call the "
+            "model under torch.no_grad()."
         )
 
 

@@ -148,6 +148,7 @@ def restore_layer(
         return
     with beside(device):
         tail = _tensors(arrays, "tail", plain["dtype"], device)
+        _require_tokens("tail", tail, tail)
         layer.is_initialized = True
         if isinstance(layer, SlidingLayer):
             layer.take_window(*tail, int(plain["unseen"]))
@@ -155,7 +156,9 @@ def restore_layer(
         layer.q_heads = int(plain["q_heads"])
         held = layer.hold(*(part[:, :, :0] for part in tail))
         sinks = _tensors(arrays, "sinks", plain["dtype"], device)
+        _require_tokens("sinks", sinks, tail)
         _restore_path(held.hosts[0], states, device, sent)
+        _require_edge(cache, plain, (len(held.hosts[0]), sinks[0].shape[2], tail[0].shape[2], tail[0].shape[1]))
         take_edge(held, plain["edge"], sinks, tail)
         if "sinks/unturned" in arrays:
             held.unturned_sinks = _tensor(arrays["sinks/unturned"], plain["dtype"], torch.device("cpu"))
@@ -217,12 +220,39 @@ def _array(tensor: Tensor) -> Array:
 
 
 def _tensor(array: Array, dtype: str, device: torch.device) -> Tensor:
-    return sent_array(array, device).view(getattr(torch, dtype))
+    wanted = getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype) or torch.from_numpy(array).dtype != _AS_INTEGERS.get(wanted, wanted):
+        raise InputDataError(f"an array of {array.dtype} was saved as {dtype!r:.80}; save the context again")
+    return sent_array(array, device).view(wanted)
 
 
 def _tensors(arrays: Any, name: str, dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:
     key, value = (_tensor(arrays[f"{name}/{part}"], dtype, device) for part in ("key", "value"))
     return key, value
+
+
+def _require_edge(cache: RetrievalCache, plain: dict[str, Any], held: tuple[int, int, int, int]) -> None:
+    """Raise InputDataError where the numbers of a layer's edge do not fit its tokens.
+
+    held: tokens of the host path, of the sinks and of the tail, and key-value heads.
+    """
+    edge, (host, sinks, tail, kv_heads) = plain["edge"], held
+    numbers = plain["q_heads"], edge["sinks"], edge["stop"], edge["tail_start"]
+    whole = all(type(one) is int and one >= 0 for one in numbers)
+    if not whole or edge["tail_start"] + tail != cache.batch.columns or not numbers[0] or numbers[0] % kv_heads:
+        raise InputDataError(f"{plain['q_heads']!r:.80} heads and {edge!r:.80} do not fit {cache.batch.columns} tokens")
+    if edge["sinks"] != sinks or not edge["stop"] <= edge["tail_start"] <= host <= cache.batch.columns:
+        raise InputDataError(f"{edge!r:.80} does not fit {sinks} sinks and {host} tokens on the host")
+
+
+def _require_tokens(name: str, kv: tuple[Tensor, Tensor], like: tuple[Tensor, Tensor]) -> None:
+    """Raise InputDataError unless kv are keys and values of as many tokens of one row, with the heads of `like`."""
+    shapes = [tuple(one.shape) for one in kv]
+    wanted = [
+        (1, like[0].shape[1], kv[0].shape[2], one.shape[3]) if kv[0].ndim == one.ndim == 4 else () for one in like
+    ]
+    if shapes != wanted:
+        raise InputDataError(f"the {name} of a saved layer has keys and values of {shapes}; save the context again")
 
 
 def _window_arrays(parts: Sequence[Tensor]) -> dict[str, Array]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from retrieval_attn.cpu.clusters import ClusterSums, KeyClusters, PathClusters
-from retrieval_attn.cpu.samples import SampledKeys
+from retrieval_attn.cpu.samples import PAIR, SampledKeys, columns_for
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.store import SequenceKV, path_spans
 from retrieval_attn.errors import InputDataError
@@ -74,10 +74,14 @@ def restore_clusters(path: SequenceKV, plain: Mapping[str, Any] | None, arrays: 
             raise InputDataError("the clusters of a saved path are those of one saved before, which has none")
         shared = path.clusters.shared
     else:
-        shared = _shared(plain, arrays, "clusters/")
-    path.clusters = PathClusters(shared, path.fmt, tuple(plain["span"]), _sums(arrays, "clusters/"))
+        shared = _shared(path, plain, arrays, "clusters/")
+    sums = _sums(path, arrays, "clusters/", shared.clusters)
+    path.clusters = PathClusters(shared, path.fmt, _span(plain["span"], len(path)), sums)
     if plain.get("late_span") is not None:
-        path.clusters.restored_late(tuple(plain["late_span"]), _sums(arrays, "clusters/late/"))
+        if shared.late is None:
+            raise InputDataError("a saved path has tokens in clusters that it has not; save the context again")
+        sums = _sums(path, arrays, "clusters/late/", shared.late.clusters)
+        path.clusters.restored_late(_span(plain["late_span"], len(path)), sums)
     _restore_members(path, shared, plain["members"], arrays, "members/")
     if shared.late is not None:
         _restore_members(path, shared.late, plain["late_members"], arrays, "late_members/")
@@ -114,19 +118,56 @@ def _shared_state(shared: KeyClusters, prefix: str) -> tuple[dict[str, Any], Arr
     return plain, arrays
 
 
-def _shared(plain: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> KeyClusters:
-    late = None if plain["late"] is None else _shared(plain["late"], arrays, f"{prefix}late/")
-    samples = None
-    if plain["samples"] is not None:
-        samples = SampledKeys(arrays[f"{prefix}samples"], *plain["samples"])
+def _shared(path: SequenceKV, plain: Mapping[str, Any], arrays: Mapping[str, Any], prefix: str) -> KeyClusters:
+    late = None if plain["late"] is None else _shared(path, plain["late"], arrays, f"{prefix}late/")
     probes, offsets, means, distances = (arrays.get(f"{prefix}{name}") for name in _SHARED)
     if probes is None or offsets is None:
         raise InputDataError("the clusters of a saved path lack their probes; save the context again")
+    clusters = probes.shape[1] if probes.ndim == 3 else 0
+    heads = path.num_kv_heads
+    _require(probes, (heads, clusters, path.head_dim), "probes")
+    _require(offsets, (heads, clusters), "offsets")
+    if means is not None:
+        _require(means, (heads, clusters, path.value_dim), "mean_values")
+    if distances is not None:
+        _require(distances, (heads,), "distances")
+    samples = None
+    if plain["samples"] is not None:
+        samples = _samples(path, plain["samples"], arrays[f"{prefix}samples"], clusters)
     return KeyClusters(probes, offsets, means, late, distances, samples)
 
 
-def _sums(arrays: Mapping[str, Any], prefix: str) -> ClusterSums:
+def _samples(path: SequenceKV, told: Any, packed: npt.NDArray[Any], clusters: int) -> SampledKeys:
+    known, number = told
+    shape = packed.shape
+    whole = type(number) is int and number > 0 and known == clusters and packed.ndim == 4 and shape[3] % PAIR == 0
+    if not whole or shape[1] * shape[3] != columns_for(clusters * number):
+        raise InputDataError(f"{told!r:.80} samples of {clusters} clusters do not fit {shape}; save the context again")
+    _require(packed, (path.num_kv_heads, shape[1], path.head_dim, shape[3]), "samples", "<u2")
+    return SampledKeys(packed, clusters, number)
+
+
+def _sums(path: SequenceKV, arrays: Mapping[str, Any], prefix: str, clusters: int) -> ClusterSums:
+    shapes = {"key_sums": (path.head_dim,), "value_sums": (path.value_dim,)}
+    for name in ClusterSums._fields:
+        _require(arrays[f"{prefix}{name}"], (path.num_kv_heads, clusters, *shapes.get(name, ())), name)
     return ClusterSums(*(arrays[f"{prefix}{name}"] for name in ClusterSums._fields))
+
+
+def _require(array: npt.NDArray[Any], shape: tuple[int, ...], name: str, dtype: str = "<f4") -> None:
+    if array.shape != shape or array.dtype != dtype:
+        raise InputDataError(
+            f"the {name} of saved clusters must be {dtype} of {shape}, got {array.dtype.str} of {array.shape}; save "
+            "the context again"
+        )
+
+
+def _span(told: Any, stop: int) -> tuple[int, int]:
+    """Two whole numbers in order, from 0 to `stop`. Raises InputDataError."""
+    first, last = told
+    if not (type(first) is int and type(last) is int and 0 <= first <= last <= stop):
+        raise InputDataError(f"tokens {told!r:.80} of saved clusters must lie in 0 to {stop}; save the context again")
+    return first, last
 
 
 class _Pieces(NamedTuple):
@@ -166,4 +207,9 @@ def _restore_members(
 ) -> None:
     spans = path_spans(path)
     for number, (span, low, high) in enumerate(pieces):
-        shared.restore(spans[span].segment, (low, high), arrays[f"{prefix}{number}"])
+        if type(span) is not int or not 0 <= span < len(spans):
+            raise InputDataError(f"saved clusters are of span {span!r:.80}, there are {len(spans)}")
+        segment, members = spans[span].segment, arrays[f"{prefix}{number}"]
+        if members.dtype != "u1":
+            raise InputDataError(f"members of saved clusters must be bytes, got {members.dtype}")
+        shared.restore(segment, _span([low, high], segment.length), members)

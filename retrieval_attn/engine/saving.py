@@ -6,11 +6,12 @@ codes and clusters are saved with them, so that nothing is built again. Every sa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ from retrieval_attn.cache.saved import (
     saving_fork,
 )
 from retrieval_attn.cache.sequence import Forgotten
+from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.saved import State
 from retrieval_attn.engine.attention import using_retrieval
@@ -46,7 +48,9 @@ from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreMismatchE
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.offload.codes import SentCodes
 from retrieval_attn.store import Bundle, ContextStore, NodeWriter, SavedNode, check_name
-from retrieval_attn.store.failures import guarded
+from retrieval_attn.store.failures import damaged, guarded, parsed
+from retrieval_attn.store.node import RECORD, SUFFIX
+from retrieval_attn.store.record import is_count, is_list_of
 
 log = logging.getLogger(__name__)
 
@@ -278,7 +282,11 @@ class SavedChain:
     @property
     def forgotten(self) -> Forgotten:
         """What nothing attends to any more."""
-        return Forgotten(*self.nodes[-1].options["forgotten"])
+        with parsed(self.nodes[-1].folder / RECORD):
+            start, stop = self.nodes[-1].options["forgotten"]
+            if not is_list_of(is_count)([start, stop]) or start > stop:
+                raise ValueError(f"forgotten tokens {start} to {stop}")
+            return Forgotten(start, stop)
 
     def ids(self) -> npt.NDArray[np.int32]:
         """All token ids (tokens,), checked. Raises StoreDamagedError."""
@@ -311,7 +319,7 @@ def emptied(saved: SavedChain, model: PreTrainedModel, config: Config) -> Retrie
     last = saved.nodes[-1]
     chosen = _opened_config(last, config, {})
     cache = RetrievalCache(model, chosen)
-    cache.index.take(chosen.replace(**last.plain["decided"]), len(saved.ids()))
+    cache.index.take(_decided(last, chosen), len(saved.ids()))
     return cache
 
 
@@ -355,7 +363,7 @@ def open_chain(
     """
     nodes, last = saved.nodes, saved.nodes[-1]
     chosen = _opened_config(last, config, overrides)
-    index = chosen.replace(**last.plain["decided"])
+    index = _decided(last, chosen)
     ids = saved.ids().tolist()
     cache = restored_cache(model, chosen, index, ids, saved.forgotten)
     cache.on_layer = on_layer
@@ -390,7 +398,10 @@ def _restore_layers(
         with ThreadPoolExecutor(CHECKERS, "retrieval_attn-open") as pool:
             for number, told in enumerate(pool.map(states, range(len(devices)))):
                 if told:
-                    restore_layer(cache, number, devices[number], told, sent)
+                    with _saved_options(chain[-1].folder / f"{files[number]}{SUFFIX}"):
+                        restore_layer(cache, number, devices[number], told, sent)
+                elif not isinstance(cache.layers[number], StateLayer):
+                    raise damaged(chain[-1].folder / RECORD, f"it has no layer {number}")
                 if cache.on_layer is not None:
                     cache.on_layer()
     finally:
@@ -416,13 +427,28 @@ def _opened_config(node: SavedNode, config: Config, overrides: Mapping[str, Any]
             f"{', '.join(other)} cannot be given for a saved context: what was saved depends on it; read the text "
             f"again, or give some of {', '.join(RUNTIME)}, retrieve"
         )
-    try:
+    with _saved_options(node.folder / RECORD):
         saved = Config.from_dict(node.plain["config"])
-    except ConfigError as error:
-        raise StoreMismatchError(f"the context was saved with options of another release ({error})") from error
     runtime = {name: getattr(config, name) for name in RUNTIME}
     return saved.replace(**{**runtime, **overrides})
 
 
+def _decided(node: SavedNode, config: Config) -> Config:
+    """`config` with the index that the first read decided on."""
+    with _saved_options(node.folder / RECORD):
+        return config.replace(**node.plain["decided"])
+
+
+@contextlib.contextmanager
+def _saved_options(path: Path) -> Iterator[None]:
+    """As `parsed`; a ConfigError, of options that this release does not know, becomes a StoreMismatchError."""
+    try:
+        with parsed(path):
+            yield
+    except ConfigError as error:
+        raise StoreMismatchError(f"the context was saved with options of another release ({error})") from error
+
+
 def _files(node: SavedNode) -> list[tuple[int, str]]:
-    return [(int(file.removeprefix("layer-")), file) for file in node.files if file.startswith("layer-")]
+    with parsed(node.folder / RECORD):
+        return [(int(file.removeprefix("layer-")), file) for file in node.files if file.startswith("layer-")]

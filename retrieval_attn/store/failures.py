@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from retrieval_attn.errors import StoreDamagedError, StoreError, StoreFullError
+from retrieval_attn.errors import ConfigError, RetrievalAttentionError, StoreDamagedError, StoreError, StoreFullError
 from retrieval_attn.store.mapped import OddFileError
 
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -27,6 +27,24 @@ def damaged(path: Path, why: str) -> StoreDamagedError:
         f"{path} is damaged: {why}; `retrieval-attn contexts verify` names the contexts that need it: "
         "read their texts again and save them under the same names"
     )
+
+
+_NONSENSE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+
+
+@contextlib.contextmanager
+def parsed(path: Path) -> Iterator[None]:
+    """Turn what is raised inside the block for values that no program wrote into a StoreDamagedError.
+
+    path: of the file that has them. ConfigError stays: options of another release are no damage.
+    """
+    try:
+        yield
+    except (ConfigError, StoreError):
+        raise
+    except _NONSENSE as error:
+        why = str(error) if isinstance(error, RetrievalAttentionError) else repr(error)
+        raise damaged(path, f"its values are not those of a saved context ({why:.300})") from error
 
 
 @contextlib.contextmanager

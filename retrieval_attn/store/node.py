@@ -188,6 +188,11 @@ class SavedNode:
             return None
 
     @property
+    def folder(self) -> Path:
+        """Where its files are."""
+        return self._layout.node(self.digest)
+
+    @property
     def files(self) -> list[str]:
         """Names of its bundles, sorted, but for the token ids'."""
         return sorted(name for name in self._files if name != IDS)

@@ -40,6 +40,7 @@ from retrieval_attn.engine.prefill import abandon, finish_prefill
 from retrieval_attn.engine.progress import ReadingBar
 from retrieval_attn.engine.ready import compilation, make_ready, prepared
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
+from retrieval_attn.memory.host_room import host_shortage
 from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
 
@@ -145,7 +146,14 @@ class AnswerLoop:
     ) -> PromptState:
         """As `read`, until the keys are on the host and indexed, and the first answer waits for nothing that is made
         once; with a bar if `progress`. read_done: called when the model has read, and before the rest is waited for.
+        Raises MemoryPlanError where host memory runs out, too.
         """
+        with host_shortage(f"read {batch.ids.shape[1]:,} tokens"):
+            return self._read_whole(cache, batch, progress, read_done)
+
+    def _read_whole(
+        self, cache: RetrievalCache, batch: PromptRows, progress: bool, read_done: Callable[[], object] | None
+    ) -> PromptState:
         make_way(self.model)
         tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
         with (
@@ -178,6 +186,17 @@ class AnswerLoop:
         generated tokens: fork it before if it is still needed. Raises InputDataError for a logit bias of a token that
         the model does not have.
         """
+        with host_shortage(f"answer after {batch.ids.shape[1]:,} tokens"):
+            return self._answers(cache, batch, sampling, on_text, cancelled)
+
+    def _answers(
+        self,
+        cache: RetrievalCache,
+        batch: PromptRows,
+        sampling: Sampling,
+        on_text: Callable[[str], None] | None,
+        cancelled: threading.Event | None,
+    ) -> list[Answer]:
         started, ends = time.perf_counter(), set[int]() if sampling.ignore_eos else self.eos
         processors = self._processors(sampling, batch, ends)
         held = (batch.first(cache.get_seq_length()).valid.sum(dim=1) - cache.batch.forgotten.tokens).tolist()

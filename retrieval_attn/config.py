@@ -209,9 +209,14 @@ def value_of(text: str) -> Any:
         return text
 
 
+_MOST = 2**31 - 1
+
+
 def _require_int(name: str, value: object, least: int, advice: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}; {advice}.")
+    if value > _MOST:
+        raise ConfigError(f"{name} must be at most {_MOST}, got {value}; {advice}.")
 
 
 def _check_retrieve(value: object) -> None:

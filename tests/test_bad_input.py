@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,6 +249,17 @@ def test_beam_search_is_sent_to_plain_generate(model: Any) -> None:
             max_new_tokens=2,
             pad_token_id=0,
         )
+
+
+def test_a_model_with_code_of_its_own(tmp_path: Path) -> None:
+    """Nothing of it runs, and the message says that there is no option for it, and what else can be done."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": "thing", "auto_map": code}))
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(InputDataError, match=r"never run here: there is no option.*Context\(model, tokenizer\)"):
+        ra.LLM(tmp_path)
 
 
 def test_llm_arguments(tmp_path: Any) -> None:

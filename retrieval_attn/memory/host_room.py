@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,23 @@ def require_host_room(model_config: Any, config: Config, tokens: int, batch: int
             f"is free: {parts}. Read less, free memory, store keys with host_dtype='int8', or set {VARIABLE} if this "
             "machine is given memory only as it uses it"
         )
+
+
+@contextlib.contextmanager
+def host_shortage(doing: str) -> Iterator[None]:
+    """Turn a lack of host memory inside the block into a MemoryPlanError: "no memory to <doing>"."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        said = str(error)
+        if not isinstance(error, MemoryError) and not any(words in said for words in _SHORTAGES):
+            raise
+        free = show_bytes(available_host_bytes())
+        raise MemoryPlanError(
+            f"The host has no memory to {doing} ({said.splitlines()[0] if said else 'MemoryError'}); {free} are free. "
+            "Read less at once, choose a smaller window or prefill_chunk, or give the process more memory."
+        ) from error
+
+
+_SHORTAGES = ("DefaultCPUAllocator", "bad_alloc", "can't start new thread")
+"""In messages of RuntimeErrors of torch and Python where the system gives no memory."""

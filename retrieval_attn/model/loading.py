@@ -71,6 +71,13 @@ def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
     except (RetrievalAttentionError, ImportError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # damaged files make transformers and its readers raise nearly everything
+        if "trust_remote_code" in str(error):
+            raise InputDataError(
+                f"{str(name_or_path)!r} needs Python code of its own (auto_map in its files), which is never run here: "
+                "there is no option such as trust_remote_code. Use a checkpoint of a model type that transformers has. "
+                "If you trust the code, load model and tokenizer with transformers' from_pretrained(..., "
+                "trust_remote_code=True) and give them to retrieval_attn.Context(model, tokenizer)."
+            ) from error
         raise InputDataError(
             f"No model could be loaded from {str(name_or_path)!r} ({reason(error)}). Give a "
             "folder with config.json, weights and tokenizer, or a hub name that is downloaded or reachable."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,17 @@ from retrieval_attn.store.verify import Damage, verify
 from retrieval_attn.store.writer import NodeWriter, is_marked, is_whole
 
 
+def _absolute(folder: str | Path) -> Path:
+    """The folder's absolute path. Raises ConfigError for what no folder can be called."""
+    try:
+        os.fsencode(folder)
+        if "\0" not in str(folder):
+            return Path(folder).expanduser().absolute()
+    except (TypeError, UnicodeEncodeError, RuntimeError):  # the last: a home that is not known
+        pass
+    raise ConfigError(f"the folder of a store must be a path, got {folder!r:.80}; name a folder, or leave it out")
+
+
 class ContextStore:
     """Saved contexts in one folder. Several processes and threads may use it at once.
 
@@ -39,7 +51,7 @@ class ContextStore:
         whole = isinstance(disk_bytes, int) and not isinstance(disk_bytes, bool)
         if disk_bytes is not None and not (whole and disk_bytes >= 0):
             raise ConfigError(f"disk_bytes must be None or a whole number of bytes, got {disk_bytes!r}")
-        self.folder = default_folder() if folder is None else Path(folder).expanduser().absolute()
+        self.folder = default_folder() if folder is None else _absolute(folder)
         self._layout = Layout(self.folder, disk)
         self._disk_bytes = disk_bytes
         self._pins: builtins.list[Pin] = []

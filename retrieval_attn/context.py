@@ -224,7 +224,7 @@ class Context:
         Raises InputDataError, ConfigError.
         """
         asked = [self.template.question_ids(question, raw)]
-        return self._answer(asked, append, Sampling.of(sampling, options), on_text)[0]
+        return _answer(self, asked, append, Sampling.of(sampling, options), on_text)[0]
 
     def ask_many(
         self,
@@ -239,7 +239,7 @@ class Context:
         if isinstance(questions, str | bytes) or not isinstance(questions, Sequence) or not questions:
             raise InputDataError(f"ask_many needs a non-empty list of questions, got {questions!r}; use ask() for one.")
         asked = [self.template.question_ids(question, raw) for question in questions]
-        return self._answer(asked, append, Sampling.of(sampling, options))
+        return _answer(self, asked, append, Sampling.of(sampling, options))
 
     def continue_with(
         self, ids: Sequence[int], sampling: Sampling | None = None, *, append: Append | None = None, **options: Any
@@ -248,7 +248,7 @@ class Context:
 
         append: see `ask`.
         """
-        return self._answer([_checked(self, ids)], append, Sampling.of(sampling, options))[0]
+        return _answer(self, [_checked(self, ids)], append, Sampling.of(sampling, options))[0]
 
     def stream(
         self,
@@ -282,45 +282,6 @@ class Context:
                 "the text again in a new Context."
             )
 
-    def _answer(
-        self,
-        asked: list[list[int]],
-        append: Append | None,
-        sampling: Sampling,
-        on_text: Callable[[str], None] | None = None,
-        cancelled: threading.Event | None = None,
-    ) -> list[Answer]:
-        ahead = Ahead(max(map(len, asked), default=0) + sampling.max_new_tokens, len(asked))
-        with self._changing:
-            _require_answerable(self, asked, append, sampling)
-            tokens, batch = len(self._ids), self._loop.batch(asked, before=self._ids)
-            fork = with_all_keys(self.model, self._cache, ahead)
-            plain = self._cache.fork() if fork is None else None
-
-        def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
-            if append is not None:
-                _set_append(cache, append)
-            if len(asked) > 1:
-                cache.batch_repeat_interleave(len(asked))
-            return self._loop.answer(cache, batch, sampling, emit, cancelled)
-
-        try:
-            found = None if fork is None else over_all_keys(self.model, fork, answers, on_text)
-            if found is not None:
-                return found
-            return answers(self._fork_at(tokens) if plain is None else plain, on_text)
-        except UnsupportedModelError:
-            self.kept.wait()  # damaged keys give NaN, too: then StoreDamagedError is raised
-            raise
-
-    def _fork_at(self, tokens: int) -> RetrievalCache:
-        """A fork of the cache, if it still has so many tokens."""
-        with self._changing:
-            self._require_whole()
-            if len(self._ids) != tokens:
-                raise CacheMismatchError("Text was added to this context while it was asked; ask again.")
-            return self._cache.fork()
-
 
 def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, append: Append | None = None) -> Stream:
     """`Context.continue_with` as a stream: pieces of the text that `ids`, taken as they are, go on with.
@@ -332,9 +293,51 @@ def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, appen
         _require_answerable(context, asked, append, sampling)
 
     def work(on_text: Callable[[str], None], cancelled: threading.Event) -> Answer:
-        return context._answer(asked, append, sampling, on_text, cancelled)[0]
+        return _answer(context, asked, append, sampling, on_text, cancelled)[0]
 
     return Stream(work)
+
+
+def _answer(
+    context: Context,
+    asked: list[list[int]],
+    append: Append | None,
+    sampling: Sampling,
+    on_text: Callable[[str], None] | None = None,
+    cancelled: threading.Event | None = None,
+) -> list[Answer]:
+    ahead = Ahead(max(map(len, asked), default=0) + sampling.max_new_tokens, len(asked))
+    with context._changing:
+        _require_answerable(context, asked, append, sampling)
+        tokens, batch = len(context._ids), context._loop.batch(asked, before=context._ids)
+        fork = with_all_keys(context.model, context._cache, ahead)
+        plain = context._cache.fork() if fork is None else None
+
+    def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
+        if append is not None:
+            _set_append(cache, append)
+        if len(asked) > 1:
+            cache.batch_repeat_interleave(len(asked))
+        return context._loop.answer(cache, batch, sampling, emit, cancelled)
+
+    try:
+        found = None if fork is None else over_all_keys(context.model, fork, answers, on_text)
+        if found is not None:
+            return found
+        fork = None  # its pages are free for what follows
+        return answers(_fork_at(context, tokens) if plain is None else plain, on_text)
+    except UnsupportedModelError:
+        context.kept.wait()  # damaged keys give NaN, too: then StoreDamagedError is raised
+        raise
+
+
+def _fork_at(context: Context, tokens: int) -> RetrievalCache:
+    """A fork of the context's cache, if it still has so many tokens."""
+    with context._changing:
+        context._require_whole()
+        if len(context._ids) != tokens:
+            raise CacheMismatchError("Text was added to this context while it was asked; ask again.")
+        return context._cache.fork()
 
 
 def _checked(context: Context, ids: Sequence[int]) -> list[int]:

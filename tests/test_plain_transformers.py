@@ -152,3 +152,16 @@ def test_training_without_a_cache_goes_on(enabled: Any) -> None:
 def test_what_a_tokenizer_returns_is_no_list_of_ids() -> None:
     with pytest.raises(InputDataError, match=r'got a BatchEncoding.*pass its \["input_ids"\]'):
         checked_ids(BatchEncoding({"input_ids": [5, 6], "attention_mask": [1, 1]}), 97)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(200)
+def test_a_compiled_forward_runs_the_decoder_eagerly(enabled: Any) -> None:
+    """One graph break: nothing of the cache is traced, and the tokens are those of eager attention."""
+    expected = eager(enabled, IDS)
+    forward = enabled.forward
+    enabled.forward = torch.compile(forward, backend="eager")
+    try:
+        assert torch.equal(enabled.generate(IDS, **GREEDY), expected)
+    finally:
+        enabled.forward = forward
+        torch._dynamo.reset()

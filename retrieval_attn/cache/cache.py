@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.engine.support import require_supported
-from retrieval_attn.errors import CacheMismatchError, ContextLengthError, InputDataError, UnsupportedModelError
+from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.gpu.attention.window import keep_no_room
 from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.forked import refuse_forked, use_threads
@@ -101,7 +101,7 @@ class RetrievalCache(LayeredCache):
         """Columns that every layer has stored."""
         return self.batch.columns
 
-    def fork(self) -> RetrievalCache:
+    def fork(self) -> Self:
         """An independent continuation. Host memory and indexes are shared, the device window is copied."""
         refuse_forked()
         self.quiet()
@@ -115,17 +115,6 @@ class RetrievalCache(LayeredCache):
                 layer.index = other.index
         other.on_layer = other.on_chunk = other.on_end = None
         return other
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RetrievalCache:
-        """Return `fork()`: `copy.deepcopy` of a prefix cache, as transformers' documentation has it, copies no keys."""
-        return self.fork()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise InputDataError(
-            "A RetrievalCache cannot be pickled, or copied with copy.copy: its keys lie in host memory that indexes "
-            "and threads share. Call cache.fork() for an independent copy in this process, or save a Context: "
-            "LLM.read(text, save=NAME), then LLM.open(NAME)."
-        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens. Negative: that many. Positive (deprecated in transformers): keep that many.

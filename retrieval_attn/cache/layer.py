@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from copy import copy as shallow_copy
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -19,6 +19,7 @@ from retrieval_attn.cache.handle import HandleLayer
 from retrieval_attn.cache.sequence import Batch
 from retrieval_attn.cache.tail_share import TailShare
 from retrieval_attn.config import Config
+from retrieval_attn.errors import InputDataError
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.model.hooks import MaskSpec
@@ -208,3 +209,18 @@ class LayeredCache(Cache):
     on_layer: Callable[[], object] | None = None
     on_chunk: Callable[[], object] | None = None
     on_end: Callable[[], object] | None = None
+
+    def fork(self) -> Self:
+        """An independent continuation."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return `fork()`: `copy.deepcopy` of a prefix cache, as transformers' documentation has it, copies no keys."""
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputDataError(
+            "A RetrievalCache cannot be pickled, or copied with copy.copy: its keys lie in host memory that indexes "
+            "and threads share. Call cache.fork() for an independent copy in this process, or save a Context: "
+            "LLM.read(text, save=NAME), then LLM.open(NAME)."
+        )

@@ -157,6 +157,12 @@ class NotedHolder:
         self._original, self._states, self._chunk = holder.forward, states, chunk
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Inside a compiled forward (torch.compile) a pass with a retrieval cache runs eagerly, after a graph break."""
+        if layered_cache(args, kwargs) is None:
+            return self._original(*args, **kwargs)
+        return torch._dynamo.disable(self._pass)(*args, **kwargs)  # 20 us; of the cache nothing can be traced
+
+    def _pass(self, *args: Any, **kwargs: Any) -> Any:
         cache = layered_cache(args, kwargs)
         given = (*args[:1], *(kwargs.get(name) for name in ("input_ids", "inputs_embeds")))
         ids = next((item for item in given if isinstance(item, Tensor)), None)

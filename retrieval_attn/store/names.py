@@ -18,11 +18,20 @@ from retrieval_attn.store.record import Check, encode, is_count, is_digest, is_f
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_SECONDS = 1 << 37
 """Since 1970, of a date that Python can print: in the year 6325."""
+_DESCRIBED: dict[str, Check] = {
+    "template": is_text,
+    "tokens": is_count,
+    "read_seconds": lambda value: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,
+    "model": is_text,
+}
+"""What lists of contexts show, where it was saved."""
 _FIELDS: dict[str, Check] = {
     "name": is_text,
     "digest": is_digest,
     "chain": lambda value: bool(value) and is_list_of(is_digest)(value),
-    "plain": is_fields,
+    "plain": lambda value: (
+        is_fields(value) and all(_DESCRIBED[name](value[name]) for name in _DESCRIBED if name in value)
+    ),
     "saved_at": lambda value: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,
     "nbytes": is_count,
 }

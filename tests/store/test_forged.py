@@ -168,6 +168,20 @@ def test_forged_names(store: ContextStore) -> None:
     assert tried > 80
 
 
+@pytest.mark.parametrize("name", ["template", "tokens", "read_seconds", "model"])
+def test_forged_descriptions(store: ContextStore, name: str) -> None:
+    """What lists of contexts show."""
+    digest = save(store, "book")
+    store.name("book", digest, {"template": "x", "tokens": 3, "read_seconds": 0.5, "model": "m"})
+    path = store.folder / "contexts" / "book.json"
+    fields = decode(path.read_bytes())
+    assert store.resolve("book").plain[name] is not None
+    for wrong in (None, -1, [], {}, 2**70):
+        path.write_bytes(encode({**fields, "plain": {**fields["plain"], name: wrong}}))
+        with pytest.raises(StoreDamagedError, match="these fields of it so: plain"):
+            store.resolve("book")
+
+
 def test_forged_nodes(store: ContextStore) -> None:
     root = save(store, None)
     digest = save(store, "book", parent=root, ids=IDS[:9])

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.reread import goes_on
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.cache.sequence import attended_columns
@@ -151,13 +152,15 @@ class Context:
         if not self._ids:
             return self.read(text, progress=progress)
         ids = _checked(self, self.template.plain_ids(text) if isinstance(text, str) else text)
-        before, self._whole = Rollback(self._cache), False
+        before, rewritten, self._whole = Rollback(self._cache), self._cache.batch.rewritten, False
         try:
             self._append(ids, progress)
         except BaseException:  # Ctrl-C too
             self._whole = before.undo()
             raise
         self._whole = True
+        if self._cache.batch.rewritten != rewritten:  # all of it was read again: nothing that is saved has its keys
+            self.kept = self.kept.emptied()
         return self
 
     @_alone
@@ -281,6 +284,7 @@ class Context:
                 "Text was being added to this context when that was interrupted, and it could not be undone. Read "
                 "the text again in a new Context."
             )
+        self._cache.require_same_weights()
 
 
 def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, append: Append | None = None) -> Stream:
@@ -310,8 +314,14 @@ def _answer(
     with context._changing:
         _require_answerable(context, asked, append, sampling)
         tokens, batch = len(context._ids), context._loop.batch(asked, before=context._ids)
-        fork = with_all_keys(context.model, context._cache, ahead)
-        plain = context._cache.fork() if fork is None else None
+        rope, total = context._cache.rope, tokens + ahead.tokens
+        # rows of one batch share rotary factors
+        apart = rope is not None and len(asked) > 1 and rope.may_change(total)
+        retrieves = apart or not goes_on(context._cache, total)
+        fork = None if retrieves else with_all_keys(context.model, context._cache, ahead)
+        plain = context._cache.fork() if fork is None and not apart else None
+    if apart:
+        return [_answer(context, [one], append, sampling, on_text, cancelled)[0] for one in asked]
 
     def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
         if append is not None:

@@ -37,6 +37,7 @@ from retrieval_attn.model.loading import (
 )
 from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
+from retrieval_attn.model.rope import length_rope, max_positions
 from retrieval_attn.offload.host_table import move_table
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import prompt_ids
@@ -91,12 +92,14 @@ class LLM:
         if tensor_parallel and self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         model_config = checkpoint_config(name_or_path, yarn)
-        limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+        text = model_config.get_text_config(decoder=True)
+        limit = max_positions(text)
         if max_context is not None and limit is not None and max_context > limit:
             raise ContextLengthError(
                 f"max_context={max_context} is beyond the model's {limit} positions; lower it, or stretch them by yarn."
             )
-        self.max_context: int = max_context or limit or DEFAULT_CONTEXT
+        known = limit or getattr(text, "max_position_embeddings", None)
+        self.max_context: int = max_context or known or DEFAULT_CONTEXT
         kind = chosen_dtype(kernel_format(model_config, quantization), dtype, self.device)
         weights: Weights = {"dtype": kind, "quantization": quantization, "embedding": place}
         needed = self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel)
@@ -215,7 +218,7 @@ class LLM:
             raise InputDataError("generate needs non-empty prompts.")
         rows = [prompt_ids(self.tokenizer, text) for text in texts]
         answers: dict[int, Answer] = {}
-        for group in self._groups([len(ids) for ids in rows]):
+        for group in self._groups([len(ids) for ids in rows], chosen.max_new_tokens):
             found = self._continue([rows[number] for number in group], chosen, progress)
             answers |= dict(zip(group, found, strict=True))
         return [answers[number] for number in range(len(rows))]
@@ -232,11 +235,13 @@ class LLM:
             loop.fill(cache, batch.first(columns - 1), progress)
         return loop.answer(cache, batch, sampling)
 
-    def _groups(self, lengths: list[int]) -> list[list[int]]:
+    def _groups(self, lengths: list[int], new_tokens: int = 0) -> list[list[int]]:
         """Numbers of the prompts that go together: no more tokens, or windows, than one chunk of a long prompt has.
 
-        Padding is at most half of what is read.
+        Padding is at most half of what is read. A text that may pass a switch of the model's rotary factors, with
+        `new_tokens` more, goes alone: rows of one batch share factors.
         """
+        rope = length_rope(self.model)
         config = self.config
         free = free_device_bytes(self.model)
         groups: list[list[int]] = []
@@ -244,7 +249,8 @@ class LLM:
             group = [*groups[-1], number] if groups else [number]
             longest, real = lengths[number], sum(lengths[one] for one in group)
             kept = max(longest, config.sink + config.window + config.spill)
-            small = len(group) * kept <= config.prefill_chunk and len(group) * longest <= 2 * real
+            alone = rope is not None and rope.may_change(longest + new_tokens)
+            small = not alone and len(group) * kept <= config.prefill_chunk and len(group) * longest <= 2 * real
             if len(group) > 1 and small and _fits(self.model, config, longest, len(group), free):
                 groups[-1] = group
             else:

@@ -52,8 +52,9 @@ class Intake:
     def job(self, number: str, row: Row) -> Job:
         """The row as the scheduler sees it."""
         request, opened = row.request, 0 if row.lost else row.prompt_tokens - row.request.prompt_tokens
-        scored = request.prompt_logprobs is not None
-        known = 0 if self._tree is None or scored else row.sharing.known_tokens(self._tree)
+        # a row that may be read again has all of its text for itself then
+        alone = self._tree is None or request.prompt_logprobs is not None or row.changes_factors
+        known = 0 if self._tree is None or alone else row.sharing.known_tokens(self._tree)
         # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
         tokens = row.prompt_tokens + 1
         return Job(number, tokens, request.max_tokens, 0, opened, known, request.owner, request.priority)

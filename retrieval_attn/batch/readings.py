@@ -190,7 +190,7 @@ class Readings:
 
     def _note_shared(self, number: str, row: Row) -> None:
         """What the tree holds of a prompt is not reserved for the request, too."""
-        if row.shared_tokens > row.noted_tokens:
+        if row.shared_tokens > row.noted_tokens and not row.changes_factors:
             row.noted_tokens = tokens = row.shared_tokens
             with self._changed:
                 self._scheduler.set_cached(number, tokens)

@@ -22,7 +22,7 @@ from retrieval_attn.batch.penalties import History
 from retrieval_attn.batch.reading import PausedRead
 from retrieval_attn.batch.request import Reason, Request
 from retrieval_attn.batch.saved_text import OpenedText, SavedText
-from retrieval_attn.batch.sharing import Sharing
+from retrieval_attn.batch.sharing import Sharing, text_mark
 from retrieval_attn.batch.short_read import SHORT_TOKENS, ShortRead, packable, paused
 from retrieval_attn.batch.teller import Summary, Teller
 from retrieval_attn.batch.text import TextStream
@@ -31,7 +31,9 @@ from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache, seal
 from retrieval_attn.config import Config
 from retrieval_attn.engine.decode import PromptState, TokenScore
-from retrieval_attn.errors import StoreDamagedError
+from retrieval_attn.errors import CacheMismatchError, RetrievalAttentionError, StoreDamagedError
+from retrieval_attn.model.rope import length_rope
+from retrieval_attn.model.weights import require_same, weight_state
 
 __all__ = ["Row"]
 
@@ -74,17 +76,26 @@ class Row:
             else before._teller
         )
         self._stops = loop.eos if request.stop_ids is None else request.stop_ids
-        self._saved, self.lost = saved, saved is not None and saved.lost
+        rope, self.weights = length_rope(loop.model), weight_state(loop.model)
+        self._factors = None if rope is None else rope.factors(self.prompt_tokens)
+        self.changes_factors = rope is not None and not rope.decodes_on(
+            self._factors, self.prompt_tokens + request.max_tokens
+        )
+        other_factors = saved is not None and rope is not None and rope.factors(saved.tokens) != self._factors
+        self._saved, self.lost = saved, saved is not None and (saved.lost or other_factors)
         self._opening: Opening[tuple[RetrievalCache, OpenedText]] | None = None
         self._opened: OpenedText | None = None
         # arrays, once: a list of 128K ids takes milliseconds to compare
         parts = [*([] if saved is None else [saved.ids]), *map(int32_row, request.parts)]
         if request.prompt_logprobs is not None:
             parts = _score_pieces(np.concatenate(parts), loop.vocabulary)
-        ends, marks = list(accumulate(map(len, parts))), 0 if saved is None else 1
-        self.sharing = Sharing(np.concatenate(parts), ends, marks, request.namespace)
-        self._history = History.of(request.draw, self.sharing.ids, self.tokens, self._stops, request.min_tokens)
         self._scores: list[TokenScore] = []  # of the prompt's tokens but the first one, as far as it is read
+        mark = text_mark(loop.model, self.weights, self.prompt_tokens)
+        parts[0] = np.concatenate((mark, parts[0]))
+        ends, marks = list(accumulate(map(len, parts))), len(mark) + (saved is not None)
+        self.sharing = Sharing(np.concatenate(parts), ends, marks, request.namespace, saved=saved is not None)
+        prompt = self.sharing.ids[marks:]
+        self._history = History.of(request.draw, prompt, self.tokens, self._stops, request.min_tokens)
         self._done = self._inside = 0  # parts that the cache holds, and tokens that it holds of the next one
         self._pages = pages
         self._began: float = time.perf_counter() if before is None else before._began
@@ -138,6 +149,7 @@ class Row:
         sharing = self.sharing
         if self.is_read or sharing.waits():
             return
+        self.require_weights()
         if tree is not None:
             self._look_up(tree)
         if self._pages is not None and not self._pages.take(self._done, tree):
@@ -155,7 +167,7 @@ class Row:
             self.cache, self._opened = self._saved.emptied()
         if self.cache is None:
             self.cache = RetrievalCache(self._loop.model, config)
-        self.cache.in_batch = True
+        self.cache.in_batch, self.cache.prompt_length = True, self.prompt_tokens
         if self._pages is not None:
             self._pages.open(self._done, self.cache)
         part: Sequence[int] = sharing.ids[max(self._known, sharing.marks) : sharing.ends[self._done]].tolist()
@@ -204,10 +216,18 @@ class Row:
         """What the cache holds of prompt and answer, whole steps, stays in the tree."""
         if self.cache is None or not self.is_read or self.cache.batch.broken:
             return
+        if (
+            self.cache.batch.factors != self._factors
+        ):  # an answer beyond a switch: no prompt finds it by this one's mark
+            return
         try:
             self.sharing.put_answer(tree, self.cache, self.tokens, self._opened, self._token_seconds)
         except Exception as error:  # the answer was told: a follow-up turn reads it, and the others go on
             log.warning("the answer of request %s is not kept: %s: %s", self.ticket.id, type(error).__name__, error)
+
+    def require_weights(self) -> None:
+        """Raise CacheMismatchError if the model has other weights, or acting adapters, than when this was submitted."""
+        require_same(self.weights, weight_state(self._loop.model), f"Request {self.ticket.id} was submitted")
 
     @property
     def _known(self) -> int:
@@ -218,6 +238,7 @@ class Row:
         assert self.read is not None and self.cache is not None
         state, self.read = self.read.result(), None
         self._note_scores(state)
+        self.require_weights()
         if self.cache.batch.exact is not None:
             self.cache.batch.exact = self.cache.batch.exact.closed()
         self.cache.batch.note_ids(state.sequences)
@@ -287,13 +308,18 @@ def found_tokens(row: Row) -> TierTokens:
     return TierTokens(paged, known - paged, row._brought)
 
 
-def damage_of(row: Row) -> StoreDamagedError | None:
-    """What was found so far in the files that a row's keys come from; None: nothing, or it has ended."""
-    if row._opened is not None and not row.ended:
-        try:
+def damage_of(row: Row) -> RetrievalAttentionError | None:
+    """What went wrong so far with the keys of a row: damaged files that they come from, or weights of the model that
+    changed since they were computed; None: nothing, or it has ended.
+    """
+    if row.ended:
+        return None
+    try:
+        if row._opened is not None:
             row._opened.require_whole()
-        except StoreDamagedError as error:
-            return error
+        row.require_weights()
+    except (StoreDamagedError, CacheMismatchError) as error:
+        return error
     return None
 
 

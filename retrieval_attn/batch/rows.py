@@ -22,6 +22,7 @@ from retrieval_attn.batch.counts import StepClock
 from retrieval_attn.batch.row_states import RowsState
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.cache.reread import goes_on
 from retrieval_attn.cache.retrieval import RetrievalLayer, decodes_plainly
 from retrieval_attn.cache.state import StateLayer
 from retrieval_attn.cache.together import NewTokens, StepPlans, decode_together
@@ -34,9 +35,8 @@ from retrieval_attn.index.forked import use_threads
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 from retrieval_attn.model.placement import input_device
-from retrieval_attn.model.rotation import rope_types
+from retrieval_attn.model.rope import Factors, length_rope
 
-_boundaries: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, bool] | None] = weakref.WeakKeyDictionary()
 _plans: weakref.WeakKeyDictionary[PreTrainedModel, StepPlans] = weakref.WeakKeyDictionary()
 
 
@@ -71,13 +71,19 @@ def step(
     before, began = plans.host_seconds, time.perf_counter()
     try:
         with using_retrieval(model, caches[0].config.prefill_chunk):
-            for rows in position_groups(model, places):
+            again = _read_again(model, caches, token_ids, places, errors)
+            logits += [([row], one) for row, one in again.items()]
+            left = [row for row in range(len(caches)) if row not in again and row not in errors]
+            for group in position_groups(model, places[left]) if left else []:
+                rows = [left[place] for place in group]
                 together = RowsCache([caches[row] for row in rows], plans)
                 own = (token_ids, places) if len(rows) == len(caches) else (token_ids[rows], places[rows])
                 found = forward(model, together, own[0][:, None], mask=None, position_ids=own[1][:, None])  # type: ignore[arg-type]
                 together.finish()
                 logits.append((rows, found))
                 errors.update((rows[row], error) for row, error in together.errors.items())
+                if caches[0].rope is not None:
+                    _note_tokens([caches[row] for row in rows], *own)
     except BaseException as error:  # somewhere in the middle of a layer, or of a token
         for cache in caches:
             cache.batch.broken = cache.batch.broken or f"{type(error).__name__}: {error}"
@@ -85,9 +91,11 @@ def step(
     if clock is not None:
         clock.host += plans.host_seconds - before
         clock.device += time.perf_counter() - began
-    result = logits[0][1]
-    if len(logits) > 1:
-        result = torch.empty(len(caches), result.shape[1], dtype=result.dtype, device=result.device)
+    if len(logits) == 1 and len(logits[0][0]) == len(caches):
+        result = logits[0][1]
+    else:
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        result = torch.zeros(len(caches), vocabulary, device=device)
         for rows, found in logits:
             result[rows] = found
     if errors:
@@ -141,41 +149,50 @@ def position_groups(model: PreTrainedModel, positions: Tensor) -> list[list[int]
     would not.
     """
     rows = list(range(len(positions)))
-    if len(rows) < 2:
+    rope = length_rope(model)
+    if len(rows) < 2 or rope is None:
         return [rows]
-    if model not in _boundaries:
-        _boundaries[model] = _boundary(model)
-    boundary = _boundaries[model]
-    if boundary is None:
-        return [rows]
-    length, each = boundary
-    groups: dict[int, list[int]] = {}
+    groups: dict[Factors, list[int]] = {}
     for row, position in enumerate(positions.tolist()):
-        beyond = position + 1 if each else 1
-        groups.setdefault(beyond if position + 1 > length else 0, []).append(row)
+        groups.setdefault(rope.factors(position + 1), []).append(row)
     return list(groups.values())
 
 
-def _boundary(model: PreTrainedModel) -> tuple[int, bool] | None:
-    """Tokens from which on the model turns keys by its longest position, and whether by each in another way; None: it
-    does not.
+def _read_again(
+    model: PreTrainedModel,
+    caches: Items[RetrievalCache],
+    token_ids: Tensor,
+    places: Tensor,
+    errors: dict[int, Exception],
+) -> dict[int, Tensor]:
+    """Logits (1, vocabulary) of rows whose text passes a switch of the rotary factors with its new token, by row: each
+    is read again by itself. errors: gets those of rows that failed.
     """
-    text = model.config.get_text_config(decoder=True)
-    options = text.to_dict()
-    changing = rope_types(options) & {"dynamic", "longrope"}
-    if not changing:
-        return None
-    given = [getattr(text, "original_max_position_embeddings", None)]
-    given += [one.get("original_max_position_embeddings") for one in _rope_options(options)]
-    return next((one for one in given if one), text.max_position_embeddings), "dynamic" in changing
+    found: dict[int, Tensor] = {}
+    if caches[0].rope is None:
+        return found
+    for row, (cache, position) in enumerate(zip(caches, places.tolist(), strict=True)):
+        if goes_on(cache, position + 1, decoding=True):
+            continue
+        own = slice(row, row + 1)
+        try:
+            found[row] = forward(
+                model, cache, token_ids[own, None], mask=None, position_ids=places[own, None], decoding=True
+            )
+        except Exception as error:
+            errors[row] = error
+            cache.batch.broken = f"{type(error).__name__}: {error}"
+    return found
 
 
-def _rope_options(options: Any) -> list[dict[str, Any]]:
-    """The dictionaries of a config that say a kind of rotary embedding."""
-    if not isinstance(options, dict):
-        return []
-    own = [options] if "rope_type" in options else []
-    return own + [found for value in options.values() for found in _rope_options(value)]
+def _note_tokens(caches: Items[RetrievalCache], token_ids: Tensor, places: Tensor) -> None:
+    """Ids and rotary factors of new tokens, one for each cache of a model whose factors depend on the length."""
+    for cache, token, position in zip(caches, token_ids.tolist(), places.tolist(), strict=True):
+        if cache.rope is not None and not cache.batch.broken:
+            (sequence,) = cache.batch.sequences
+            if len(sequence.token_ids) == cache.batch.columns - 1:
+                sequence.token_ids.append(token)
+            cache.batch.factors = cache.rope.after_token(cache.batch.factors, position + 1)
 
 
 class RowsCache(Cache):

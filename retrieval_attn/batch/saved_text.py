@@ -30,6 +30,7 @@ from retrieval_attn.engine.saving import (
 )
 from retrieval_attn.errors import StoreDamagedError
 from retrieval_attn.model.identity import identity_of
+from retrieval_attn.model.weights import WeightState, weight_state
 from retrieval_attn.store import ContextStore
 
 __all__ = ["OpenedText", "SavedText", "SavedTexts"]
@@ -118,6 +119,7 @@ class SavedTexts:
         self._loop, self._config, self._template = loop, config, template
         self._store, self._counts = store, counts
         self._identity = ""
+        self._weights: WeightState | None = None
         self._marks = itertools.count(1)
         self._known: weakref.WeakValueDictionary[str, SavedText] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
@@ -139,9 +141,10 @@ class SavedTexts:
         named = store.resolve(name)
         lost = lost or store.known_damaged(named)  # until it is saved again
         with self._lock:
+            identity = self._of_model()
             known = self._known.get(named.digest)
             if known is None or known.lost != lost or named.plain.get("template") != self._template:
-                chain = find_saved(store, name, self._of_model(), self._template, ids_only=True)
+                chain = find_saved(store, name, identity, self._template, ids_only=True)
                 if lost and chain.forgotten.tokens:
                     raise StoreDamagedError(
                         f"the context {name!r} is damaged, and was saved after parts of it were forgotten: it cannot "
@@ -188,6 +191,9 @@ class SavedTexts:
             log.warning("the saved context %r is damaged; its tokens are read again: %s", text.name, error)
 
     def _of_model(self) -> str:
-        """Once: weights are read for it."""
-        self._identity = self._identity or identity_of(self._loop.model, self._loop.tokenizer)
+        """Once for each state of the model's weights: they are read for it."""
+        now = weight_state(self._loop.model)
+        if now != self._weights:
+            self._identity, self._weights = identity_of(self._loop.model, self._loop.tokenizer), now
+            self._known.clear()
         return self._identity

@@ -6,10 +6,13 @@ so is what a row held at its end, an answer behind its prompt: a follow-up turn 
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from retrieval_attn.batch.held import HeldCache
 from retrieval_attn.batch.ids import Ids, int32_row
@@ -19,8 +22,10 @@ from retrieval_attn.batch.pending import Claim
 from retrieval_attn.batch.saved_text import OpenedText
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.cache.cache import RetrievalCache, seal
+from retrieval_attn.model.rope import Factors, length_rope
+from retrieval_attn.model.weights import WeightState
 
-__all__ = ["HeldAnswer", "Sharing"]
+__all__ = ["HeldAnswer", "Sharing", "text_mark"]
 
 
 class HeldAnswer(HeldCache):
@@ -34,13 +39,15 @@ class HeldAnswer(HeldCache):
 class Sharing:
     """See the module. Belongs to the engine's thread, but for `known_tokens`.
 
-    ids: int32, of the whole prompt; marks: of these, how many are no tokens: a saved context begins with one. ends:
-    where its parts end. lease: on the node that the row continues. claim: to read a part that others may want, or to
-    wait for who reads it.
+    ids: int32, of the whole prompt; marks: of these, how many are no tokens: a saved context begins with one, and so do
+    texts whose keys other weights or rotary factors made (`text_mark`). ends: where its parts end. saved: whether the
+    first part is a saved context. lease: on the node that the row continues. claim: to read a part that others may
+    want, or to wait for who reads it.
     """
 
-    def __init__(self, ids: Ids, ends: Sequence[int], marks: int, namespace: Namespace) -> None:
+    def __init__(self, ids: Ids, ends: Sequence[int], marks: int, namespace: Namespace, *, saved: bool) -> None:
         """namespace: of the request."""
+        self._saved = saved
         self.ids, self.ends, self.marks, self.namespace = ids, list(ends), marks, namespace
         self.lease: Lease | None = None
         self.claim: Claim | None = None
@@ -52,7 +59,7 @@ class Sharing:
 
     def namespace_of(self, part: int) -> Namespace:
         """A saved context is everybody's who names it, what continues it is not."""
-        return None if part < self.marks else self.namespace
+        return None if self._saved and part == 0 else self.namespace
 
     def find(self, tree: Tree, known: int) -> tuple[Node, HeldCache] | None:
         """The longest known beginning behind `known` ids, which the row continues from now on; None: nothing is.
@@ -138,9 +145,10 @@ class Sharing:
 
     def begins_as(self, other: Sharing, tokens: int) -> bool:
         """Whether so many tokens are whole parts of both prompts, the same ones, and both may have them of the tree."""
-        if self.marks or other.marks or self.namespace != other.namespace or tokens not in self.ends[:-1]:
+        end = tokens + self.marks
+        if self._saved or other._saved or self.marks != other.marks or self.namespace != other.namespace:
             return False
-        return tokens in other.ends[:-1] and np.array_equal(self.ids[:tokens], other.ids[:tokens])
+        return end in self.ends[:-1] and end in other.ends[:-1] and np.array_equal(self.ids[:end], other.ids[:end])
 
     def _insert(
         self, tree: Tree, ids: Ids, kind: type[HeldCache], whole: RetrievalCache,
@@ -164,6 +172,26 @@ class Sharing:
         if self.lease is not None:
             self.lease.release()
         self.lease = lease
+
+
+_marks: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[WeightState, Factors | None], int]]
+_marks = weakref.WeakKeyDictionary()
+_marks_lock = threading.Lock()
+FIRST_MARK = 1 << 30
+"""Marks of saved contexts are nearer to 0."""
+
+
+def text_mark(model: PreTrainedModel, weights: WeightState, tokens: int) -> Ids:
+    """What a text of `tokens` tokens begins with in a tree: its keys serve only texts that begin with the same.
+
+    Nothing for the first weights, and rotary factors, of a model; else one id that no text has. Any thread.
+    """
+    rope = length_rope(model)
+    key = weights, None if rope is None else rope.factors(tokens)
+    with _marks_lock:
+        known = _marks.setdefault(model, {})
+        number = known.setdefault(key, len(known))
+    return np.full(min(number, 1), -FIRST_MARK - number, np.int32)
 
 
 def claimed(tree: Tree, ids: Ids, start: int, namespaces: tuple[Namespace, Namespace]) -> Claim | None:

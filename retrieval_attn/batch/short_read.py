@@ -25,6 +25,7 @@ from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import PromptState
 from retrieval_attn.engine.prefill import finish_prefill
+from retrieval_attn.model.rope import counting_as
 
 __all__ = ["SHORT_TOKENS", "PackedRead", "ShortRead", "packable", "paused"]
 
@@ -189,12 +190,18 @@ class PackedRead(GatedRead):
     @torch.no_grad()
     def _read(self) -> None:
         reads = self.reads
+        for read in reads:
+            read.cache.require_same_weights()
         packed = PackedCache([read.cache for read in reads], [len(read.ids) for read in reads], self._gate.enter)
         for row, read in enumerate(reads):
             if read.done:
                 packed.leave_out(row)
         self._packed = packed
         logits = _forward(reads[0].loop.model, packed, reads)
+        for read in reads:
+            if read.cache.rope is not None:
+                length = max(read.batch.ids.shape[1], read.cache.prompt_length)
+                read.cache.batch.factors = read.cache.rope.factors(length)
         for row, read in enumerate(reads):
             if row not in packed.errors:
                 finish_prefill(read.cache)
@@ -214,7 +221,7 @@ def _fitting(waiting: Items[ShortRead], tokens: int) -> list[ShortRead]:
         if not found or len(read.ids) <= tokens:
             found.append(read)
             tokens -= len(read.ids)
-    lasts = torch.tensor([read.batch.ids.shape[1] - 1 for read in found])
+    lasts = torch.tensor([max(read.batch.ids.shape[1], read.cache.prompt_length) - 1 for read in found])
     groups = position_groups(found[0].loop.model, lasts)
     return [found[row] for row in next(rows for rows in groups if 0 in rows)]
 
@@ -230,6 +237,7 @@ def _forward(model: Any, packed: PackedCache, reads: Items[ShortRead]) -> Tensor
         arguments["position_ids"] = places[None]
     if "logits_to_keep" in parameters:
         arguments["logits_to_keep"] = lasts
-    with using_retrieval(model, reads[0].cache.config.prefill_chunk):
+    length = max(read.cache.prompt_length for read in reads)
+    with using_retrieval(model, reads[0].cache.config.prefill_chunk), counting_as(length):
         logits: Tensor = model(**arguments, return_dict=True).logits[0]
     return (logits if len(logits) == len(lasts) else logits[lasts]).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
@@ -14,6 +15,7 @@ from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from retrieval_attn.cache.coded_clusters import beside_codes_bytes
 from retrieval_attn.cache.layer import CacheLayer, LayeredCache
+from retrieval_attn.cache.reread import note_factors, read_again_in_generate
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.sequence import Batch, distinct, own_start
 from retrieval_attn.cache.sliding import SlidingLayer
@@ -28,6 +30,8 @@ from retrieval_attn.index.forked import refuse_forked, use_threads
 from retrieval_attn.index.threads import check_threads
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.rope import counted_length, length_rope, max_positions
+from retrieval_attn.model.weights import require_same, weight_state
 from retrieval_attn.offload.stats import LayerStats
 
 
@@ -60,7 +64,15 @@ class RetrievalCache(LayeredCache):
         self.batch = Batch()
         super().__init__(layers=_make_layers(model, text_config, self.config, self.index, self.batch))
         self.model_type = text_config.model_type
-        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.rope = length_rope(model)
+        """How the factors of the model's rotary embedding depend on the length of the text; None: they do not."""
+        self.prompt_length = 0
+        """Tokens of the prompt that what is read now begins: its keys get the rotary factors of so long a text."""
+        self.max_positions = max_positions(text_config)
+        self._model = weakref.ref(model)
+        self._first_layer = next((n for n, one in enumerate(self.layers) if isinstance(one, CacheLayer)), 0)
+        if self.rope is not None:
+            read_again_in_generate(model)
         self.in_batch = False
         """Whether who made it steps it with others, in graphs of their own; forks have it, too."""
 
@@ -81,7 +93,26 @@ class RetrievalCache(LayeredCache):
             )
         use_threads()
         self.require_room(key_states.shape[2], layer.columns)
+        if layer_idx == self._first_layer and not layer.ahead:
+            self._begin_forward(key_states.shape[2])
         return layer.update(key_states, value_states, *args, **kwargs)
+
+    def _begin_forward(self, new_tokens: int) -> None:
+        """Raise CacheMismatchError if keys of this forward would not go with those that are here."""
+        if self.rope is not None:
+            note_factors(self.batch, self.rope, counted_length(), new_tokens)
+        if new_tokens > 1:
+            self.require_same_weights()
+
+    def require_same_weights(self) -> None:
+        """Raise CacheMismatchError if the model has other weights, or acting adapters, than the keys were read with."""
+        model = self._model()
+        if model is None:
+            return
+        now = weight_state(model)
+        if self.batch.weights is not None and self.batch.columns:
+            require_same(self.batch.weights, now, "The keys of this cache were computed")
+        self.batch.weights = now
 
     def require_room(self, new_tokens: int, cached: int | None = None) -> None:
         """Raise ContextLengthError when `new_tokens` more would pass the model's positions."""

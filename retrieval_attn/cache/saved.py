@@ -28,8 +28,10 @@ from retrieval_attn.cpu.saved import PathMark, State, path_from_states, path_mar
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import InputDataError, StoreMismatchError
+from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.placement import execution_device, input_device
+from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.codes import DeviceCoder, SentCodes, beside
 from retrieval_attn.offload.staging import brought
 from retrieval_attn.offload.staging import sent as sent_array
@@ -125,6 +127,8 @@ def restored_cache(
     (sequence,) = cache.batch.sequences
     sequence.token_ids.extend(ids)
     sequence.length = cache.batch.columns = len(ids)
+    cache.batch.factors = None if cache.rope is None else cache.rope.factors(len(ids))
+    cache.batch.weights = weight_state(unwrapped(model))
     return cache
 
 

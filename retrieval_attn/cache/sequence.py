@@ -22,6 +22,8 @@ from retrieval_attn.cache.prefix import ExactPrefix
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.padding import Padding, join
+from retrieval_attn.model.rope import Factors
+from retrieval_attn.model.weights import WeightState
 from retrieval_attn.offload.staging import brought_together
 from retrieval_attn.offload.upload import Uploads
 
@@ -77,6 +79,8 @@ class Batch:
     forgotten: what no token attends to from now on; columns count them still. exact: the first columns, where they lie
     in pages and not in the layers; None: they do not.
     devices: per layer number, where the layer computes, as far as it has. uploads: per device, what brings keys back.
+    factors: rotary factors that the keys were turned with, of a model whose factors depend on the length of the text.
+    weights: state of the model's weights that the keys were computed with.
     broken: why nothing can follow, a forward failed half-way; "" else. spilled: full windows moved tokens to the host,
     until somebody who counts that says False.
     """
@@ -90,6 +94,8 @@ class Batch:
         self.exact: ExactPrefix | None = None
         self.devices: dict[int, torch.device] = {}
         self.uploads: dict[torch.device, Uploads] = {}
+        self.factors: Factors | None = None
+        self.weights: WeightState | None = None
         self.broken = ""
         self.spilled = False
 
@@ -156,6 +162,7 @@ class Batch:
         self.sequences, self.columns, self.valid, self.epoch = [], 0, None, self.epoch + 1
         self.rewritten += 1
         self.uploads, self.forgotten, self.exact, self.broken = {}, Forgotten(), None, ""
+        self.factors = self.weights = None
 
     def snapshot(self) -> dict[str, Any]:
         """The batch as it is, for `restore`."""
@@ -179,7 +186,7 @@ class Batch:
         other = Batch()
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
         other.devices, other.forgotten, other.broken = dict(self.devices), self.forgotten, self.broken
-        other.exact = self.exact
+        other.exact, other.factors, other.weights = self.exact, self.factors, self.weights
         other.sequences = [sequence.copy() for sequence in self.sequences]
         copies: dict[int, SequenceKV] = {}
         for sequence in other.sequences:
@@ -219,6 +226,22 @@ class Batch:
             real = self.padding(0, ids.shape[1])
             own = ids[row] if real is None else ids[row][real[row]]
             sequence.token_ids = array("q", own.to(torch.int64).numpy().tobytes())
+
+    def add_ids(self, ids: Tensor) -> None:
+        """Append ids (batch, new) of the newest columns to sequences whose earlier ids are all known."""
+        start = self.columns - ids.shape[1]
+        [ids] = brought_together([ids])
+        real = self.padding(start, self.columns)
+        for row, sequence in enumerate(self.sequences):
+            if len(sequence.token_ids) == self.real(row, start):
+                sequence.token_ids.extend((ids[row] if real is None else ids[row][real[row]]).tolist())
+
+    def known_ids(self) -> Tensor:
+        """(batch, columns) int64 ids of all columns, 0 for padding; `known_columns` says whether they are known."""
+        ids, real = torch.zeros(len(self.sequences), self.columns, dtype=torch.int64), self.padding(0, self.columns)
+        for row, sequence in enumerate(self.sequences):
+            ids[row, slice(None) if real is None else real[row]] = ids_tensor(sequence.token_ids)
+        return ids
 
     def known_columns(self) -> int:
         """Columns whose ids are known; 0 where nobody said any."""

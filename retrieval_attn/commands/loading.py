@@ -151,8 +151,8 @@ def _retrieve(text: str) -> Retrieve | Any:
 def _needed(model: str, most: int, yarn: float | None = None) -> int:
     """Tokens to plan memory for: no text has more of them than bytes, and no model more than its positions."""
     from retrieval_attn.model.loading import checkpoint_config
+    from retrieval_attn.model.rope import max_positions
 
-    config = checkpoint_config(model, yarn).get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = max_positions(checkpoint_config(model, yarn).get_text_config(decoder=True))
     template = 1024
     return most + template if positions is None else min(most + template, positions)

@@ -7,6 +7,7 @@ generated tokens are replays of one graph (`engine/graph/launch.py`), where the 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import threading
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.reread import whole_text
 from retrieval_attn.config import GraphMode
 from retrieval_attn.engine.graph.binding import WindowsGrownError
 from retrieval_attn.engine.graph.launch import Launcher
@@ -29,6 +31,7 @@ from retrieval_attn.engine.graph.registry import bind, runtime_for, unbind
 from retrieval_attn.engine.lookahead import Lookahead, TokenCopy
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.model.placement import agreed, input_device
+from retrieval_attn.model.rope import counting_as
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +111,18 @@ def forward(
     position_ids: Tensor,
     inputs_embeds: Tensor | None = None,
     every: bool = False,
+    decoding: bool = False,
 ) -> Tensor:
     """Run `model` on new tokens and return the last column's logits, (batch, vocabulary) float32.
 
     mask: (batch, all columns) bool or None without padding; position_ids: (batch, new). every: return the logits of all
-    new columns, (batch, new, vocabulary), in the model's dtype.
+    new columns, (batch, new, vocabulary), in the model's dtype. decoding: the new tokens are generated ones, one for
+    each row. A text that passes a switch of the model's rotary factors is read again, whole (`cache/reread.py`): raises
+    CacheMismatchError if its ids are not known.
     """
+    changes = isinstance(cache, RetrievalCache) and cache.rope is not None
+    if changes:
+        ids, position_ids = whole_text(cache, ids, mask, position_ids, decoding=decoding)
     arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": mask}
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters:
@@ -124,7 +133,10 @@ def forward(
         arguments["inputs_embeds"] = inputs_embeds
     else:
         arguments["input_ids"] = ids
-    logits: Tensor = model(**arguments, return_dict=True).logits
+    with counting_as(cache.prompt_length) if changes else contextlib.nullcontext():
+        logits: Tensor = model(**arguments, return_dict=True).logits
+    if changes and ids is not None:
+        cache.batch.add_ids(ids)
     return logits if every else logits[:, -1].float()
 
 
@@ -159,7 +171,8 @@ class Steps:
             else:
                 self.replays += 1
                 return logits
-        return forward(self._model, self._cache, token[:, None], mask=mask, position_ids=position[:, None])
+        place = position[:, None]
+        return forward(self._model, self._cache, token[:, None], mask=mask, position_ids=place, decoding=True)
 
     @property
     def chosen(self) -> Tensor | None:

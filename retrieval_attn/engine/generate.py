@@ -121,6 +121,7 @@ def _prefill(
         new_ids, count = None, source.shape[1] - past
         embeds = embeds[:, past:]
     cache.require_room(count)
+    cache.require_same_weights()
     valid = torch.ones(source.shape[0], past + count, dtype=torch.bool, device=source.device)
     if mask is not None:
         valid = mask.bool()

@@ -210,6 +210,12 @@ class Kept:
         """For a fork of the context."""
         return Kept(self._points, self._check)
 
+    def emptied(self) -> Kept:
+        """For the same context after all its text was read again: its keys are in no file."""
+        other = Kept()
+        other.saving = self.saving
+        return other
+
     def note(self, point: SavedPoint) -> None:
         """The context, as it was, is saved there."""
         self._points = (*self._points, point)

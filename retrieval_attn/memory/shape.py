@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.model.checkpoint import reason, require_sizes
+from retrieval_attn.model.rope import max_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -236,7 +237,7 @@ def _shape(
         key_dim=key_dim,
         value_dim=getattr(text, "v_head_dim", None) or key_dim,
         vocab=text.vocab_size,
-        max_positions=getattr(text, "max_position_embeddings", None),
+        max_positions=max_positions(text),
         embedding_parameters=embedding,
         head_parameters=head,
         ranks_split_heads=splits_heads(text),

@@ -6,6 +6,7 @@ whenever the inner model runs. What a `PeftModel` does outside the inner model i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -63,4 +64,24 @@ def adapter_state(model: nn.Module) -> tuple[Any, ...]:
         strength = tuple(sorted(scaling.items())) if isinstance(scaling, dict) else ()
         merged = tuple(getattr(module, "merged_adapters", ()))
         found.append((name, tuple(active), bool(getattr(module, "disable_adapters", False)), merged, strength))
+    return tuple(found)
+
+
+def acting_adapters(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
+    """Of modules by name: the adapters that act in each, beside its weights or merged into them, with their strength.
+
+    Modules in which none acts are left out: a model whose adapters are disabled is the model without them.
+    """
+    found = []
+    for name, module in modules:
+        active = getattr(module, "active_adapters", None)
+        if not isinstance(active, list | tuple):
+            continue
+        merged = tuple(getattr(module, "merged_adapters", ()))
+        beside = () if bool(getattr(module, "disable_adapters", False)) or merged else tuple(active)
+        scaling = getattr(module, "scaling", None)
+        strength = scaling if isinstance(scaling, dict) else {}
+        acting = tuple((one, strength.get(one)) for one in (*merged, *beside))
+        if acting:
+            found.append((name, acting, bool(merged)))
     return tuple(found)

@@ -82,7 +82,7 @@ class _WithoutGradients(torch.autograd.Function):
 
 def without_gradients(out: Tensor) -> Tensor:
     """Return `out`, computed outside autograd, so that `backward` through it raises UnsupportedModelError."""
-    result: Tensor = _WithoutGradients.apply(torch.empty((), requires_grad=True), out)  # type: ignore[no-untyped-call]
+    result: Tensor = _WithoutGradients.apply(torch.empty((), requires_grad=True), out)
     return result
 
 

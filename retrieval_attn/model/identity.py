@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.model.adapters import adapter_state
+from retrieval_attn.model.rope import length_rope
 
 LAYOUT = 1
 """Of what the cache saves; another number is another identity."""
@@ -38,6 +39,8 @@ def identity_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     config = model.config.get_text_config(decoder=True)
     shape = {name: value for name, value in config.to_diff_dict().items() if name not in _NAMES_ONLY}
     rope = {name: shape.pop(name) for name in list(shape) if "rope" in name or name == "max_position_embeddings"}
+    if length_rope(model) is not None:
+        rope["factors of a text"] = "one set"  # earlier releases mixed them within a text
     adapters = adapter_state(model)
     fields = {
         "adapters": _digest(repr(adapters).encode()) if adapters else None,

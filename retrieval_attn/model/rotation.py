@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.model.multimodal import text_decoder
+from retrieval_attn.model.rope import uncounted
 
 _APPLY = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-4
@@ -70,7 +71,8 @@ class Rotation:
 
         def tables(positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
             unused = torch.zeros(1, dtype=dtype, device=positions.device)
-            cos, sin = rotary(unused, positions.expand(axes), **extra)
+            with uncounted():
+                cos, sin = rotary(unused, positions.expand(axes), **extra)
             # of a model on several devices, the tables live with its first layers
             return cos.to(positions.device, dtype), sin.to(positions.device, dtype)
 

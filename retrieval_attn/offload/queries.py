@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.index.synthetic import train_positions
+from retrieval_attn.model.rope import counted_length, length_rope
 from retrieval_attn.model.rotation import Rotation, Turn
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class TrainingQueries:
         self._columns, self._offsets = _drawn(total, count)
         self._drawn_by = total, count
         self._total = total
+        self._length = counted_length()
         self._taken: list[Tensor] = []
 
     def take(self, query: Tensor, start: int) -> None:
@@ -92,13 +94,17 @@ class TrainingQueries:
         """whole: all of the sample is there: the pass's other layers have the same columns, and share its tables. On a
         GPU they took as long as turning the queries.
         """
+        targets = self._total + offsets
+        if length_rope(model) is not None:  # the longest position decides the factors, and must be the text's last one
+            shift = targets.max() + 1 - max(self._length, 1)
+            columns, targets = columns - shift, targets - shift
         if not whole or len(columns) > SHARED_QUERIES:
-            return rotation.turn(columns, self._total + offsets, head_dim)
-        key = (*self._drawn_by, columns.device, head_dim, *rotation.kind)
+            return rotation.turn(columns, targets, head_dim)
+        key = (*self._drawn_by, self._length, columns.device, head_dim, *rotation.kind)
         turns = _turns.setdefault(model, weakref.WeakValueDictionary())
         turn = turns.get(key)
         if turn is None:
-            turn = rotation.turn(columns, self._total + offsets, head_dim)
+            turn = rotation.turn(columns, targets, head_dim)
             if len(turns) >= SHARED_TURNS:
                 return turn
             turns[key] = turn

@@ -1,0 +1,191 @@
+"""Rotary embeddings whose factors depend on the length of the text: LongRoPE ("longrope") and dynamic NTK ("dynamic").
+
+transformers computes their frequencies again in every forward, from its longest position. Keys of one text must all be
+turned with the factors of one length, also if the text is read in several forwards. `counting_as` makes a forward take
+the factors of a longer text, and `counted_length` returns the length that the thread's last forward was counted as.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Factors = tuple[int, ...]
+"""Equal for lengths of text that have equal rotary factors."""
+MIXED: Factors = (-1,)
+"""Of keys that were generated with dynamic NTK beyond its switch: each has the factors of another length."""
+
+
+@dataclass(frozen=True)
+class LengthRope:
+    """The rotary embeddings of one model that depend on the length of the text.
+
+    switches: tokens up to which each of them has its first factors. grows: for each, whether every length beyond has
+    factors of its own (dynamic NTK), or all have the same (LongRoPE).
+    """
+
+    kind: str
+    switches: tuple[int, ...]
+    grows: tuple[bool, ...]
+
+    def factors(self, length: int) -> Factors:
+        """Which factors the keys of a text of `length` tokens have."""
+        pairs = zip(self.switches, self.grows, strict=True)
+        return tuple(0 if length <= switch else length if grows else 1 for switch, grows in pairs)
+
+    @property
+    def each_length(self) -> bool:
+        """Whether every length beyond a switch has factors of its own."""
+        return any(self.grows)
+
+    def may_change(self, length: int) -> bool:
+        """Whether a text of up to `length` tokens may pass a switch."""
+        return length > min(self.switches)
+
+    def decodes_on(self, held: Factors | None, length: int) -> bool:
+        """Whether one more token may attend to keys with `held` factors, in a text of `length` tokens.
+
+        With dynamic NTK every generated token has other factors, and attends to earlier keys as they are: so does
+        transformers with its own cache.
+        """
+        return self.each_length or held == self.factors(length)
+
+    def after_token(self, held: Factors | None, length: int) -> Factors:
+        """What keys with `held` factors have after one more generated token, in a text of `length` tokens."""
+        found = self.factors(length)
+        return found if held == found else MIXED
+
+
+_ropes: weakref.WeakKeyDictionary[nn.Module, LengthRope | None] = weakref.WeakKeyDictionary()
+
+
+def length_rope(model: Any) -> LengthRope | None:
+    """How the factors of a model's rotary embedding depend on the length of the text; None: they do not.
+
+    Its rotary embeddings obey `counting_as` from then on.
+    """
+    if model not in _ropes:
+        _ropes[model] = found = _rope_of(model.config.get_text_config(decoder=True))
+        if found is not None:
+            for module in model.modules():
+                known = module._forward_pre_hooks.values()
+                if hasattr(module, "rope_type") and hasattr(module, "config") and _count not in known:
+                    module.register_forward_pre_hook(_count, with_kwargs=True)
+                    module.register_forward_hook(_cut, with_kwargs=True)
+    return _ropes[model]
+
+
+def max_positions(text: Any) -> int | None:
+    """Tokens that a model has positions for, by its text config; None: any number, as with dynamic NTK."""
+    found = _rope_of(text)
+    if found is not None and found.each_length:
+        return None
+    return getattr(text, "max_position_embeddings", None)
+
+
+def _rope_of(text: Any) -> LengthRope | None:
+    found: dict[tuple[int, bool], str] = {}
+    for options in _rope_options(text.to_dict()):
+        kind = str(options["rope_type"])
+        if kind == "dynamic":
+            found[int(text.max_position_embeddings), True] = kind
+        elif kind == "longrope":
+            given = options.get("original_max_position_embeddings")
+            given = given or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
+            found[int(given), False] = kind
+    if not found:
+        return None
+    switches, grows = zip(*sorted(found), strict=True)
+    return LengthRope(" and ".join(sorted(set(found.values()))), switches, grows)
+
+
+def _rope_options(options: Any) -> list[dict[str, Any]]:
+    """The dictionaries of a config that name a kind of rotary embedding."""
+    if not isinstance(options, dict):
+        return []
+    own = [options] if "rope_type" in options else []
+    return own + [found for value in options.values() for found in _rope_options(value)]
+
+
+# -- forwards ---------------------------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    """asked: length that forwards count as at least. counted: that the last one counted as. added: positions put to
+    those of the call under way.
+    """
+
+    asked = counted = added = 0
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def counting_as(length: int) -> Iterator[None]:
+    """The thread's forwards have the factors of a text of at least `length` tokens; 0: of their own positions alone."""
+    before, _thread.asked = _thread.asked, length
+    try:
+        yield
+    finally:
+        _thread.asked = before
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Calls of a rotary embedding that belong to no forward: `counted_length` stays what it was."""
+    before = _thread.counted
+    try:
+        with counting_as(0):
+            yield
+    finally:
+        _thread.counted = before
+
+
+def counted_length() -> int:
+    """Tokens of the text whose factors the thread's last forward had; 0: none of a model with a `LengthRope` ran."""
+    return _thread.counted
+
+
+def _count(rotary: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a rotary embedding: add the last position of a longer text, by which transformers chooses the factors."""
+    place: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    _forget_growth(rotary)
+    longest = int(place.max()) + 1
+    _thread.counted = length = max(longest, _thread.asked)
+    _thread.added = int(length > longest)
+    if not _thread.added:
+        return None
+    place = torch.cat([place, place.new_full((*place.shape[:-1], 1), length - 1)], dim=-1)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": place}
+    return (args[0], place, *args[2:]), kwargs
+
+
+def _cut(rotary: Any, args: Any, kwargs: Any, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """After it: without the tables of that position."""
+    if not _thread.added:
+        return None
+    cos, sin = tables
+    return cos[..., :-1, :], sin[..., :-1, :]
+
+
+def _forget_growth(rotary: Any) -> None:
+    """Dynamic NTK of transformers keeps the factors of the longest text so far: an answer would depend on others."""
+    kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
+    for name, kind in kinds.items():
+        if kind is not None and "dynamic" in kind:
+            prefix = f"{name}_" if name else ""
+            original = getattr(rotary, f"{prefix}original_inv_freq")
+            rotary.register_buffer(
+                f"{prefix}inv_freq", original.to(getattr(rotary, f"{prefix}inv_freq").device), persistent=False
+            )
+            if hasattr(rotary, f"{prefix}max_seq_len_cached"):
+                setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)

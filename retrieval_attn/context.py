@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.cache import RetrievalCache, require_same_weights
 from retrieval_attn.cache.reread import goes_on
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cache.rollback import Rollback
@@ -159,8 +159,7 @@ class Context:
             self._whole = before.undo()
             raise
         self._whole = True
-        if self._cache.batch.rewritten != rewritten:  # all of it was read again: nothing that is saved has its keys
-            self.kept = self.kept.emptied()
+        self.kept = self.kept if self._cache.batch.rewritten == rewritten else self.kept.emptied()  # read again
         return self
 
     @_alone
@@ -284,7 +283,7 @@ class Context:
                 "Text was being added to this context when that was interrupted, and it could not be undone. Read "
                 "the text again in a new Context."
             )
-        self._cache.require_same_weights()
+        require_same_weights(self._cache)
 
 
 def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, append: Append | None = None) -> Stream:
@@ -314,18 +313,16 @@ def _answer(
     with context._changing:
         _require_answerable(context, asked, append, sampling)
         tokens, batch = len(context._ids), context._loop.batch(asked, before=context._ids)
-        rope, total = context._cache.rope, tokens + ahead.tokens
-        # rows of one batch share rotary factors
-        apart = rope is not None and len(asked) > 1 and rope.may_change(total)
-        retrieves = apart or not goes_on(context._cache, total)
+        total = tokens + ahead.tokens
+        apart = len(asked) > 1 and _may_change(context._cache, total)
+        retrieves = apart or not goes_on(context._cache, total)  # else all is read again, and no key of it is used
         fork = None if retrieves else with_all_keys(context.model, context._cache, ahead)
         plain = context._cache.fork() if fork is None and not apart else None
     if apart:
         return [_answer(context, [one], append, sampling, on_text, cancelled)[0] for one in asked]
 
     def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
-        if append is not None:
-            _set_append(cache, append)
+        _set_append(cache, append)
         if len(asked) > 1:
             cache.batch_repeat_interleave(len(asked))
         return context._loop.answer(cache, batch, sampling, emit, cancelled)
@@ -348,6 +345,11 @@ def _fork_at(context: Context, tokens: int) -> RetrievalCache:
         if len(context._ids) != tokens:
             raise CacheMismatchError("Text was added to this context while it was asked; ask again.")
         return context._cache.fork()
+
+
+def _may_change(cache: RetrievalCache, tokens: int) -> bool:
+    """Whether rows of a batch of texts of up to so many tokens, which share rotary factors, may need different ones."""
+    return cache.rope is not None and cache.rope.may_change(tokens)
 
 
 def _checked(context: Context, ids: Sequence[int]) -> list[int]:
@@ -389,7 +391,9 @@ def as_store(given: ContextStore | str | Path | None) -> ContextStore:
     return given if isinstance(given, ContextStore) else ContextStore(given)
 
 
-def _set_append(cache: RetrievalCache, append: Append) -> None:
+def _set_append(cache: RetrievalCache, append: Append | None) -> None:
+    if append is None:
+        return
     cache.config = cache.config.replace(exact_append=append == "exact")
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer):

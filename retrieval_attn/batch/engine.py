@@ -34,7 +34,6 @@ from retrieval_attn.batch.request import Reason, Request
 from retrieval_attn.batch.row import Row, damage_of
 from retrieval_attn.batch.saved_text import SavedTexts
 from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
-from retrieval_attn.batch.sharing import text_mark
 from retrieval_attn.batch.sizes import Sizes
 from retrieval_attn.batch.stepper import Stepper
 from retrieval_attn.batch.ticket import Ticket
@@ -51,7 +50,6 @@ from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.shared_room import shared_device_bytes
 from retrieval_attn.model.adapters import unwrapped
-from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate, Question
@@ -202,10 +200,7 @@ class Engine:
         request of the namespace asked about, or that was given up since.
         """
         document = self._template.context_ids(text) if isinstance(text, str) else text
-        before: Sequence[int] = () if context is None else self._saved.find(context).ids.tolist()
-        tokens = len(document) + max(0, len(before) - 1)
-        mark = text_mark(self._loop.model, weight_state(self._loop.model), tokens)
-        ids = [*mark.tolist(), *before, *document]
+        ids = self._intake.whole_ids(document, context)
         match = (self._tree or Tree()).match([*ids, 0], namespace, in_memory=True, leased=True)
         assert match.lease is not None
         with match.lease:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.batch.exact import ExactPool, RowPages
@@ -13,9 +13,11 @@ from retrieval_attn.batch.penalties import require_known
 from retrieval_attn.batch.request import Request
 from retrieval_attn.batch.row import Row
 from retrieval_attn.batch.saved_text import SavedTexts
+from retrieval_attn.batch.sharing import text_mark
 from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.batch.tree import Tree
 from retrieval_attn.errors import RetrievalAttentionError, StoreDamagedError
+from retrieval_attn.model.weights import weight_state
 
 __all__ = ["Intake", "begun_again"]
 
@@ -48,6 +50,14 @@ class Intake:
         paged = self._exact is not None and saved is None and request.prompt_logprobs is None
         pages = RowPages(self._exact, request.parts) if self._exact is not None and paged else None
         return Row(request, ticket, self._loop, self._outbox, saved, pages, before)
+
+    def whole_ids(self, document: Sequence[int], context: str | None) -> list[int]:
+        """The ids by which the tree has a text now; context: the name of the saved one that it continues. Raises as
+        `row` for that.
+        """
+        before: Sequence[int] = () if context is None else self._saved.find(context).ids.tolist()
+        model, tokens = self._loop.model, len(document) + max(0, len(before) - 1)
+        return [*text_mark(model, weight_state(model), tokens).tolist(), *before, *document]
 
     def job(self, number: str, row: Row) -> Job:
         """The row as the scheduler sees it."""

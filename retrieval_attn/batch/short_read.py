@@ -19,7 +19,7 @@ from retrieval_attn.batch.gate import Gate, GatedRead, ReadCancelled
 from retrieval_attn.batch.packed import PackedCache
 from retrieval_attn.batch.reading import PausedRead, let_go, read_batch, settling, undo
 from retrieval_attn.batch.rows import position_groups
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.cache.cache import RetrievalCache, require_same_weights
 from retrieval_attn.cache.layer import CacheLayer
 from retrieval_attn.cache.rollback import Rollback
 from retrieval_attn.engine.attention import using_retrieval
@@ -191,7 +191,7 @@ class PackedRead(GatedRead):
     def _read(self) -> None:
         reads = self.reads
         for read in reads:
-            read.cache.require_same_weights()
+            require_same_weights(read.cache)
         packed = PackedCache([read.cache for read in reads], [len(read.ids) for read in reads], self._gate.enter)
         for row, read in enumerate(reads):
             if read.done:

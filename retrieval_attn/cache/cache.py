@@ -69,7 +69,7 @@ class RetrievalCache(LayeredCache):
         self.prompt_length = 0
         """Tokens of the prompt that what is read now begins: its keys get the rotary factors of so long a text."""
         self.max_positions = max_positions(text_config)
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         self._first_layer = next((n for n, one in enumerate(self.layers) if isinstance(one, CacheLayer)), 0)
         if self.rope is not None:
             read_again_in_generate(model)
@@ -79,7 +79,9 @@ class RetrievalCache(LayeredCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """See `CacheLayer.update`. Raises ContextLengthError past the model's positions."""
+        """See `CacheLayer.update`. Raises ContextLengthError past the model's positions, CacheMismatchError if keys of
+        this forward have other rotary factors, or come from other weights, than those that are here.
+        """
         if layer_idx >= len(self.layers):
             raise CacheMismatchError(
                 f"This cache was made for a {self.model_type} model of {len(self.layers)} layers; the model stores "
@@ -94,25 +96,11 @@ class RetrievalCache(LayeredCache):
         use_threads()
         self.require_room(key_states.shape[2], layer.columns)
         if layer_idx == self._first_layer and not layer.ahead:
-            self._begin_forward(key_states.shape[2])
+            if self.rope is not None:
+                note_factors(self.batch, self.rope, counted_length(), key_states.shape[2])
+            if key_states.shape[2] > 1:
+                require_same_weights(self)
         return layer.update(key_states, value_states, *args, **kwargs)
-
-    def _begin_forward(self, new_tokens: int) -> None:
-        """Raise CacheMismatchError if keys of this forward would not go with those that are here."""
-        if self.rope is not None:
-            note_factors(self.batch, self.rope, counted_length(), new_tokens)
-        if new_tokens > 1:
-            self.require_same_weights()
-
-    def require_same_weights(self) -> None:
-        """Raise CacheMismatchError if the model has other weights, or acting adapters, than the keys were read with."""
-        model = self._model()
-        if model is None:
-            return
-        now = weight_state(model)
-        if self.batch.weights is not None and self.batch.columns:
-            require_same(self.batch.weights, now, "The keys of this cache were computed")
-        self.batch.weights = now
 
     def require_room(self, new_tokens: int, cached: int | None = None) -> None:
         """Raise ContextLengthError when `new_tokens` more would pass the model's positions."""
@@ -268,6 +256,20 @@ class RetrievalCache(LayeredCache):
 
     def _own_layers(self) -> list[CacheLayer]:
         return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+
+
+def require_same_weights(cache: RetrievalCache) -> None:
+    """Raise CacheMismatchError if the model has other weights, or acting adapters, than a cache's keys were read with.
+
+    Those of an empty cache are noted.
+    """
+    model = cache.model()
+    if model is None:
+        return
+    now, batch = weight_state(model), cache.batch
+    if batch.weights is not None and batch.columns:
+        require_same(batch.weights, now, "The keys of this cache were computed")
+    batch.weights = now
 
 
 def unchecked_cache(model: PreTrainedModel, config: Config) -> RetrievalCache:

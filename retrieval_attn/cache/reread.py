@@ -8,20 +8,28 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache.sequence import Batch
+from retrieval_attn.cache.sequence import Batch, known_ids
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.rope import LengthRope
 
-if TYPE_CHECKING:
-    from retrieval_attn.cache.cache import RetrievalCache
-
 log = logging.getLogger(__name__)
 _PREPARE = "prepare_inputs_for_generation"
+
+
+class LengthCache(Protocol):
+    """What a `RetrievalCache` says of its text and its factors."""
+
+    batch: Batch
+    rope: LengthRope | None
+    prompt_length: int
+
+    def reset(self) -> None:
+        """Forget everything."""
 
 
 def note_factors(batch: Batch, rope: LengthRope, length: int, new_tokens: int) -> None:
@@ -43,7 +51,7 @@ def note_factors(batch: Batch, rope: LengthRope, length: int, new_tokens: int) -
         batch.factors = rope.after_token(batch.factors, length)
 
 
-def goes_on(cache: RetrievalCache, length: int, *, decoding: bool = False) -> bool:
+def goes_on(cache: LengthCache, length: int, *, decoding: bool = False) -> bool:
     """Whether tokens up to `length` may attend to the keys of a cache as they are. decoding: one generated token."""
     if cache.rope is None or not cache.batch.columns:
         return True
@@ -52,7 +60,7 @@ def goes_on(cache: RetrievalCache, length: int, *, decoding: bool = False) -> bo
 
 
 def whole_text(
-    cache: RetrievalCache, ids: Tensor | None, mask: Tensor | None, position_ids: Tensor, *, decoding: bool
+    cache: LengthCache, ids: Tensor | None, mask: Tensor | None, position_ids: Tensor, *, decoding: bool
 ) -> tuple[Tensor | None, Tensor]:
     """The ids (batch, new) and positions that a forward feeds: all of the text if its keys need other factors.
 
@@ -68,14 +76,14 @@ def whole_text(
             f"{cache.batch.columns} cached ones, and it cannot be read again: its token ids are not known. Pass "
             "input_ids of the whole text, with an empty cache."
         )
-    ids = torch.cat([cache.batch.known_ids().to(ids.device), ids], dim=1)
+    ids = torch.cat([known_ids(cache.batch).to(ids.device), ids], dim=1)
     empty_for(cache, length)
     if mask is None:
         return ids, torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     return ids, (mask.long().cumsum(dim=1) - 1).masked_fill(~mask.bool(), 1)
 
 
-def empty_for(cache: RetrievalCache, length: int) -> None:
+def empty_for(cache: LengthCache, length: int) -> None:
     """Forget all keys of a text that is read again, with a line in the log."""
     assert cache.rope is not None
     log.warning(
@@ -113,7 +121,7 @@ def _prepare(
     if getattr(past_key_values, "rope", None) is None:
         found: dict[str, Any] = original(input_ids, past_key_values=past_key_values, **arguments)
         return found
-    cache: RetrievalCache = past_key_values
+    cache: LengthCache = past_key_values
     columns = input_ids.shape[1] if attention_mask is None else attention_mask.shape[-1]
     if attention_mask is not None and attention_mask.ndim == 2:
         length = int(attention_mask.sum(dim=-1).max())

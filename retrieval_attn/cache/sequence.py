@@ -227,22 +227,6 @@ class Batch:
             own = ids[row] if real is None else ids[row][real[row]]
             sequence.token_ids = array("q", own.to(torch.int64).numpy().tobytes())
 
-    def add_ids(self, ids: Tensor) -> None:
-        """Append ids (batch, new) of the newest columns to sequences whose earlier ids are all known."""
-        start = self.columns - ids.shape[1]
-        [ids] = brought_together([ids])
-        real = self.padding(start, self.columns)
-        for row, sequence in enumerate(self.sequences):
-            if len(sequence.token_ids) == self.real(row, start):
-                sequence.token_ids.extend((ids[row] if real is None else ids[row][real[row]]).tolist())
-
-    def known_ids(self) -> Tensor:
-        """(batch, columns) int64 ids of all columns, 0 for padding; `known_columns` says whether they are known."""
-        ids, real = torch.zeros(len(self.sequences), self.columns, dtype=torch.int64), self.padding(0, self.columns)
-        for row, sequence in enumerate(self.sequences):
-            ids[row, slice(None) if real is None else real[row]] = ids_tensor(sequence.token_ids)
-        return ids
-
     def known_columns(self) -> int:
         """Columns whose ids are known; 0 where nobody said any."""
         if not self.sequences or not all(sequence.token_ids for sequence in self.sequences):
@@ -269,6 +253,24 @@ class Batch:
             return tokens
         real = padding[row]
         return self.columns if tokens >= int(real.sum()) else int((real.cumsum(0) > tokens).nonzero()[0])
+
+
+def add_ids(batch: Batch, ids: Tensor) -> None:
+    """Append ids (batch, new) of the newest columns to sequences whose earlier ids are all known."""
+    start = batch.columns - ids.shape[1]
+    [ids] = brought_together([ids])
+    real = batch.padding(start, batch.columns)
+    for row, sequence in enumerate(batch.sequences):
+        if len(sequence.token_ids) == batch.real(row, start):
+            sequence.token_ids.extend((ids[row] if real is None else ids[row][real[row]]).tolist())
+
+
+def known_ids(batch: Batch) -> Tensor:
+    """(batch, columns) int64 ids of all columns, 0 for padding; `known_columns` says whether they are known."""
+    ids, real = torch.zeros(len(batch.sequences), batch.columns, dtype=torch.int64), batch.padding(0, batch.columns)
+    for row, sequence in enumerate(batch.sequences):
+        ids[row, slice(None) if real is None else real[row]] = ids_tensor(sequence.token_ids)
+    return ids
 
 
 def attended_columns(batch: Batch) -> int:

@@ -24,6 +24,7 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from retrieval_attn.cache.cache import RetrievalCache
 from retrieval_attn.cache.reread import whole_text
+from retrieval_attn.cache.sequence import add_ids
 from retrieval_attn.config import GraphMode
 from retrieval_attn.engine.graph.binding import WindowsGrownError
 from retrieval_attn.engine.graph.launch import Launcher
@@ -136,7 +137,7 @@ def forward(
     with counting_as(cache.prompt_length) if changes else contextlib.nullcontext():
         logits: Tensor = model(**arguments, return_dict=True).logits
     if changes and ids is not None:
-        cache.batch.add_ids(ids)
+        add_ids(cache.batch, ids)
     return logits if every else logits[:, -1].float()
 
 

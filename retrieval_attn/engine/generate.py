@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from retrieval_attn.cache.cache import RetrievalCache, is_empty
+from retrieval_attn.cache.cache import RetrievalCache, is_empty, require_same_weights
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.engine.attention import using_retrieval
 from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, forward, positions, run
@@ -121,7 +121,7 @@ def _prefill(
         new_ids, count = None, source.shape[1] - past
         embeds = embeds[:, past:]
     cache.require_room(count)
-    cache.require_same_weights()
+    require_same_weights(cache)
     valid = torch.ones(source.shape[0], past + count, dtype=torch.bool, device=source.device)
     if mask is not None:
         valid = mask.bool()

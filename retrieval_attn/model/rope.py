@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:  # `plan` asks for `max_positions` without torch
+    from torch import Tensor, nn
 
 Factors = tuple[int, ...]
 """Equal for lengths of text that have equal rotary factors."""
@@ -163,6 +163,8 @@ def _count(rotary: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     _thread.added = int(length > longest)
     if not _thread.added:
         return None
+    import torch
+
     place = torch.cat([place, place.new_full((*place.shape[:-1], 1), length - 1)], dim=-1)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": place}

@@ -193,3 +193,14 @@ def test_a_raw_forward_after_a_switch_is_refused(adapted: Any) -> None:
             adapted(input_ids=ids[:, :5], past_key_values=cache)
         cache.reset()
         adapted(input_ids=ids, past_key_values=cache)
+
+
+def test_weights_that_accelerate_brings_for_each_forward() -> None:
+    """Their addresses change within a forward: questions about a context go on."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = copy.deepcopy(tiny_model("llama"))
+    before = context_of(model).continue_with(QUESTION, max_new_tokens=4).tokens
+    accelerate.cpu_offload(model.model.layers[0], torch.device("cpu"))
+    context = context_of(model).extend([8, 9], progress=False)
+    assert context.fork().continue_with(QUESTION, max_new_tokens=4).tokens
+    assert context_of(model).continue_with(QUESTION, max_new_tokens=4).tokens == before

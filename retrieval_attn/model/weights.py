@@ -114,8 +114,16 @@ def _seen(tensor: Tensor) -> tuple[int, int]:
 
 
 def _taking_part(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose weights take part: without those of adapters that do not act."""
-    yield module
+    """The modules whose weights take part: without those of adapters that do not act.
+
+    Nor those that accelerate brings from the host for each forward: they have another address in every one.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    if getattr(hook, "offload", False):
+        if getattr(hook, "place_submodules", False):
+            return
+    else:
+        yield module
     own = getattr(module, "adapter_layer_names", ()) if hasattr(module, "active_adapters") else ()
     acting = {name for _, found, _ in acting_adapters([("", module)]) for name, _ in found} if own else set()
     for name, child in module._modules.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from retrieval_attn.batch.request import Request
 from retrieval_attn.batch.rows import step
 from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.model.rope import length_rope
+from retrieval_attn.offload.queries import SPAN, TrainingQueries
 from tests.tiny_models import VOCABULARY, build_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread")
@@ -244,3 +246,24 @@ def test_rows_of_one_step_cross_by_themselves(kind: str) -> None:
         for own, token in zip(found, logits.argmax(-1).tolist(), strict=True):
             own.append(token)
     assert found == wanted
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("phi3", 90), ("phi3", 140), ("dynamic", 140)])
+@torch.no_grad()
+def test_training_queries_are_moved_with_the_factors_of_their_text(kind: str, tokens: int) -> None:
+    """Though decoding happens beyond the switch: a query moved by d is the one whose keys are d nearer."""
+    model = copy.deepcopy(plain(kind))
+    assert length_rope(model) is not None
+    attention, rotary = model.model.layers[0].self_attn, model.model.rotary_emb
+    apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    place, token = torch.arange(tokens)[None], torch.randn(1, 6, 1, 16).expand(-1, -1, tokens, -1)
+    cos, sin = rotary(token, place)
+    frequencies, sample = rotary.inv_freq, TrainingQueries(tokens, 20)
+    sample.take(apply(token, token, cos, sin)[0], 0)
+    moved = sample.on_device(model, attention, 0, None)
+    angles = torch.arange(tokens, tokens + SPAN)[:, None].float() * frequencies
+    there = torch.cat([angles, angles], dim=-1)
+    tables = [table[None] * rotary.attention_scaling for table in (there.cos(), there.sin())]
+    after = token[:, :, :1].expand(-1, -1, SPAN, -1)
+    turned = apply(after, after, *tables)[0]
+    assert torch.cdist(moved, turned[0]).amin(-1).max() < 1e-2 * float(token.norm(dim=-1).max())

@@ -95,8 +95,8 @@ class TrainingQueries:
         GPU they took as long as turning the queries.
         """
         targets = self._total + offsets
-        if length_rope(model) is not None:  # the longest position decides the factors, and must be the text's last one
-            shift = targets.max() + 1 - max(self._length, 1)
+        if self._length and length_rope(model) is not None:  # the longest position decides the factors: the text's last
+            shift = targets.max() + 1 - self._length
             columns, targets = columns - shift, targets - shift
         if not whole or len(columns) > SHARED_QUERIES:
             return rotation.turn(columns, targets, head_dim)

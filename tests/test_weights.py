@@ -196,11 +196,12 @@ def test_a_raw_forward_after_a_switch_is_refused(adapted: Any) -> None:
 
 
 def test_weights_that_accelerate_brings_for_each_forward() -> None:
-    """Their addresses change within a forward: questions about a context go on."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    """Within a forward they have another address than outside: questions about a context go on."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    before = context_of(copy.deepcopy(tiny_model("llama"))).continue_with(QUESTION, max_new_tokens=4).tokens
     model = copy.deepcopy(tiny_model("llama"))
-    before = context_of(model).continue_with(QUESTION, max_new_tokens=4).tokens
-    accelerate.cpu_offload(model.model.layers[0], torch.device("cpu"))
-    context = context_of(model).extend([8, 9], progress=False)
-    assert context.fork().continue_with(QUESTION, max_new_tokens=4).tokens
-    assert context_of(model).continue_with(QUESTION, max_new_tokens=4).tokens == before
+    hook = hooks.AlignDevicesHook(execution_device=torch.device("cpu"), offload=True, place_submodules=True)
+    hooks.add_hook_to_module(model.model.layers[0], hook)
+    context = context_of(model)
+    assert context.fork().continue_with(QUESTION, max_new_tokens=4).tokens == before
+    assert context.extend([8, 9], progress=False).continue_with(QUESTION, max_new_tokens=4).tokens

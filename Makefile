@@ -71,7 +71,7 @@ test: $(INSTALLED)
 	$(RUN) pytest --timeout=$(TEST_TIMEOUT) -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart=0
 
 # Which kernels there are depends on the processor: most machines that run the tests have AVX-512, many users' have not.
-AVX2_TESTS := tests/index/test_scan.py tests/index/test_key_codes.py \
+AVX2_TESTS := tests/index/test_scan.py \
 	tests/eval/test_bench_fidelity.py::test_captured_steps_are_fed_the_same
 avx2-test: $(INSTALLED)
 	$(RUN) tools.without_avx512 pytest --timeout=$(TEST_TIMEOUT) -q $(AVX2_TESTS)

@@ -176,7 +176,8 @@ def test_forged_descriptions(store: ContextStore, name: str) -> None:
     path = store.folder / "contexts" / "book.json"
     fields = decode(path.read_bytes())
     assert store.resolve("book").plain[name] is not None
-    for wrong in (None, -1, [], {}, 2**70):
+    odd: tuple[object, ...] = (None, -1, [], {}, 2**70)
+    for wrong in odd:
         path.write_bytes(encode({**fields, "plain": {**fields["plain"], name: wrong}}))
         with pytest.raises(StoreDamagedError, match="these fields of it so: plain"):
             store.resolve("book")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ class ContextCache(RetrievalCache):
         """Bytes of device memory held."""
         return sum(layer.tokens.nbytes for layer in self.own)
 
-    def fork(self) -> RetrievalCache:
+    def fork(self) -> Self:
         raise UnsupportedModelError("A baseline's cache is rewound, not forked.")
 
     def act(self, name: str) -> None:

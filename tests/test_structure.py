@@ -200,7 +200,9 @@ def test_all_is_sorted_and_complete(name: str) -> None:
 def test_every_error_is_public() -> None:
     """`except retrieval_attn.MemoryPlanError` works for each of them, and a new one is not forgotten."""
     errors = importlib.import_module("retrieval_attn.errors")
-    names = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    found = vars(errors).items()
+    names = {name for name, value in found if isinstance(value, type) and issubclass(value, Exception)}
+    names = {name for name in names if not name.startswith("_")}
     package = importlib.import_module("retrieval_attn")
     assert names and names <= set(package.__all__)
     assert all(getattr(package, name) is getattr(errors, name) for name in names)

@@ -396,10 +396,12 @@ class TestStore:
             store = inside.service.contexts._store
             monkeypatch.setattr(store, "resolve", lambda name: released.wait(30))
             with inside.client() as http:
-                threads = [
-                    threading.Thread(target=lambda: inside.client().get("/v1/contexts/x"), daemon=True)
-                    for _ in range(3 * contexts.STORE_THREADS)
-                ]
+
+                def ask() -> None:
+                    with inside.client() as other:
+                        other.get("/v1/contexts/x")
+
+                threads = [threading.Thread(target=ask) for _ in range(3 * contexts.STORE_THREADS)]
                 for thread in threads:
                     thread.start()
                 time.sleep(0.5)
@@ -407,6 +409,9 @@ class TestStore:
                 assert http.post("/v1/completions", content=body_of(2), headers=JSON).status_code == 200
                 assert http.post("/tokenize", json={"prompt": "5 6"}).status_code == 200
                 assert time.perf_counter() - began < 10
+                released.set()
+                for thread in threads:
+                    thread.join()
         finally:
             released.set()
             inside.end()

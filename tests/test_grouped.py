@@ -196,7 +196,7 @@ def test_a_checkpoint_is_read_without_its_package(checkpoint: tuple[str, Path, A
 def test_it_answers(checkpoint: tuple[str, Path, Any]) -> None:
     _, folder, _ = checkpoint
     llm = ra.LLM(folder, device="cpu", dtype="float32", max_context=200)
-    answer = llm.read(ids()[0].tolist(), progress=False).continue_with([5], ra.Sampling(max_new_tokens=4))
+    answer = llm.read(ids()[0].tolist(), progress=False).continue_with([5], max_new_tokens=4, ignore_eos=True)
     assert len(answer.tokens) == 4
     linear = sum(one.weight.numel() for one in llm.model.model.modules() if isinstance(one, nn.Linear))
     assert plan(folder, 200).shape.weight_bytes < 4 * linear, "those of a GPU, in 4 bits"

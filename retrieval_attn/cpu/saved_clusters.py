@@ -76,12 +76,13 @@ def restore_clusters(path: SequenceKV, plain: Mapping[str, Any] | None, arrays: 
     else:
         shared = _shared(path, plain, arrays, "clusters/")
     sums = _sums(path, arrays, "clusters/", shared.clusters)
-    path.clusters = PathClusters(shared, path.fmt, _span(plain["span"], len(path)), sums)
+    tokens = sum(span.segment.length for span in path_spans(path))  # a path may see fewer of a segment than it has
+    path.clusters = PathClusters(shared, path.fmt, _span(plain["span"], tokens), sums)
     if plain.get("late_span") is not None:
         if shared.late is None:
             raise InputDataError("a saved path has tokens in clusters that it has not; save the context again")
         sums = _sums(path, arrays, "clusters/late/", shared.late.clusters)
-        path.clusters.restored_late(_span(plain["late_span"], len(path)), sums)
+        path.clusters.restored_late(_span(plain["late_span"], tokens), sums)
     _restore_members(path, shared, plain["members"], arrays, "members/")
     if shared.late is not None:
         _restore_members(path, shared.late, plain["late_members"], arrays, "late_members/")

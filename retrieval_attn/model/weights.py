@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.adapters import acting_adapters
@@ -110,6 +111,8 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _seen(tensor: Tensor) -> tuple[int, int]:
+    if isinstance(tensor, FakeTensor):  # of `torch.compile` and tests: it has no memory
+        return id(tensor), 0
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.server.failure import ApiError
@@ -14,6 +14,7 @@ from retrieval_attn.server.failure import ApiError
 __all__ = ["Address", "AllowedHosts", "listening", "require_safe_host"]
 
 BACKLOG = 1024
+_NETLOC = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+?)\.?)(?::[0-9]{1,5})?")
 
 
 class Address(NamedTuple):
@@ -69,7 +70,7 @@ class AllowedHosts:
                 f"{given[:80]!r}. Start it with --allowed-host NAME, or with keys.", code="host_not_allowed",
             )  # fmt: skip
         for origin in (one.decode("latin-1") for one in origins):
-            netloc = urlsplit(origin).netloc
+            netloc = origin.partition("://")[2]
             if origin.lower() not in self._origins and netloc.lower() != given.lower() and not _is_local(netloc):
                 raise ApiError(
                     403, f"A page of {origin[:80]!r} may not use this server, which needs no key. Start it with "
@@ -81,11 +82,9 @@ class AllowedHosts:
 
 
 def _name_of(netloc: str) -> str:
-    """The name in NAME:PORT, "" if there is none."""
-    try:
-        return urlsplit(f"//{netloc}").hostname or ""
-    except ValueError:
-        return ""
+    """The name in NAME or NAME:PORT, "" for anything else, such as one with user information."""
+    found = _NETLOC.fullmatch(netloc.lower())
+    return "" if found is None else (found["v6"] or found["name"])
 
 
 def _is_local(netloc: str) -> bool:

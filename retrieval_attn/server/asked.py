@@ -21,7 +21,8 @@ BYTE_ORDER_MARK = "\ufeff"
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Words = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 ContextName = Annotated[str, Field(pattern=NAME_PATTERN)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
 Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1], allow_inf_nan=False)]
@@ -58,9 +59,9 @@ class Message(Body):
     """One of a conversation. Tool calls and reasoning go to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -117,7 +118,8 @@ def _for_template(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-Tools = Annotated[list[dict[str, Any]], Field(max_length=256)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=256, fail_fast=True)]
 TemplateOptions = Annotated[dict[str, Any], AfterValidator(_for_template)]
 
 
@@ -153,7 +155,7 @@ class SampledBody(Body):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1], allow_inf_nan=False)
@@ -205,7 +207,7 @@ class SampledBody(Body):
 class ChatBody(SampledBody):
     """POST /v1/chat/completions. Tools go to the chat template, and calls come back as text."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -244,8 +246,10 @@ class CompletionBody(SampledBody):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+        ]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
@@ -290,7 +294,7 @@ class TokenizeBody(Body):
 
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     tools: Tools | None = None
@@ -313,7 +317,7 @@ class MoreBody(Body):
 
     name: ContextName
     text: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> MoreBody:

@@ -101,8 +101,10 @@ def parse_json(body: bytes, kind: type[BaseModel], items: int) -> BaseModel:
             400, f"The body must be JSON in UTF-8, got byte {body[error.start]:#04x} at {error.start}; encode it so, "
             "and do not compress it.",
         ) from error  # fmt: skip
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ApiError(400, f"The body is not JSON: {str(error)[:200]}.") from error
+    except ValueError as error:  # Python reads no integer of more than 4,300 digits
+        raise ApiError(400, "The body has an integer with too many digits; no field takes such a number.") from error
     except RecursionError as error:
         raise ApiError(400, "The body's JSON is nested too deep.") from error
     try:

@@ -46,11 +46,16 @@ class Service:
         """The saved context that a request names, behind the model or by itself. Raises ApiError: another model, or two
         contexts.
         """
-        name, _, behind = model.partition("@")
+        name, at, behind = model.partition("@")
         if name != self.settings.name:
             raise ApiError(
                 404, f"The model {model[:80]!r} is not here; this server has {self.settings.name!r}.", param="model",
                 code="model_not_found",
+            )  # fmt: skip
+        if at and not behind:
+            raise ApiError(
+                400, f"The model {model[:80]!r} names no context; give MODEL@NAME, or the model's name alone.",
+                param="model",
             )  # fmt: skip
         if behind and context and behind != context:
             raise ApiError(

@@ -60,6 +60,7 @@ REFUSED: dict[str, str] = {
     "a lone surrogate": '{"model": "bundled", "messages": [{"role": "user", "content": "\\ud800"}]}',
     "structured output": body_with(response_format={"type": "json_object"}),
     "a name that is a path": body_with(context="../../etc/passwd"),
+    "no context behind the @": body_with(model="bundled@"),
     "two contexts": body_with(model="bundled@one", context="two"),
     "not JSON": "{",
     "an array": "[]",

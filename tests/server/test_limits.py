@@ -214,6 +214,7 @@ class TestBodies:
         made = {
             "ids": b'{"model":"bundled","prompt":[' + b"-1," * (size // 3) + b"1]}",
             "lists of ids": b'{"model":"bundled","prompt":[[' + b"-1," * (size // 3) + b"1]]}",
+            "as many ids as may be": b'{"model":"bundled","prompt":[' + b"-1," * 131_000 + b"1]}" + b" " * size,
             "lists": b'{"model":"bundled","prompt":[' + b"[1]," * (size // 4) + b"[1]]}",
             "strings": b'{"model":"bundled","prompt":[' + b'"a",' * (size // 4) + b'""]}',
             "numbers": b'{"model":"bundled","prompt":[' + b"1.5," * (size // 4) + b"1]}",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from retrieval_attn.server.failure import ApiError
 
 __all__ = ["MAX_HEAD_BYTES", "MAX_HEADERS", "Connections", "LimitedProtocol", "max_connections"]
 
-log = logging.getLogger(__name__)
-
 MAX_HEAD_BYTES = 64 << 10
 """URL and headers of one request; nginx and Node have 32 KiB and 16 KiB."""
 MAX_HEADERS = 128
@@ -33,6 +30,7 @@ LINGER_SECONDS = 2.0
 the kernel resets a connection with unread bytes.
 """
 MAX_PIPELINED = 1024
+MOST_FILES = 1 << 20
 SPARE_FILES = 32
 """Descriptors that are kept for files of the store and the engine."""
 
@@ -52,7 +50,8 @@ def max_connections() -> int:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:
         used = 64
-    return max(8, min(soft, 1 << 20) - used - SPARE_FILES)
+    most = MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, MOST_FILES)
+    return max(8, most - used - SPARE_FILES)
 
 
 @dataclass

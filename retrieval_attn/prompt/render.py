@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +19,8 @@ T = TypeVar("T")
 
 RENDER_SECONDS = 10.0
 """For all renderings of one prompt."""
+DELIVERY_SECONDS = 0.05
+"""An exception that another thread raised arrives within this time."""
 
 _limited = threading.local()
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -36,11 +40,13 @@ def within_limit(work: Callable[[], T]) -> T:
     if getattr(_limited, "now", False):
         return work()
     thread, lock, seconds = ctypes.c_ulong(threading.get_ident()), threading.Lock(), RENDER_SECONDS
-    running = True
+    running, expired = True, False
 
     def stop() -> None:
+        nonlocal expired
         with lock:
             if running:
+                expired = True
                 _raise_in(thread, ctypes.py_object(_Expired))
 
     timer = threading.Timer(seconds, stop)
@@ -53,8 +59,11 @@ def within_limit(work: Callable[[], T]) -> T:
         finally:
             with lock:
                 running = False
-            _raise_in(thread, None)  # set too late to be raised
             timer.cancel()
+            if expired and not isinstance(sys.exception(), _Expired):
+                # It is raised here at the latest. Taking it back instead would leave the interpreter's flag for pending
+                # exceptions set for good: all later bytecode would be slower, and a traced function would never start.
+                time.sleep(DELIVERY_SECONDS)
     except _Expired:
         raise InputDataError(
             f"The model's chat template took more than {seconds:g} s for one prompt. Correct tokenizer.chat_template, "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -110,3 +112,39 @@ def test_words_of_former_stand_ins_are_text(tokenizer: Any) -> None:
         turns = [{"role": "user", "content": f"{word} a"}, {"role": "assistant", "content": word}]
         text = template.question_text([*turns, {"role": "user", "content": f"b {word}"}])
         assert text == f"\n\n{word} a\n[assistant] {word}\n[user] b {word}\n"
+
+
+TRACED = """
+import sys
+import time
+from retrieval_attn.prompt import render
+from retrieval_attn.errors import InputDataError
+assert render.within_limit(lambda: 1) == 1
+render.RENDER_SECONDS = 0.01
+def late():
+    for _ in range(10**9):
+        pass
+def just_late():
+    try:
+        time.sleep(0.1)
+    finally:
+        return 2
+for work in (late, just_late):
+    try:
+        render.within_limit(work)
+    except InputDataError:
+        pass
+def traced():
+    return 3
+seen = []
+sys.settrace(lambda frame, event, argument: seen.append(event))
+traced()
+sys.settrace(None)
+assert "call" in seen
+"""
+
+
+def test_the_interpreter_has_no_exception_pending_afterwards() -> None:
+    """A flag that stays set slows all bytecode, and in Python 3.11 a traced function then never starts."""
+    done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -19,6 +19,8 @@ endif
 CODE := retrieval_attn tests training tools examples deploy
 # The longest single test is far below this; a hang fails instead of eating the whole CI time.
 TEST_TIMEOUT := 300
+# A test that no signal reaches any more prints all stacks and ends its process.
+HANGS := -o faulthandler_timeout=330 -o faulthandler_exit_on_timeout=true
 # Side by side, each takes whole files: kernels are compiled on one core, and most tests need no more than one.
 # One that crashes ends the run: a successor would wait for ever.
 TEST_PROCESSES ?= 2
@@ -68,7 +70,7 @@ serve-demo: $(INSTALLED)
 	$(RUN) examples.ask_a_server http://127.0.0.1:$(PORT)
 
 test: $(INSTALLED)
-	$(RUN) pytest --timeout=$(TEST_TIMEOUT) -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart=0
+	$(RUN) pytest --timeout=$(TEST_TIMEOUT) $(HANGS) -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart=0
 
 # Which kernels there are depends on the processor: most machines that run the tests have AVX-512, many users' have not.
 AVX2_TESTS := tests/index/test_scan.py \

@@ -16,7 +16,7 @@ RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 endif
 
-CODE := retrieval_attn tests training tools examples deploy
+CODE := retrieval_attn eval tests training tools examples deploy conftest.py
 # The longest single test is far below this; a hang fails instead of eating the whole CI time.
 TEST_TIMEOUT := 300
 # A test that no signal reaches any more prints all stacks and ends its process.
@@ -45,17 +45,17 @@ help:
 venv: $(INSTALLED)
 
 # torch first and alone, at its exact version: see constraints.txt.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml eval/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none was found. Try: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,eval,serve]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve]' -e ./eval
 	@touch $@
 
 # lm-evaluation-harness too: its tests are skipped without it.
 lm-eval: $(INSTALLED) $(VENV)/.lm-eval
 $(VENV)/.lm-eval: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lm-eval]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e './eval[lm-eval]'
 	@touch $@
 
 needle: $(INSTALLED)
@@ -74,7 +74,7 @@ test: $(INSTALLED)
 
 # Which kernels there are depends on the processor: most machines that run the tests have AVX-512, many users' have not.
 AVX2_TESTS := tests/index/test_scan.py \
-	tests/eval/test_bench_fidelity.py::test_captured_steps_are_fed_the_same
+	eval/tests/test_bench_fidelity.py::test_captured_steps_are_fed_the_same
 avx2-test: $(INSTALLED)
 	$(RUN) tools.without_avx512 pytest --timeout=$(TEST_TIMEOUT) -q $(AVX2_TESTS)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import retrieval_attn as ra
 
-BUNDLED = Path(ra.__file__).parent / "eval" / "needle_model"
+BUNDLED = Path(ra.__file__).parent / "model" / "bundled"
 
 
 def hidden_fact(words: int = 1500) -> str:

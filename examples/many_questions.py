@@ -10,7 +10,7 @@ from pathlib import Path
 
 import retrieval_attn as ra
 
-BUNDLED = Path(ra.__file__).parent / "eval" / "needle_model"
+BUNDLED = Path(ra.__file__).parent / "model" / "bundled"
 NUMBERS = {"Lisbon": 4815162, "Cairo": 7391846, "Quito": 1208934}
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
 
-BUNDLED = Path(ra.__file__).parent / "eval" / "needle_model"
+BUNDLED = Path(ra.__file__).parent / "model" / "bundled"
 FACT = "The special magic Lisbon number is: 4815162.\n"
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 

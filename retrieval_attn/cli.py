@@ -6,6 +6,7 @@ import argparse
 import errno
 import gc
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -14,32 +15,23 @@ from typing import NoReturn
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.imports import quiet
 
-# subcommand -> (module with add_arguments and run, one-line help)
 COMMANDS = {
     "read": ("retrieval_attn.commands.read", "read a text file once and save the context"),
     "ask": ("retrieval_attn.commands.ask", "answer a question about a text file or a saved context"),
     "serve": ("retrieval_attn.commands.serve", "answer over HTTP, as OpenAI's API does"),
     "contexts": ("retrieval_attn.commands.contexts", "the saved contexts: list, verify, remove"),
     "chat": ("retrieval_attn.commands.chat", "talk in a terminal, about a document or not, with a model or a server"),
-    "trace": ("retrieval_attn.commands.trace", "load for a server: draw, convert and replay traces of requests"),
-    "needle": ("retrieval_attn.eval.needle.command", "find a needle in a long text: retrieval beside full attention"),
     "plan": ("retrieval_attn.commands.plan", "what fits in how much GPU and host memory, before anything is loaded"),
     "warm": ("retrieval_attn.commands.warm", "compile ahead, once per machine, what a first answer would wait for"),
     "verify": ("retrieval_attn.commands.verify", "compare a model's retrieval attention with its eager attention"),
-    "ruler": ("retrieval_attn.eval.ruler.command", "the 13 RULER tasks at any length, full attention and others"),
-    "infinitebench": (
-        "retrieval_attn.eval.infinitebench.command",
-        "the 12 InfiniteBench tasks, from its files or generated",
-    ),
-    "extract": ("retrieval_attn.eval.extract.command", "many facts of a long text at once, as JSON"),
-    "reproduce": ("retrieval_attn.eval.reproduce.command", "a table or figure of the paper, ours beside its numbers"),
-    "lm-eval": ("retrieval_attn.eval.lm_eval.command", "lm-evaluation-harness with retrieval attention"),
-    "record": ("retrieval_attn.eval.recording.command", "write down a model's queries, keys and values over a text"),
-    "bench": (
-        "retrieval_attn.eval.bench.command",
-        "times, memory, recall and fidelity, of a session or in parts; the paper's studies",
-    ),
 }
+"""Subcommands of this package: the module with add_arguments(parser) and run(args), and a line of help."""
+
+COMMAND_GROUP = "retrieval_attn.commands"
+"""Entry points of other distributions that add subcommands: modules with add_arguments, run and HELP."""
+
+EVALUATION = ("bench", "extract", "infinitebench", "lm-eval", "load", "needle", "record", "reproduce", "ruler")
+"""Subcommands of the distribution retrieval-attn-eval, named in an error if it is not installed."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -51,10 +43,18 @@ def build_parser() -> argparse.ArgumentParser:
         prog="retrieval-attn", description="Long contexts on one ordinary GPU: keys in host memory, retrieved."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, text) in COMMANDS.items():
+    for name, (module, text) in available_commands().items():
         sub = commands.add_parser(name, help=text, description=text)
         importlib.import_module(module).add_arguments(sub)
     return parser
+
+
+def available_commands() -> dict[str, tuple[str, str]]:
+    """Module and help line of every subcommand: this package's, then those of installed distributions by name."""
+    found = dict(COMMANDS)
+    for point in sorted(importlib.metadata.entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
+        found.setdefault(point.name, (point.module, importlib.import_module(point.module).HELP))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,8 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # and from searches, wherever anything else runs
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     quiet()
-    args = build_parser().parse_args(argv)
-    module, _ = COMMANDS[args.command]
+    given = sys.argv[1:] if argv is None else list(argv)
+    found = available_commands()
+    if given and given[0] in EVALUATION and given[0] not in found:
+        print(
+            f"retrieval-attn {given[0]}: needs the package retrieval-attn-eval, which is not installed; in a checkout: "
+            "pip install ./eval",
+            file=sys.stderr,
+        )
+        return 2
+    args = build_parser().parse_args(given)
+    module, _ = found[args.command]
     try:
         return int(importlib.import_module(module).run(args))
     except RetrievalAttentionError as error:

@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused(loaded: Loaded) -> None:
 
 
 def test_a_kind_without_a_compiled_search_is_refused(loaded: Loaded) -> None:
-    import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf)
+    import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf)
 
     with pytest.raises(ConfigError, match="need an index with a compiled search.*'ivf'"):
         ra.Context(*loaded, CONFIG.replace(index="ivf")).read(needle_text(6_000), progress=False)

@@ -100,7 +100,7 @@ def test_device_memory_does_not_grow_with_the_context(needle_model_path: Path) -
 
 def test_the_bundled_model_answers_from_128k(needle_model_path: Path) -> None:
     """A needle 60K tokens back, question after the context was read, its tokens retrieved too."""
-    from retrieval_attn.eval.text.prose import prose
+    from retrieval_attn_eval.text.prose import prose
 
     tokenizer = AutoTokenizer.from_pretrained(needle_model_path)
     text = prose(700_000, seed=11)

@@ -35,8 +35,8 @@ from retrieval_attn.errors import (
     InputDataError,
     RowsFailedError,
 )
-from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.offload import page_lock
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import QUESTION, Loaded, needle_text, random_ids, tiny_model
 from tools.engine_actions import watched
 from tools.engine_schedules import CONFIG, Library, run, schedule_of, wrong

@@ -25,7 +25,7 @@ from retrieval_attn.batch.ticket import Ticket
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.errors import EngineFullError, MemoryPlanError
-from retrieval_attn.eval.bench.session.subject import number_tokenizer
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import random_ids, tiny_model
 from tools.engine_load import Look, grown
 from tools.engine_schedules import CONFIG

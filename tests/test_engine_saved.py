@@ -23,8 +23,8 @@ from retrieval_attn.errors import (
     StoreMismatchError,
     UnknownContextError,
 )
-from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.store import ContextStore
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model
 from tools.engine_schedules import CONFIG
 

@@ -11,7 +11,6 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.context import stream_after
 from retrieval_attn.errors import BackendError, ConfigError
-from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape
 from retrieval_attn.gpu.codes.stage import STAGED_LAYERS
 from retrieval_attn.index.base import Training
@@ -22,6 +21,7 @@ from retrieval_attn.memory.plan import plan
 from retrieval_attn.offload.codes import DeviceCoder
 from retrieval_attn.offload.finer import CodesOnHost
 from retrieval_attn.store import ContextStore
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.graph_cases import CONFIG, FINER
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model

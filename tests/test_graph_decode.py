@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
-import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf)
+import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf)
 from retrieval_attn.cache.instruments import tail_shares
 from retrieval_attn.cache.tail_share import mean_share
 from retrieval_attn.engine.decode import Steps, forward

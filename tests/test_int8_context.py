@@ -11,12 +11,12 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.attend import attend_range_heads
-from retrieval_attn.eval.recording.options import RecordOptions
-from retrieval_attn.eval.recording.record import record
-from retrieval_attn.eval.tasks import make_sample, score
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.offload import transfer
+from retrieval_attn_eval.recording.options import RecordOptions
+from retrieval_attn_eval.recording.record import record
+from retrieval_attn_eval.tasks import make_sample, score
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.tiny_models import QUESTION, needle_text, random_ids, tiny_model
 

@@ -27,7 +27,6 @@ from retrieval_attn.cache.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import transfer
 from retrieval_attn.offload import work as host_work
@@ -35,6 +34,7 @@ from retrieval_attn.offload.staging import Staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.traffic import Traffic
 from retrieval_attn.offload.upload import Stretch
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.test_hybrid import new_model
 from tests.test_rows import BASE, Pair, steps
 from tests.tiny_models import CONFIGS, build_model, random_ids

@@ -74,7 +74,7 @@ import retrieval_attn as ra
 config = LlamaConfig(vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=16, max_position_embeddings=32768)
 model = LlamaForCausalLM(config).eval()
-tokenizer = AutoTokenizer.from_pretrained(Path(ra.__file__).parent / "eval" / "needle_model")
+tokenizer = AutoTokenizer.from_pretrained(Path(ra.__file__).parent / "model" / "bundled")
 context = ra.Context(model, tokenizer, ra.Config()).read([i % 500 for i in range(5000)], progress=False)
 print("read", compiled)
 context.continue_with([5, 6, 7] * 4, max_new_tokens=4)

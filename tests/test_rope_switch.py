@@ -24,9 +24,9 @@ import retrieval_attn as ra
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Request
 from retrieval_attn.batch.rows import step
-from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import VOCABULARY, build_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread")

@@ -17,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "retrieval_attn"
-ROOMS = ("index", "cpu", "gpu", "eval")
+ROOMS = ("index", "cpu", "gpu")
+EVAL = ROOT / "eval" / "src" / "retrieval_attn_eval"
 MAX_LINES = {True: 500, False: 600}
 """Of a file of the package, and of any other."""
 
@@ -28,55 +29,20 @@ ALLOWED: dict[str, set[str]] = {
     "index": {"errors", "compiled", "index"},
     "cpu": {"errors", "compiled", "index", "cpu"},
     "gpu": {"errors", "compiled", "gpu"},
-    "eval": {"", "errors", "config", "eval"},
 }
-# Small public modules below the top that the evaluation uses: loading of models and devices, sizes, indexes, files.
-EVAL_MAY_USE = {"model.bundled", "model.loading", "memory.units", "index", "index.replace"}
-# Parts of the evaluation that measure inside the machine, or put another method on the same hooks, and every module
-# inside that they reach: a new one is named here or the test fails.
-INSTRUMENTS = ("recording", "bench", "baselines")
-INSIDE = {
-    "batch.engine",
-    "cache.exact",
-    "cache.instruments",
-    "cache.layer",
-    "cache.retrieval",
-    "cache.sequence",
-    "cpu.ahead",
-    "cpu.host_attend",
-    "cpu.store",
-    "engine.attention",
-    "engine.decode",
-    "engine.graph.registry",
-    "engine.prefill",
-    "gpu.attention.flash",
-    "gpu.attention.merge",
-    "gpu.memory",
-    "memory.device_room",
-    "memory.host_room",
-    "index.base",
-    "index.flat",
-    "index.formats",
-    "index.kernels.codes",
-    "index.kernels.knn",
-    "index.memory",
-    "index.spec",
-    "index.synthetic",
-    "index.threads",
-    "model.capturable",
-    "model.hooks",
-    "model.layers",
-    "model.rotation",
-    "offload.queries",
-    "offload.stats",
-    "offload.transfer",
-    "store",
-    "store.pages",
-    "trace.line",
+EVAL_MAY_USE = {
+    "",
+    "config",
+    "errors",
+    "testing",
+    "model.bundled",
+    "model.loading",
+    "memory.units",
+    "index",
+    "index.replace",
 }
+"""Modules of this package that the evaluation imports: the public API, small public modules, and one door inside."""
 LEAVES: dict[str, set[str]] = {"errors": set(), "config": {"errors"}}
-# The command line is the one top module that reaches the evaluation commands.
-MAY_REACH_EVAL = {"cli"}
 
 
 def modules() -> list[Path]:
@@ -85,7 +51,7 @@ def modules() -> list[Path]:
 
 def imported_names(path: Path) -> Iterator[str]:
     """Absolute dotted names of every import in a file: inside functions and under TYPE_CHECKING too."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    package = path.relative_to(EVAL.parent if path.is_relative_to(EVAL) else ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -104,27 +70,17 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def is_instrument(path: Path) -> bool:
-    """Whether a file of the evaluation may reach the modules of INSIDE."""
-    return path.relative_to(PACKAGE / "eval").parts[0] in INSTRUMENTS
-
-
-def test_every_module_the_instruments_may_reach_is_reached() -> None:
-    """A list that is longer than the need hides the next reach inside."""
-    files = [path for path in (PACKAGE / "eval").rglob("*.py") if is_instrument(path)]
-    reached = {name.removeprefix("retrieval_attn.") for path in files for name in imported_names(path)}
-    assert not INSIDE - reached, f"no instrument imports {sorted(INSIDE - reached)}: take it off the list"
-
-
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_one_way(path: Path) -> None:
-    """index <- cpu <- top modules -> gpu, and eval -> the public API: breaks on any import against it."""
+    """index <- cpu <- top modules -> gpu: breaks on any import against it."""
     part = part_of(path)
     for name in imported_names(path):
         first, _, rest = name.partition(".")
         where = f"{path.relative_to(ROOT)} imports {name}"
-        assert first not in {"tests", "training", "tools", *ROOMS}, f"{where}: not part of the package"
-        if part in ("index", "cpu", "store", "trace", "remote"):
+        assert first not in {"tests", "training", "tools", "eval", "retrieval_attn_eval", *ROOMS}, (
+            f"{where}: not part of the package"
+        )
+        if part in ("index", "cpu", "store", "remote"):
             assert first not in {"torch", "transformers"}, f"{where}: {part} must work without torch"
         if part == "gpu":
             assert first != "transformers", f"{where}: gpu knows tensors, not models"
@@ -132,14 +88,42 @@ def test_imports_run_one_way(path: Path) -> None:
             continue
         target = rest.partition(".")[0]
         allowed = ALLOWED.get(part, set())
-        if part == "eval" and rest in (EVAL_MAY_USE | INSIDE if is_instrument(path) else EVAL_MAY_USE):
-            continue
         if part in ALLOWED:
             assert target in allowed, f"{where}: {part} may import only {sorted(ALLOWED[part])}"
         elif part in LEAVES:
             assert target in LEAVES[part], f"{where}: {part}.py is a leaf"
-        elif part not in MAY_REACH_EVAL:
-            assert target != "eval", f"{where}: only cli.py reaches the evaluation"
+
+
+@pytest.mark.parametrize("path", sorted(EVAL.rglob("*.py")), ids=lambda path: str(path.relative_to(EVAL)))
+def test_the_evaluation_has_one_door_inside(path: Path) -> None:
+    """It works on the public API and `retrieval_attn.testing`, so that internals may change without it."""
+    for name in imported_names(path):
+        first, _, rest = name.partition(".")
+        if first == "retrieval_attn":
+            assert rest in EVAL_MAY_USE, f"{path}: export {name} in retrieval_attn/testing.py"
+
+
+def test_the_door_names_each_export_once() -> None:
+    """Type checkers read the imports of retrieval_attn/testing.py, Python its table: they list the same names."""
+    from retrieval_attn import testing
+
+    tree = ast.parse((PACKAGE / "testing.py").read_text(encoding="utf-8"))
+    typed = {
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("retrieval_attn.")
+        for alias in node.names
+    }
+    assert typed == {(module, name) for name, module in testing._MODULES.items()}
+    used = {
+        alias.name
+        for path in [*EVAL.rglob("*.py"), *(ROOT / "eval" / "tests").rglob("*.py")]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "retrieval_attn.testing"
+        for alias in node.names
+    }
+    assert set(dir(testing)) == used, f"exported, but not used by the evaluation: {sorted(set(dir(testing)) - used)}"
+    assert all(getattr(testing, name) is not None for name in dir(testing))
 
 
 def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -229,8 +213,16 @@ def test_importing_through_a_link_says_what_to_import(room: str) -> None:
 def test_tools_do_not_visit_files_twice() -> None:
     """Through the links ruff would report, and mypy would type-check, each file under two names."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert config["tool"]["mypy"]["files"] == ["retrieval_attn", "tests", "tools", "training", "examples", "deploy"]
-    assert config["tool"]["pytest"]["ini_options"]["testpaths"] == ["tests"]
+    assert config["tool"]["mypy"]["files"] == [
+        "retrieval_attn",
+        "eval",
+        "tests",
+        "tools",
+        "training",
+        "examples",
+        "deploy",
+    ]
+    assert config["tool"]["pytest"]["ini_options"]["testpaths"] == ["tests", "eval/tests"]
     assert config["tool"]["setuptools"]["packages"]["find"]["include"] == ["retrieval_attn*"]
     done = python("-m", "ruff", "check", "--show-files", ".")
     if "No module named ruff" in done.stderr:
@@ -244,8 +236,8 @@ def test_tools_do_not_visit_files_twice() -> None:
 def text_files() -> list[Path]:
     """Project files a reader may open: code, tests, tools, documents, configuration; no weights or images."""
     skipped = {".safetensors", ".png", ".pyc", ".nbi", ".nbc", ".so"}
-    found = [path for path in ROOT.iterdir() if path.is_file()]
-    for folder in ("retrieval_attn", "tests", "tools", "training", "deploy", "docs", ".ci"):
+    found = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
+    for folder in ("retrieval_attn", "eval", "tests", "tools", "training", "deploy", "docs", ".ci"):
         found += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     return sorted(path for path in found if path.suffix not in skipped and "__pycache__" not in path.parts)
 
@@ -256,7 +248,8 @@ def test_no_file_is_too_long() -> None:
         str(path.relative_to(ROOT)): lines
         for path in text_files()
         if path.suffix == ".py"
-        and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES[path.is_relative_to(PACKAGE)]
+        and (lines := len(path.read_text(encoding="utf-8").splitlines()))
+        > MAX_LINES[bool({"retrieval_attn", "src"} & set(path.relative_to(ROOT).parts[:2]))]
     }
     assert not too_long, f"files with too many lines: {too_long}"
 
@@ -314,7 +307,9 @@ def test_constraints_satisfy_the_declared_dependencies() -> None:
     """`make venv` passes -c constraints.txt: a dependency without a pin there would float."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project = config["project"]
-    wanted = project["dependencies"] + sum((project["optional-dependencies"][x] for x in ("eval", "dev", "serve")), [])
+    wanted = project["dependencies"] + sum((project["optional-dependencies"][x] for x in ("dev", "serve")), [])
+    evaluation = tomllib.loads((ROOT / "eval" / "pyproject.toml").read_text(encoding="utf-8"))
+    wanted += [name for name in evaluation["project"]["dependencies"] if name != "retrieval-attn"]
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {
         line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line and not line.startswith("#")

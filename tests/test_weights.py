@@ -14,8 +14,8 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.batch.engine import Engine
 from retrieval_attn.batch.request import Finished, Request
-from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.store import ContextStore
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import VOCABULARY, random_ids, tiny_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -125,7 +125,7 @@ def config_of(model_type: str, **options: Any) -> Any:
 
 def needle_text(characters: int) -> str:
     """Prose with the needle in the middle."""
-    from retrieval_attn.eval.text.prose import prose
+    from retrieval_attn_eval.text.prose import prose
 
     filler = prose(characters, seed=5)
     middle = filler.index(". ", len(filler) // 2) + 2

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from retrieval_attn.eval.runs import environment
+from retrieval_attn_eval.runs import environment
 from tools.card.measure import Measure
 from tools.card.runs import LAST_LINES, Lane, Run, card_names, lanes, run_measure
 from tools.card.summary import save

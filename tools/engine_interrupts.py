@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=100, metavar="N")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it with SIGINT ignored
-    from retrieval_attn.eval.bench.session.subject import number_tokenizer
+    from retrieval_attn_eval.bench.session.subject import number_tokenizer
     from tests.tiny_models import tiny_model
 
     model = tiny_model("llama")

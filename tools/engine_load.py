@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--index", default="device", help="kind of index (default: %(default)s)")
     args = parser.parse_args()
-    from retrieval_attn.eval.bench.session.subject import number_tokenizer
+    from retrieval_attn_eval.bench.session.subject import number_tokenizer
     from tests.tiny_models import tiny_model
 
     model = tiny_model("llama")

@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--graphs", action="store_true", help="steps are emulated graphs; what is alone steps eagerly")
     args = parser.parse_args()
     from retrieval_attn.engine.graph.emulation import emulated
-    from retrieval_attn.eval.bench.session.subject import number_tokenizer
+    from retrieval_attn_eval.bench.session.subject import number_tokenizer
     from tests.tiny_models import tiny_model
 
     model = tiny_model("llama")

@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--moments", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--indexes", default="auto,sketch,roargraph", help="some of them, separated by commas")
-    parser.add_argument("--model", type=Path, default=PACKAGE / "eval" / "needle_model")
+    parser.add_argument("--model", type=Path, default=PACKAGE / "model" / "bundled")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from retrieval_attn.store.tiers import Fifo, Held, Ledger, Lru, Moves, Policy, Tiers
-from retrieval_attn.trace.sessions import Statistics, turn_tokens
+from retrieval_attn_eval.load.sessions import Statistics, turn_tokens
 
 GB = 10**9
 PAPER = {10_000: {"tiers": 86.0, "lru": 58.0, "fifo": 48.0}, 2_000: {"tiers": 39.9, "lru": 12.9, "fifo": 9.5}}

@@ -2,7 +2,8 @@
 
     python -m tools.update_help [--check]
 
-README.md gets the list of commands, docs/commands.md the options of every command.
+README.md gets the list of commands, docs/commands.md the options of this package's commands, and
+eval/docs/commands.md the options of the evaluation's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import argparse
 import os
 import sys
 from pathlib import Path
+
+from retrieval_attn.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- help: begin, written by python -m tools.update_help -->"
@@ -44,8 +47,11 @@ def blocks(parser: argparse.ArgumentParser) -> dict[str, str]:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    sections = [f"## {parser.prog} {name}\n\n{_fenced(text)}" for name, text in details.items()]
-    return {"README.md": _fenced(overview), "docs/commands.md": "\n" + "\n".join(sections) + "\n"}
+    found: dict[str, list[str]] = {"docs/commands.md": [], "eval/docs/commands.md": []}
+    for name, text in details.items():
+        document = "docs/commands.md" if name.split()[0] in COMMANDS else "eval/docs/commands.md"
+        found[document].append(f"## {parser.prog} {name}\n\n{_fenced(text)}")
+    return {"README.md": _fenced(overview)} | {name: "\n" + "\n".join(some) + "\n" for name, some in found.items()}
 
 
 def replace_block(text: str, block: str) -> str:

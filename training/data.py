@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from retrieval_attn.eval.plans import (
+from retrieval_attn_eval.plans import (
     NOISE_LINE,
     Plan,
     Question,
@@ -29,8 +29,8 @@ from retrieval_attn.eval.plans import (
     plan_vt,
     uuid4,
 )
-from retrieval_attn.eval.tasks import split_sentences
-from retrieval_attn.eval.text.prose import prose
+from retrieval_attn_eval.tasks import split_sentences
+from retrieval_attn_eval.text.prose import prose
 
 IGNORE, EOS = -100, 1
 MAX_POSITION = 131072

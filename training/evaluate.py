@@ -18,7 +18,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
-from retrieval_attn.eval.tasks import TASKS, Sample, make_sample, score  # noqa: E402
+from retrieval_attn_eval.tasks import TASKS, Sample, make_sample, score  # noqa: E402
 from training.model import load  # noqa: E402
 
 _STATE: dict[str, Any] = {}

@@ -20,7 +20,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 import retrieval_attn as ra  # noqa: E402
-from retrieval_attn.eval.tasks import TASKS, Sample, score  # noqa: E402
+from retrieval_attn_eval.tasks import TASKS, Sample, score  # noqa: E402
 from training.evaluate import _make, _start  # noqa: E402
 
 ARMS = ("full", "inside", "after")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from retrieval_attn.eval.plans import TASKS, make_plan, uuid4
-from retrieval_attn.eval.text.prose import prose
-from retrieval_attn.eval.text.words import ADJECTIVES, CITIES, NOUNS
+from retrieval_attn_eval.plans import TASKS, make_plan, uuid4
+from retrieval_attn_eval.text.prose import prose
+from retrieval_attn_eval.text.words import ADJECTIVES, CITIES, NOUNS
 
 HEX = "[0-9a-f]"
 UUID = f"{HEX}{{8}}-{HEX}{{4}}-{HEX}{{4}}-{HEX}{{4}}-{HEX}{{12}}"

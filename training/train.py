@@ -311,9 +311,7 @@ def run_stage(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the model")
-    parser.add_argument(
-        "--tokenizer", type=Path, default=Path("retrieval_attn/eval/needle_model"), help="tokenizer folder"
-    )
+    parser.add_argument("--tokenizer", type=Path, default=Path("retrieval_attn/model/bundled"), help="tokenizer folder")
     parser.add_argument(
         "--filler", type=Path, help="folder of .txt files with ordinary English (optional, recommended)"
     )

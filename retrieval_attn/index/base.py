@@ -91,6 +91,17 @@ class NoOptions:
     """A kind without options."""
 
 
+def train_positions(n: int, count: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    """min(count, n) distinct positions below n, ascending: half from the last eighth, half from everywhere."""
+    count = min(count, n)
+    rng = np.random.default_rng((seed, 7))
+    tail = min(count // 2, n - n * 7 // 8)
+    late = rng.choice(np.arange(n * 7 // 8, n), tail, replace=False) if tail else np.empty(0, np.int64)
+    rest = np.setdiff1d(np.arange(n), late, assume_unique=True)
+    early = rng.choice(rest, count - tail, replace=False)
+    return np.sort(np.concatenate([late, early]).astype(np.int64))
+
+
 class Training(NamedTuple):
     """What an index may be built with beside its keys.
 

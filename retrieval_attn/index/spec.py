@@ -18,7 +18,7 @@ from retrieval_attn.index.base import CodeSizes, DeviceBytes, HeadShape, HeldByt
 from retrieval_attn.index.formats import Format
 
 _kinds: dict[str, type[KeyIndex]] = {}
-_ELSEWHERE = {name: "retrieval_attn.eval.baselines.faiss_index" for name in ("hnsw", "ivf")}
+_ELSEWHERE = {name: "retrieval_attn_eval.baselines.faiss_index" for name in ("hnsw", "ivf")}
 """Kinds that are registered when another module is imported."""
 _Index = TypeVar("_Index", bound=type[KeyIndex])
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import UnsupportedModelError
-from retrieval_attn.index.synthetic import train_positions
+from retrieval_attn.index.base import train_positions
 from retrieval_attn.model.rope import counted_length, length_rope
 from retrieval_attn.model.rotation import Rotation, Turn
 

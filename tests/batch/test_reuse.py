@@ -20,8 +20,8 @@ from retrieval_attn.batch.rows import step
 from retrieval_attn.batch.sharing import HeldAnswer
 from retrieval_attn.cache.cache import RetrievalCache, seal
 from retrieval_attn.engine.graph.emulation import emulated
-from retrieval_attn.eval.bench.session.subject import number_tokenizer
 from retrieval_attn.store import ContextStore
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=24, spill=8, retrieve=6, prefill_chunk=64)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import retrieval_attn as ra
+from eval.tests.load.tiny_server import TinyServer
 from retrieval_attn.chat import waiting
 from retrieval_attn.chat.remote import RemoteTalk
 from retrieval_attn.chat.waiting import Waiting
@@ -20,7 +21,6 @@ from retrieval_attn.errors import InputDataError, RemoteError
 from retrieval_attn.remote.endpoint import Endpoint
 from tests.chat.terminal import CTRL_C, Terminal, chatting
 from tests.chat.test_local_talk import BERGEN, DOCUMENT, OSLO
-from tests.trace.tiny_server import TinyServer
 
 pytest.importorskip("httpx", reason="talking to a server needs httpx; pip install 'retrieval-attn[trace]'")
 

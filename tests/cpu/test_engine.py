@@ -27,7 +27,7 @@ from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.sketch import build as sketch_module
 from retrieval_attn.index.sketch import task as sketch_task
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
+from retrieval_attn_eval.bench.synthetic import SyntheticHead, synthetic_head
 from tests.cpu.reference import attention, best_ids, in_threads, normal, whole_numbers
 from tests.cpu.test_pool import resident_bytes
 

@@ -14,7 +14,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.sketch import build as sketch_module
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
+from retrieval_attn_eval.bench.synthetic import SyntheticHead, synthetic_head
 
 TOKENS, SINKS, TAIL, DIM, GROUP, K = 6000, 4, 300, 64, 2, 20
 HIDDEN = {"flat": 1800, "sketch": 1800, "roargraph": 500}

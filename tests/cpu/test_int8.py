@@ -19,7 +19,7 @@ from retrieval_attn.index import FlatIndex
 from retrieval_attn.index.file import load_index, save_index
 from retrieval_attn.index.formats import MIN_STEP, Format, from_float32, row_steps, to_float32
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.index.synthetic import synthetic_head
+from retrieval_attn_eval.bench.synthetic import synthetic_head
 from tests.cpu.reference import EPS, attention, strided
 
 INT8 = Format.INT8

@@ -28,7 +28,7 @@ def said(number: int, question: str) -> list[dict[str, str]]:
 
 async def ask(client: httpx.AsyncClient, **body: Any) -> tuple[str, str, dict[str, Any]]:
     """Its status, "broken" for a stream that ended early; who answered; usage."""
-    body = {"max_tokens": 4, "temperature": 0, "model": "needle_model", **body}
+    body = {"max_tokens": 4, "temperature": 0, "model": "bundled", **body}
     try:
         answer = await client.post("/v1/chat/completions", json=body)
     except httpx.HTTPError:
@@ -71,7 +71,7 @@ async def measured(client: httpx.AsyncClient) -> dict[str, Any]:
 
 async def disconnects(client: httpx.AsyncClient) -> None:
     for number in range(4):
-        body = {"model": "needle_model", "max_tokens": 2000, "temperature": 2.0, "stream": True}
+        body = {"model": "bundled", "max_tokens": 2000, "temperature": 2.0, "stream": True}
         async with client.stream("POST", "/v1/chat/completions", json={**body, "messages": said(number, "?")}) as one:
             async for _ in one.aiter_lines():
                 break

@@ -16,13 +16,13 @@ SLACK_MIB = 1536
 SCRIPT = """
 import pathlib, sys, torch, retrieval_attn as ra
 from transformers import AutoTokenizer
-from retrieval_attn.eval.bench.random_model import random_model
+from retrieval_attn_eval.bench.random_model import random_model
 from retrieval_attn.gpu.memory import cap
 limit, tokens = int(float(sys.argv[1]) * 2**30), 65536
 device = torch.device("cuda", 0)
 cap(device, limit)
 model = random_model("llama3-8b-slice", torch.bfloat16, 0, "cuda")
-tokenizer = AutoTokenizer.from_pretrained(pathlib.Path(ra.__file__).parent / "eval" / "needle_model")
+tokenizer = AutoTokenizer.from_pretrained(pathlib.Path(ra.__file__).parent / "model" / "bundled")
 config = ra.Config(index="device")
 plan = ra.plan(model, context=tokens, gpu_memory=limit, config=config)
 assert plan.fits, plan

@@ -10,7 +10,7 @@ import pytest
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index import auto, create
 from retrieval_attn.index.formats import Format, from_float32
-from retrieval_attn.index.synthetic import SyntheticHead, synthetic_head
+from retrieval_attn_eval.bench.synthetic import SyntheticHead, synthetic_head
 
 KEYS = 8192
 

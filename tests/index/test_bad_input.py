@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (ivf and hnsw are kinds, too)
+import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (ivf and hnsw are kinds, too)
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError, ShapeError
 from retrieval_attn.index import Format, IndexSpec, KeyIndex, SearchResult, available, create
 from retrieval_attn.index.base import MAX_KEYS

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import retrieval_attn.eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
+import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, ShapeError
 from retrieval_attn.index import Format, KeyIndex, available, create
 from retrieval_attn.index.file import MAGIC, load_index, save_index

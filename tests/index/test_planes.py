@@ -14,7 +14,7 @@ from retrieval_attn.index.sketch import fit
 from retrieval_attn.index.sketch.fit import PASSING, Held, Way, best_way
 from retrieval_attn.index.sketch.front import plan_front
 from retrieval_attn.index.sketch.search import SketchArguments
-from retrieval_attn.index.synthetic import synthetic_head
+from retrieval_attn_eval.bench.synthetic import synthetic_head
 from tests.cpu.reference import recall
 
 RANK = 64

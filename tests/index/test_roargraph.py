@@ -13,7 +13,7 @@ from retrieval_attn.index import FlatIndex, Format, create
 from retrieval_attn.index.formats import from_float32
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
 from retrieval_attn.index.roargraph.options import GraphOptions
-from retrieval_attn.index.synthetic import synthetic_head
+from retrieval_attn_eval.bench.synthetic import synthetic_head
 from tests.cpu.reference import at_every_thread_count, recall
 
 FMT = Format.BFLOAT16

@@ -102,7 +102,7 @@ SMALL = ra.Config(sink=4, window=16, spill=8, retrieve=12, index="test-last", ta
 
 def test_it_answers_a_context_as_a_longer_window_does(loaded: tuple[Any, Any]) -> None:
     """The last 12 keys before a window of 16 are the last 4 before one of 24: the same tokens, through all of it."""
-    from retrieval_attn.eval.text.prose import prose
+    from retrieval_attn_eval.text.prose import prose
 
     text, answers = prose(3_000, seed=3), []
     configs = [SMALL, SMALL.replace(index="test-last-eager"), SMALL.replace(window=24, retrieve=4)]
@@ -155,9 +155,9 @@ def test_it_saves_loads_and_refuses_options(tmp_path: Path) -> None:
 
 def test_it_is_in_the_benchmark(tmp_path: Path) -> None:
     """By its name, beside the others, without a line there."""
-    from retrieval_attn.eval.bench.heads import Source
-    from retrieval_attn.eval.bench.index import measure
-    from retrieval_attn.eval.bench.variants import choose
+    from retrieval_attn_eval.bench.heads import Source
+    from retrieval_attn_eval.bench.index import measure
+    from retrieval_attn_eval.bench.variants import choose
 
     variants, notes = choose("flat,test-last")
     source = Source("synthetic:mid", 30, 32, 0, tmp_path)

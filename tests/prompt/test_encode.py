@@ -20,7 +20,7 @@ CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-BUNDLED = Path(__file__).parents[2] / "retrieval_attn" / "eval" / "needle_model"
+BUNDLED = Path(__file__).parents[2] / "retrieval_attn" / "model" / "bundled"
 
 
 def bytelevel() -> Any:

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from retrieval_attn.eval.bench.random_model import RANDOM_SHAPES
 from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.quantization import int4_config
+from retrieval_attn_eval.bench.random_model import RANDOM_SHAPES
 
 __all__ = ["SHAPES", "made"]
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.eval.bench.methods import parse
-from retrieval_attn.eval.flags import as_tokens
 from retrieval_attn.memory.units import show_bytes
+from retrieval_attn_eval.bench.methods import parse
+from retrieval_attn_eval.flags import as_tokens
 from tools.card.near import add_read_window, near_reads, read_simply
 from tools.card.subject import answered, llm_of, parser_of, save_found
 

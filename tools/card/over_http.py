@@ -25,10 +25,10 @@ from transformers import AutoTokenizer
 
 import retrieval_attn as ra
 from retrieval_attn.commands.serve import NEEDED
-from retrieval_attn.eval.bench.random_model import layers_text, random_model
 from retrieval_attn.model.bundled import BUNDLED
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.server.spec import EngineSpec
+from retrieval_attn_eval.bench.random_model import layers_text, random_model
 from tests.server.process import serving
 from tools.card.subject import save_found
 from tools.server_costs import body_of, document, in_process, over_http, requests_of

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.eval.bench.session.card import watch
 from retrieval_attn.memory.host_room import VARIABLE, available_host_bytes
+from retrieval_attn_eval.bench.session.card import watch
 from tools.card.measure import Measure
 
 __all__ = ["ROOT", "Lane", "Run", "card_names", "lanes", "run_measure"]

@@ -15,11 +15,11 @@ import numpy as np
 import retrieval_attn as ra
 from retrieval_attn.commands.loading import index_fields
 from retrieval_attn.context import stream_after
-from retrieval_attn.eval.bench.serve.drive import Served
-from retrieval_attn.eval.bench.session.flags import add_model_flags, add_running_flags
-from retrieval_attn.eval.bench.session.subject import Settings, Subject
-from retrieval_attn.eval.flags import parse_retrieve
 from retrieval_attn.memory.units import parse_bytes
+from retrieval_attn_eval.bench.serve.drive import Served
+from retrieval_attn_eval.bench.session.flags import add_model_flags, add_running_flags
+from retrieval_attn_eval.bench.session.subject import Settings, Subject
+from retrieval_attn_eval.flags import parse_retrieve
 
 __all__ = ["answered", "in_ms", "llm_of", "parser_of", "request_of", "save_found"]
 

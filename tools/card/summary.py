@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.eval.bench.plots import table
-from retrieval_attn.eval.runs import write_atomically
+from retrieval_attn_eval.bench.plots import table
+from retrieval_attn_eval.runs import write_atomically
 from tools.card.runs import Run
 
 __all__ = ["markdown", "save"]

@@ -1,0 +1,49 @@
+"""`retrieval-attn bench`: indexes and studies on attention keys; decode, prefill and memory of whole models."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+HELP = "time, memory, recall and fidelity of sessions, servers and indexes"
+
+__all__ = ["add_arguments", "run"]
+
+_WHAT = {
+    "contexts": (
+        "retrieval_attn_eval.bench.contexts.command",
+        "what saving a context costs, and how soon it is back: from RAM, from disk, beside reading it anew",
+    ),
+    "decode": ("retrieval_attn_eval.bench.decode", "milliseconds per token of every method at every context length"),
+    "fidelity": (
+        "retrieval_attn_eval.bench.fidelity.command",
+        "how far every method's next-token distribution is from full attention's",
+    ),
+    "index": ("retrieval_attn_eval.bench.index", "recall, work, time and memory of every index on attention keys"),
+    "memory": ("retrieval_attn_eval.bench.memory", "device and host memory over context lengths, beside the plan"),
+    "prefill": ("retrieval_attn_eval.bench.prefill", "a plain prefill beside ours with every index ready, and peaks"),
+    "serve": (
+        "retrieval_attn_eval.bench.serve.command",
+        "many requests at once: throughput, first and next tokens beside one after the other and static batches",
+    ),
+    "session": (
+        "retrieval_attn_eval.bench.session.command",
+        "what a user waits for, through the public API, with compile caches cold and warm",
+    ),
+    "study": (
+        "retrieval_attn_eval.bench.studies",
+        "figures 2, 3a, 3b and 6 of the RetrievalAttention paper, on your heads",
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Subcommands of `retrieval-attn bench`."""
+    commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for name, (module, text) in _WHAT.items():
+        importlib.import_module(module).add_arguments(commands.add_parser(name, help=text, description=text))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen one; see its module."""
+    return int(importlib.import_module(_WHAT[args.what][0]).run(args))

@@ -1,0 +1,99 @@
+"""Llama models with random weights, of a published or a small shape: for times, which do not depend on the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.testing import expand_segments
+
+__all__ = ["RANDOM_SHAPES", "layers_text", "random_config", "random_model"]
+
+RANDOM_SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 1 << 21,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    # As many key-value heads as heads. Published with 4,096 positions; random weights read longer texts as well.
+    "llama-2-7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 1 << 21,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    # Two layers of Llama-3-8B: a layer's cost at full width. Multiply by 16 for the whole model.
+    "llama3-8b-slice": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 4096,
+        "max_position_embeddings": 1 << 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 1 << 16,
+    },
+}
+
+
+def random_config(shape: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> LlamaConfig:
+    """The configuration of one of RANDOM_SHAPES. layers: only its first ones; None: all. Raises ConfigError."""
+    if shape not in RANDOM_SHAPES:
+        raise ConfigError(f"--shape {shape} is not known; use one of {', '.join(RANDOM_SHAPES)}.")
+    own = RANDOM_SHAPES[shape]["num_hidden_layers"]
+    if layers is not None and not 1 <= layers <= own:
+        raise ConfigError(f"--layers must be 1 to the {own} layers of --shape {shape}, got {layers}.")
+    fields = {**RANDOM_SHAPES[shape], "num_hidden_layers": layers or own}
+    # tokens of a random model mean nothing: no end of sequence to stop at
+    return LlamaConfig(**fields, eos_token_id=None, bos_token_id=None, dtype=dtype)
+
+
+def layers_text(shape: str, layers: int | None = None) -> str:
+    """How many layers a model of the shape has, "8 of 32 layers" or "32 layers". Raises ConfigError."""
+    own, made = random_config(shape).num_hidden_layers, random_config(shape, layers=layers).num_hidden_layers
+    return f"{own} layers" if made == own else f"{made} of {own} layers"
+
+
+def random_model(
+    shape: str, dtype: torch.dtype, seed: int, device: str | torch.device = "cpu", layers: int | None = None
+) -> Any:
+    """A Llama of one of RANDOM_SHAPES with random weights, in evaluation mode, made on `device`.
+
+    layers: as in `random_config`. Raises ConfigError.
+    """
+    config = random_config(shape, dtype, layers)
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    # numbers drawn in float32 and rounded are the same on every dtype; a large model has no room for them
+    direct = torch.device(device).type == "cuda"
+    expand_segments(torch.device(device))
+    torch.set_default_dtype(dtype if direct else before)
+    try:
+        with torch.device(device):
+            model: Any = LlamaForCausalLM(config)  # transformers' annotation of `to` takes no dtype
+    finally:
+        torch.set_default_dtype(before)
+    for weight in model.parameters():  # not model.to: rotary frequencies in 16 bits are wrong far from the start
+        weight.data = weight.data.to(dtype)
+    return model.eval()

@@ -1,0 +1,53 @@
+"""Replay: the requests of a trace sent to a server when they are due, whether or not earlier ones are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from retrieval_attn_eval.load.line import Line
+from retrieval_attn_eval.load.reply import Reply
+from retrieval_attn_eval.load.sender import Sender
+from retrieval_attn_eval.load.words import Words
+
+__all__ = ["Replay"]
+
+
+class Replay:
+    """An open loop: only turns with a delay wait, for the answer to their session's turn before."""
+
+    def __init__(self, lines: Sequence[Line], *, speed: float = 1.0, waits: bool = True) -> None:
+        """speed: how much faster than written the trace runs. waits: False sends every line at its timestamp."""
+        self._lines, self._speed, self._waits = lines, speed, waits
+        self.replies: list[Reply] = []
+
+    async def run(self, sender: Sender, words: Words, *, progress: bool = True) -> None:
+        """Send all of it. `replies` grows as requests end, so that what came is known if this is cancelled."""
+        began = time.perf_counter()
+        before: dict[str, asyncio.Task[Reply]] = {}
+        shown = tqdm(total=len(self._lines), desc="replaying", unit="request", disable=not progress, leave=False)
+        with shown as bar:
+            async with asyncio.TaskGroup() as group:
+                for line in self._lines:
+                    waits = self._waits and line.delay is not None and line.session is not None
+                    earlier = before.get(line.session or "") if waits else None
+                    task = group.create_task(self._one(line, earlier, sender, words, began))
+                    task.add_done_callback(lambda _: bar.update())
+                    if line.session is not None:
+                        before[line.session] = task
+
+    async def _one(
+        self, line: Line, earlier: asyncio.Task[Reply] | None, sender: Sender, words: Words, began: float
+    ) -> Reply:
+        due = line.seconds / self._speed
+        if earlier is not None:
+            # of a conversation, what comes first counts from the answer: a user reads it before the next question
+            due = max((await earlier).end + (line.delay or 0.0) / self._speed, 0.0)
+        texts = words.texts(line.blocks)
+        await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
+        reply = await sender.send(line, texts, due, began)
+        self.replies.append(reply)
+        return reply

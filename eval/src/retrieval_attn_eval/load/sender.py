@@ -1,0 +1,160 @@
+"""Sender: one request of a replay, sent and listened to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from retrieval_attn.errors import RemoteError
+from retrieval_attn.testing import Endpoint, Usage, http_client, read_delta, read_usage, refusal
+from retrieval_attn_eval.load.line import Block, Line
+from retrieval_attn_eval.load.reply import Reply
+from retrieval_attn_eval.load.words import Rate, Words
+
+__all__ = ["Asking", "Sender"]
+
+PARAGRAPH = "\n\n"
+ROLES = ("user", "assistant")
+PATHS = {"chat": "chat/completions", "completions": "completions"}
+PROBES = ((64,), (320,), (64, 64, 192))
+"""Words of the messages of three prompts: a template adds as much to the first two, and more to the third."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a line becomes a request. api: a key of PATHS. scale: of answers' lengths. body: joins every request's."""
+
+    model: str
+    api: str = "chat"
+    scale: float = 1.0
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Of the API."""
+        return PATHS[self.api]
+
+    def request(
+        self, texts: Sequence[str], answer_tokens: int, extra: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The body of a request for so many tokens after texts, which are paragraphs, or the turns of a chat.
+
+        Servers may share whole messages alone. So each text is one, but the last is the user's: of an even number of
+        texts it has two.
+        """
+        prompt: dict[str, Any] = {"prompt": PARAGRAPH.join(texts)}
+        if self.api == "chat":
+            odd = list(texts) if len(texts) % 2 else [*texts[:-2], PARAGRAPH.join(texts[-2:])]
+            prompt = {"messages": [{"role": ROLES[n % 2], "content": text} for n, text in enumerate(odd)]}
+        given = {"model": self.model, **prompt, "max_tokens": answer_tokens, "temperature": 0.0}
+        return {**given, **self.body, **(extra or {})}
+
+    def wanted(self, line: Line) -> int:
+        """Tokens of the answer."""
+        return max(1, round(line.answer_tokens * self.scale))
+
+
+class Sender:
+    """Sends requests over as many connections as there are at once. Use it in an `async with` block."""
+
+    def __init__(self, endpoint: Endpoint, asking: Asking, timeout: float) -> None:
+        """timeout: seconds of one request, from when it is sent to its last token. Raises ConfigError (no httpx)."""
+        self._httpx = http_client()
+        self._endpoint, self._asking, self._timeout = endpoint, asking, timeout
+
+    async def __aenter__(self) -> Sender:
+        # an open loop: nothing on this side may make a request wait for another
+        limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = self._httpx.AsyncClient(headers=self._endpoint.headers, limits=limits, timeout=None)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.aclose()
+
+    async def rate(self) -> Rate:
+        """How the server counts `Words`; one a token where it does not count.
+
+        Raises RemoteError, with what was said, for a server that does not answer such requests.
+        """
+        counts = []
+        for sizes in PROBES:
+            texts = Words(0).texts(tuple(Block(number, size) for number, size in enumerate(sizes)))
+            usage = read_usage((await self._answer(self._asking.request(texts, 1))).get("usage"))
+            counts.append(0 if usage is None else usage.prompt_tokens)
+        short, long, parted = counts
+        if long <= short:
+            return Rate()
+        (few,), (many,), parts = PROBES
+        return Rate((many - few) / (long - short), max(0.0, (parted - long) / (len(parts) - 1)))
+
+    async def send(self, line: Line, texts: Sequence[str], due: float, began: float) -> Reply:
+        """Send now, and wait for all of the answer. began: of the replay, by `time.perf_counter`; never raises for
+        what the server or the connection does.
+        """
+        body = self._asking.request(texts, self._asking.wanted(line), line.extra)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        heard = _Heard(began)
+        sent = time.perf_counter() - began
+        try:
+            async with asyncio.timeout(self._timeout):
+                status, problem = await self._listen(body, heard)
+        except TimeoutError:
+            status, problem = "timeout", f"no end within {self._timeout:g} s"
+        end = heard.ended if heard.ended is not None else time.perf_counter() - began
+        return Reply(due, sent, end, tuple(heard.times), self._asking.wanted(line), heard.usage, status, problem)
+
+    async def _listen(self, body: Mapping[str, Any], heard: _Heard) -> tuple[str, str]:
+        url = self._endpoint.at(self._asking.path)
+        try:
+            async with self._client.stream("POST", url, json=body) as response:
+                if response.status_code != 200:
+                    return str(response.status_code), refusal(await response.aread())
+                async for one in response.aiter_lines():
+                    if (said := heard.line(one)) is not None:
+                        return said
+        except self._httpx.HTTPError as error:
+            return ("broken" if heard.times else "connection"), f"{type(error).__name__}: {error}"
+        return ("ok", "") if heard.ended is not None else ("broken", "the stream ended without a finish_reason")
+
+    async def _answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        url = self._endpoint.at(self._asking.path)
+        try:
+            response = await self._client.post(url, json=body, timeout=self._timeout)
+        except self._httpx.HTTPError as error:
+            raise RemoteError(
+                f"{url} could not be asked ({type(error).__name__}: {error}); see that a server runs there"
+            ) from None
+        if response.status_code != 200:
+            raise RemoteError(f"{url} answered {response.status_code}: {refusal(response.content)}")
+        found = response.json()
+        return found if isinstance(found, dict) else {}
+
+
+class _Heard:
+    """What came of one answer so far."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self.times: list[float] = []
+        self.usage: Usage | None = None
+        self.ended: float | None = None  # the last token's time: usage and [DONE] come behind it
+
+    def line(self, line: str) -> tuple[str, str] | None:
+        """Take in a line of the stream; status and problem once nothing is to come."""
+        delta = read_delta(line)
+        if delta is None:
+            return None
+        if delta.error:
+            return "broken", delta.error
+        now = time.perf_counter() - self._began
+        if delta.text:
+            self.times.append(now)
+        if delta.finish:
+            self.ended = now
+        self.usage = delta.usage or self.usage
+        if delta.done:
+            return ("ok", "") if self.ended is not None else ("broken", "[DONE] came before a finish_reason")
+        return None

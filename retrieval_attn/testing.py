@@ -1,0 +1,144 @@
+"""The internals that evaluation code may use: attention layers, index kinds, the decode step, memory readings.
+
+Everything else that the distribution retrieval-attn-eval needs is public API. Names are loaded when they are first
+used: importing this module loads neither torch nor numba. No stability is promised for any of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retrieval_attn.batch.engine import default_limits as default_limits
+    from retrieval_attn.cache.exact import ExactPass as ExactPass
+    from retrieval_attn.cache.instruments import coded_bytes as coded_bytes
+    from retrieval_attn.cache.instruments import measure_mass as measure_mass
+    from retrieval_attn.cache.instruments import replace_layer as replace_layer
+    from retrieval_attn.cache.instruments import share_layer as share_layer
+    from retrieval_attn.cache.instruments import tail_shares as tail_shares
+    from retrieval_attn.cache.layer import CacheLayer as CacheLayer
+    from retrieval_attn.cache.retrieval import RetrievalLayer as RetrievalLayer
+    from retrieval_attn.cache.sequence import Batch as Batch
+    from retrieval_attn.commands.numbers import check_numbers as check_numbers
+    from retrieval_attn.cpu.ahead import load_kernels as load_kernels
+    from retrieval_attn.cpu.host_attend import attend_path as attend_path
+    from retrieval_attn.cpu.store import SequenceKV as SequenceKV
+    from retrieval_attn.engine.attention import set_attention as set_attention
+    from retrieval_attn.engine.attention import using_retrieval as using_retrieval
+    from retrieval_attn.engine.decode import PromptState as PromptState
+    from retrieval_attn.engine.decode import Steps as Steps
+    from retrieval_attn.engine.decode import TokenChoice as TokenChoice
+    from retrieval_attn.engine.decode import forward as forward
+    from retrieval_attn.engine.decode import run as run
+    from retrieval_attn.engine.graph.registry import forget as forget
+    from retrieval_attn.engine.prefill import finish_prefill as finish_prefill
+    from retrieval_attn.gpu.attention.flash import attend as attend
+    from retrieval_attn.gpu.attention.merge import Partial as Partial
+    from retrieval_attn.gpu.attention.merge import empty_partial as empty_partial
+    from retrieval_attn.gpu.attention.merge import merge as merge
+    from retrieval_attn.gpu.attention.merge import sink_logit_partial as sink_logit_partial
+    from retrieval_attn.gpu.memory import cap as cap
+    from retrieval_attn.gpu.memory import device_memory as device_memory
+    from retrieval_attn.gpu.memory import expand_segments as expand_segments
+    from retrieval_attn.gpu.memory import peak as peak
+    from retrieval_attn.gpu.memory import spare_bytes as spare_bytes
+    from retrieval_attn.gpu.memory import start_peak as start_peak
+    from retrieval_attn.index.base import MAX_KEYS as MAX_KEYS
+    from retrieval_attn.index.base import HeadShape as HeadShape
+    from retrieval_attn.index.base import HeldBytes as HeldBytes
+    from retrieval_attn.index.base import KeyIndex as KeyIndex
+    from retrieval_attn.index.base import SearchResult as SearchResult
+    from retrieval_attn.index.base import StateValue as StateValue
+    from retrieval_attn.index.base import Training as Training
+    from retrieval_attn.index.base import check_search as check_search
+    from retrieval_attn.index.base import train_positions as train_positions
+    from retrieval_attn.index.flat import order_codes as order_codes
+    from retrieval_attn.index.formats import Format as Format
+    from retrieval_attn.index.formats import check_rows as check_rows
+    from retrieval_attn.index.formats import from_float32 as from_float32
+    from retrieval_attn.index.formats import to_float32 as to_float32
+    from retrieval_attn.index.kernels.codes import encode_keys as encode_keys
+    from retrieval_attn.index.kernels.knn import training_lists as training_lists
+    from retrieval_attn.index.memory import aligned_empty as aligned_empty
+    from retrieval_attn.index.spec import IndexSpec as IndexSpec
+    from retrieval_attn.index.spec import register as register
+    from retrieval_attn.index.threads import check_threads as check_threads
+    from retrieval_attn.index.threads import kernel_threads as kernel_threads
+    from retrieval_attn.memory.device_room import IndexChoice as IndexChoice
+    from retrieval_attn.memory.host_room import available_host_bytes as available_host_bytes
+    from retrieval_attn.model.capturable import capturable as capturable
+    from retrieval_attn.model.hooks import MaskSpec as MaskSpec
+    from retrieval_attn.model.layers import decoder_layers as decoder_layers
+    from retrieval_attn.model.rotation import Rotation as Rotation
+    from retrieval_attn.offload.queries import SPAN as SPAN
+    from retrieval_attn.offload.stats import LayerStats as LayerStats
+    from retrieval_attn.offload.transfer import host_format as host_format
+    from retrieval_attn.offload.transfer import to_device as to_device
+    from retrieval_attn.remote.delta import Usage as Usage
+    from retrieval_attn.remote.delta import read_delta as read_delta
+    from retrieval_attn.remote.delta import read_usage as read_usage
+    from retrieval_attn.remote.endpoint import Endpoint as Endpoint
+    from retrieval_attn.remote.endpoint import http_client as http_client
+    from retrieval_attn.remote.endpoint import refusal as refusal
+    from retrieval_attn.remote.models import model_names as model_names
+    from retrieval_attn.store import ContextStore as ContextStore
+    from retrieval_attn.store.pages import give_up as give_up
+    from retrieval_attn.store.pages import resident_bytes as resident_bytes
+
+_EXPORTS = {
+    "batch.engine": "default_limits",
+    "cache.exact": "ExactPass",
+    "cache.instruments": "coded_bytes measure_mass replace_layer share_layer tail_shares",
+    "cache.layer": "CacheLayer",
+    "cache.retrieval": "RetrievalLayer",
+    "cache.sequence": "Batch",
+    "commands.numbers": "check_numbers",
+    "cpu.ahead": "load_kernels",
+    "cpu.host_attend": "attend_path",
+    "cpu.store": "SequenceKV",
+    "engine.attention": "set_attention using_retrieval",
+    "engine.decode": "PromptState Steps TokenChoice forward run",
+    "engine.graph.registry": "forget",
+    "engine.prefill": "finish_prefill",
+    "gpu.attention.flash": "attend",
+    "gpu.attention.merge": "Partial empty_partial merge sink_logit_partial",
+    "gpu.memory": "cap device_memory expand_segments peak spare_bytes start_peak",
+    "index.base": "HeadShape HeldBytes KeyIndex MAX_KEYS SearchResult StateValue Training check_search train_positions",
+    "index.flat": "order_codes",
+    "index.formats": "Format check_rows from_float32 to_float32",
+    "index.kernels.codes": "encode_keys",
+    "index.kernels.knn": "training_lists",
+    "index.memory": "aligned_empty",
+    "index.spec": "IndexSpec register",
+    "index.threads": "check_threads kernel_threads",
+    "memory.device_room": "IndexChoice",
+    "memory.host_room": "available_host_bytes",
+    "model.capturable": "capturable",
+    "model.hooks": "MaskSpec",
+    "model.layers": "decoder_layers",
+    "model.rotation": "Rotation",
+    "offload.queries": "SPAN",
+    "offload.stats": "LayerStats",
+    "offload.transfer": "host_format to_device",
+    "remote.delta": "Usage read_delta read_usage",
+    "remote.endpoint": "Endpoint http_client refusal",
+    "remote.models": "model_names",
+    "store": "ContextStore",
+    "store.pages": "give_up resident_bytes",
+}
+"""Exported names by module of the package."""
+
+_MODULES = {name: f"retrieval_attn.{module}" for module, names in _EXPORTS.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Load an exported name from its module. Raises AttributeError for any other name."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it exports {', '.join(sorted(_MODULES))}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Exported names, sorted."""
+    return sorted(_MODULES)

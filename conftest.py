@@ -174,8 +174,8 @@ def needle_model_path() -> Path:
 @pytest.fixture
 def fresh_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test continues another's graphs, or takes their exchange from its environment."""
-    from retrieval_attn.engine.graph import registry as graph_registry
     from retrieval_attn.gpu.capture.exchange import VARIABLE
+    from retrieval_attn.runner.graph import registry as graph_registry
 
     graph_registry._decoders.clear()
     graph_registry._failed.clear()
@@ -185,7 +185,7 @@ def fresh_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def emulated_graphs(fresh_decoders: None) -> Iterator[None]:
     """Graphs are captured and replayed on the CPU."""
-    from retrieval_attn.engine.graph.emulation import emulated
+    from retrieval_attn.runner.graph.emulation import emulated
 
     with emulated():
         yield

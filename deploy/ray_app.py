@@ -25,7 +25,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from retrieval_attn.commands.loading import BUNDLED
+from retrieval_attn.cli.model_args import BUNDLED
 from retrieval_attn.config import Config
 from retrieval_attn.server.app import make_app
 from retrieval_attn.server.child import Child

@@ -13,16 +13,12 @@ from retrieval_attn._register import register_with_transformers as _register_wit
 
 if TYPE_CHECKING:
     from retrieval_attn.answer import Answer, Sampling, Stats
-    from retrieval_attn.batch.draw import RowDraw
-    from retrieval_attn.batch.engine import Engine
-    from retrieval_attn.batch.request import Event, Finished, Request
-    from retrieval_attn.cache.cache import RetrievalCache
+    from retrieval_attn.attention.cache import RetrievalCache
     from retrieval_attn.config import Config
     from retrieval_attn.context import Context
-    from retrieval_attn.engine.generate import generate
-    from retrieval_attn.engine.prefill import prefill_by_layer
-    from retrieval_attn.engine.switch import disable, enable
-    from retrieval_attn.engine.verify import Report, verify
+    from retrieval_attn.engine.draw import RowDraw
+    from retrieval_attn.engine.engine import Engine
+    from retrieval_attn.engine.request import Event, Finished, Request
     from retrieval_attn.errors import (
         AdmissionError,
         BackendError,
@@ -53,22 +49,26 @@ if TYPE_CHECKING:
     )
     from retrieval_attn.llm import LLM
     from retrieval_attn.memory.plan import Plan, plan
+    from retrieval_attn.runner.generate import generate
+    from retrieval_attn.runner.prefill import prefill_by_layer
+    from retrieval_attn.runner.switch import disable, enable
+    from retrieval_attn.runner.verify import Report, verify
     from retrieval_attn.stream import Stream
 
 __version__ = "0.1.0"
 
 _NAMES = {
     "answer": ("Answer", "Sampling", "Stats"),
-    "batch.draw": ("RowDraw",),
-    "batch.engine": ("Engine",),
-    "batch.request": ("Event", "Finished", "Request"),
-    "cache.cache": ("RetrievalCache",),
+    "engine.draw": ("RowDraw",),
+    "engine.engine": ("Engine",),
+    "engine.request": ("Event", "Finished", "Request"),
+    "attention.cache": ("RetrievalCache",),
     "config": ("Config",),
     "context": ("Context",),
-    "engine.generate": ("generate",),
-    "engine.prefill": ("prefill_by_layer",),
-    "engine.switch": ("disable", "enable"),
-    "engine.verify": ("Report", "verify"),
+    "runner.generate": ("generate",),
+    "runner.prefill": ("prefill_by_layer",),
+    "runner.switch": ("disable", "enable"),
+    "runner.verify": ("Report", "verify"),
     "llm": ("LLM",),
     "memory.plan": ("Plan", "plan"),
     "stream": ("Stream",),

@@ -26,23 +26,23 @@ from transformers.generation import (
 )
 
 from retrieval_attn.answer import Answer, Audit, HeadShare, Sampling, Stats
-from retrieval_attn.batch.draw import RowDraw, token_logprobs
-from retrieval_attn.batch.penalties import History, PenaltyProcessor, require_known
-from retrieval_attn.batch.text import TextStream, before_stop
-from retrieval_attn.cache.cache import RetrievalCache, form_beside, retrieves
-from retrieval_attn.cache.instruments import audits, tail_shares
-from retrieval_attn.cache.sequence import ids_tensor
-from retrieval_attn.cache.tail_share import largest_share, mean_share
-from retrieval_attn.engine.attention import using_retrieval
-from retrieval_attn.engine.beside import make_way, with_all_keys
-from retrieval_attn.engine.decode import Generated, PromptState, TokenChoice, TokenScore, forward, positions, run
-from retrieval_attn.engine.prefill import abandon, finish_prefill
-from retrieval_attn.engine.progress import ReadingBar
-from retrieval_attn.engine.ready import compilation, make_ready, prepared
+from retrieval_attn.attention.cache import RetrievalCache, form_beside, retrieves
+from retrieval_attn.attention.instruments import audits, tail_shares
+from retrieval_attn.attention.sequence import ids_tensor
+from retrieval_attn.attention.tail_share import largest_share, mean_share
+from retrieval_attn.engine.draw import RowDraw, token_logprobs
+from retrieval_attn.engine.penalties import History, PenaltyProcessor, require_known
+from retrieval_attn.engine.text import TextStream, before_stop
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
 from retrieval_attn.memory.host_room import host_shortage
 from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
+from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.beside import make_way, with_all_keys
+from retrieval_attn.runner.decode import Generated, PromptState, TokenChoice, TokenScore, forward, positions, run
+from retrieval_attn.runner.prefill import abandon, finish_prefill
+from retrieval_attn.runner.progress import ReadingBar
+from retrieval_attn.runner.ready import compilation, make_ready, prepared
 
 SCORED_TOGETHER = 64
 """Tokens whose scores are computed at once: it takes 16 bytes for each logit."""

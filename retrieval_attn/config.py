@@ -60,7 +60,7 @@ class Config:
     exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's
         keys visit the device block by block). False: they go through retrieval like generated tokens.
     all_keys: True: with index="auto" and a tail, an answer on one GPU attends to all keys of a shorter text, which come
-        there for it, where they fit beside all else and a token is sooner so (`engine/beside.py`); where only int8
+        there for it, where they fit beside all else and a token is sooner so (`runner/beside.py`); where only int8
         does, in int8. "always": wherever they fit. False: every answer retrieves. Engines always do.
     decode_tokens: a forward of at most this many new tokens always counts as decoding (speculative steps).
     spill: generated tokens that gather on the device beyond the window before a block moves to the host.

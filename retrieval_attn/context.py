@@ -13,20 +13,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.cache.cache import RetrievalCache, require_same_weights
-from retrieval_attn.cache.reread import goes_on
-from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cache.rollback import Rollback
-from retrieval_attn.cache.sequence import attended_columns
+from retrieval_attn.attention.cache import RetrievalCache, require_same_weights
+from retrieval_attn.attention.reread import goes_on
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.rollback import Rollback
+from retrieval_attn.attention.sequence import attended_columns
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.engine.beside import Ahead, over_all_keys, with_all_keys
-from retrieval_attn.engine.forget import forget_tokens
-from retrieval_attn.engine.prefill import abandon
-from retrieval_attn.engine.save_reading import ReadingSave
-from retrieval_attn.engine.saving import Kept, Saved, described, open_saved, template_digest
-from retrieval_attn.engine.switch import enabled_config
 from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.runner.beside import Ahead, over_all_keys, with_all_keys
+from retrieval_attn.runner.forget import forget_tokens
+from retrieval_attn.runner.prefill import abandon
+from retrieval_attn.runner.switch import enabled_config
+from retrieval_attn.saving.save import Kept, Saved, described, open_saved, template_digest
+from retrieval_attn.saving.save_reading import ReadingSave
 from retrieval_attn.store import ContextStore
 from retrieval_attn.stream import Stream
 from retrieval_attn.template import PromptTemplate, Question, checked_ids

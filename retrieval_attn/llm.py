@@ -12,11 +12,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config, Quantization, resolve
 from retrieval_attn.context import Context
-from retrieval_attn.engine.ready import compiling_early
-from retrieval_attn.engine.switch import enable
 from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
 from retrieval_attn.gpu.memory import cap, device_memory
 from retrieval_attn.index.threads import check_threads, say_if_threads_spin
@@ -39,6 +37,8 @@ from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
 from retrieval_attn.model.rope import length_rope, max_positions
 from retrieval_attn.offload.host_table import move_table
+from retrieval_attn.runner.ready import compiling_early
+from retrieval_attn.runner.switch import enable
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import prompt_ids
 

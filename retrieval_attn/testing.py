@@ -10,29 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrieval_attn.batch.engine import default_limits as default_limits
-    from retrieval_attn.cache.exact import ExactPass as ExactPass
-    from retrieval_attn.cache.instruments import coded_bytes as coded_bytes
-    from retrieval_attn.cache.instruments import measure_mass as measure_mass
-    from retrieval_attn.cache.instruments import replace_layer as replace_layer
-    from retrieval_attn.cache.instruments import share_layer as share_layer
-    from retrieval_attn.cache.instruments import tail_shares as tail_shares
-    from retrieval_attn.cache.layer import CacheLayer as CacheLayer
-    from retrieval_attn.cache.retrieval import RetrievalLayer as RetrievalLayer
-    from retrieval_attn.cache.sequence import Batch as Batch
-    from retrieval_attn.commands.numbers import check_numbers as check_numbers
+    from retrieval_attn.attention.exact import ExactPass as ExactPass
+    from retrieval_attn.attention.instruments import coded_bytes as coded_bytes
+    from retrieval_attn.attention.instruments import measure_mass as measure_mass
+    from retrieval_attn.attention.instruments import replace_layer as replace_layer
+    from retrieval_attn.attention.instruments import share_layer as share_layer
+    from retrieval_attn.attention.instruments import tail_shares as tail_shares
+    from retrieval_attn.attention.layer import CacheLayer as CacheLayer
+    from retrieval_attn.attention.retrieval import RetrievalLayer as RetrievalLayer
+    from retrieval_attn.attention.sequence import Batch as Batch
+    from retrieval_attn.cli.numbers import check_numbers as check_numbers
     from retrieval_attn.cpu.ahead import load_kernels as load_kernels
     from retrieval_attn.cpu.host_attend import attend_path as attend_path
     from retrieval_attn.cpu.store import SequenceKV as SequenceKV
-    from retrieval_attn.engine.attention import set_attention as set_attention
-    from retrieval_attn.engine.attention import using_retrieval as using_retrieval
-    from retrieval_attn.engine.decode import PromptState as PromptState
-    from retrieval_attn.engine.decode import Steps as Steps
-    from retrieval_attn.engine.decode import TokenChoice as TokenChoice
-    from retrieval_attn.engine.decode import forward as forward
-    from retrieval_attn.engine.decode import run as run
-    from retrieval_attn.engine.graph.registry import forget as forget
-    from retrieval_attn.engine.prefill import finish_prefill as finish_prefill
+    from retrieval_attn.engine.engine import default_limits as default_limits
     from retrieval_attn.gpu.attention.flash import attend as attend
     from retrieval_attn.gpu.attention.merge import Partial as Partial
     from retrieval_attn.gpu.attention.merge import empty_partial as empty_partial
@@ -82,25 +73,34 @@ if TYPE_CHECKING:
     from retrieval_attn.remote.endpoint import http_client as http_client
     from retrieval_attn.remote.endpoint import refusal as refusal
     from retrieval_attn.remote.models import model_names as model_names
+    from retrieval_attn.runner.attention import set_attention as set_attention
+    from retrieval_attn.runner.attention import using_retrieval as using_retrieval
+    from retrieval_attn.runner.decode import PromptState as PromptState
+    from retrieval_attn.runner.decode import Steps as Steps
+    from retrieval_attn.runner.decode import TokenChoice as TokenChoice
+    from retrieval_attn.runner.decode import forward as forward
+    from retrieval_attn.runner.decode import run as run
+    from retrieval_attn.runner.graph.registry import forget as forget
+    from retrieval_attn.runner.prefill import finish_prefill as finish_prefill
     from retrieval_attn.store import ContextStore as ContextStore
     from retrieval_attn.store.pages import give_up as give_up
     from retrieval_attn.store.pages import resident_bytes as resident_bytes
 
 _EXPORTS = {
-    "batch.engine": "default_limits",
-    "cache.exact": "ExactPass",
-    "cache.instruments": "coded_bytes measure_mass replace_layer share_layer tail_shares",
-    "cache.layer": "CacheLayer",
-    "cache.retrieval": "RetrievalLayer",
-    "cache.sequence": "Batch",
-    "commands.numbers": "check_numbers",
+    "engine.engine": "default_limits",
+    "attention.exact": "ExactPass",
+    "attention.instruments": "coded_bytes measure_mass replace_layer share_layer tail_shares",
+    "attention.layer": "CacheLayer",
+    "attention.retrieval": "RetrievalLayer",
+    "attention.sequence": "Batch",
+    "cli.numbers": "check_numbers",
     "cpu.ahead": "load_kernels",
     "cpu.host_attend": "attend_path",
     "cpu.store": "SequenceKV",
-    "engine.attention": "set_attention using_retrieval",
-    "engine.decode": "PromptState Steps TokenChoice forward run",
-    "engine.graph.registry": "forget",
-    "engine.prefill": "finish_prefill",
+    "runner.attention": "set_attention using_retrieval",
+    "runner.decode": "PromptState Steps TokenChoice forward run",
+    "runner.graph.registry": "forget",
+    "runner.prefill": "finish_prefill",
     "gpu.attention.flash": "attend",
     "gpu.attention.merge": "Partial empty_partial merge sink_logit_partial",
     "gpu.memory": "cap device_memory expand_segments peak spare_bytes start_peak",

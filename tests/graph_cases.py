@@ -11,9 +11,9 @@ from torch import Tensor
 
 import retrieval_attn as ra
 from retrieval_attn.config import GraphMode
-from retrieval_attn.engine.decode import Steps, forward, positions
-from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.errors import BackendError
+from retrieval_attn.runner.decode import Steps, forward, positions
+from retrieval_attn.runner.forget import forget_tokens
 from tests.tiny_models import random_ids, tiny_model
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": 12, "index": "flat"}

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.cache import host_part, retrieval
-from retrieval_attn.cache.coded_part import CodedPart
-from retrieval_attn.cache.held import HeldTokens
-from retrieval_attn.cache.host_part import HostPart
-from retrieval_attn.cache.layer import CacheLayer
+from retrieval_attn.attention import host_part, retrieval
+from retrieval_attn.attention.coded_part import CodedPart
+from retrieval_attn.attention.held import HeldTokens
+from retrieval_attn.attention.host_part import HostPart
+from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.clusters import KeyClusters
 from retrieval_attn.cpu.step.estimate import PRIOR, STEEPNESS

@@ -119,7 +119,7 @@ def answers_of(model: Any, case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import retrieval_attn as ra
-    from retrieval_attn.cache.retrieval import RetrievalLayer
+    from retrieval_attn.attention.retrieval import RetrievalLayer
     from retrieval_attn.model.placement import input_device
 
     ids = torch.tensor([case["ids"]], device=input_device(model))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cache
 
-from retrieval_attn.cache.state import StateLayer
+from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.config import Config
 from retrieval_attn.memory.device import DeviceSize, Layout, rotary_bytes
 from retrieval_attn.memory.plan import plan

@@ -12,20 +12,20 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.cache.cache import RetrievalCache, retrieves
-from retrieval_attn.cache.layer_uploads import LayerUploads
-from retrieval_attn.cache.prefix import ExactPrefix
-from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.engine import beside
-from retrieval_attn.engine.attention import using_retrieval
-from retrieval_attn.engine.beside import make_way, with_all_keys
-from retrieval_attn.engine.decode import Steps
-from retrieval_attn.engine.graph import registry
-from retrieval_attn.engine.kept_pages import KeptPages, kept_pages, let_go
+from retrieval_attn.attention.cache import RetrievalCache, retrieves
+from retrieval_attn.attention.layer_uploads import LayerUploads
+from retrieval_attn.attention.prefix import ExactPrefix
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.memory.all_keys import SEARCH_MICROSECONDS, beside_bytes
 from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.runner import beside
+from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.beside import make_way, with_all_keys
+from retrieval_attn.runner.decode import Steps
+from retrieval_attn.runner.graph import registry
+from retrieval_attn.runner.kept_pages import KeptPages, kept_pages, let_go
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "threads": 1, "retrieve": 2}

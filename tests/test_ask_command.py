@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from retrieval_attn import stream
-from retrieval_attn.cli import main
-from retrieval_attn.commands import loading
+from retrieval_attn.cli import main, model_args
 from retrieval_attn.config import Config
 from retrieval_attn.model.bundled import BUNDLED
 from tests.tiny_models import QUESTION, tiny_model
@@ -54,7 +53,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, file: str, monkeypatch: py
     data = b"\xef\xbb\xbf" + "Größe: 3 µm.".encode()
     (tmp_path / "text.txt").write_bytes(data)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    assert loading.text_of("-" if file == "-" else str(tmp_path / "text.txt")) == "Größe: 3 µm."
+    assert model_args.text_of("-" if file == "-" else str(tmp_path / "text.txt")) == "Größe: 3 µm."
 
 
 def test_the_text_comes_in_pieces(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,17 +197,17 @@ def test_ctrl_c_from_a_keyboard(document: str) -> None:
 def test_an_index_with_options() -> None:
     """Of a command line they come as the API takes them; without any they are the index's own."""
     parser = argparse.ArgumentParser()
-    loading.add_config_arguments(parser)
+    model_args.add_config_arguments(parser)
     given = parser.parse_args(["--index", "device:key_bytes=40:int8_rows=True:key_share=0.25", "--host-dtype", "int8"])
     options = {"key_bytes": 40, "int8_rows": True, "key_share": 0.25}
-    assert loading.config_of(given) == Config(index="device", index_options=options, host_dtype="int8")
-    assert loading.config_of(parser.parse_args([])) == Config()
+    assert model_args.config_of(given) == Config(index="device", index_options=options, host_dtype="int8")
+    assert model_args.config_of(parser.parse_args([])) == Config()
 
 
 def test_memory_is_planned_for_the_text_and_not_for_all_positions() -> None:
     """On a small GPU a short text must not be refused for what the model's longest would need."""
-    assert loading._needed(str(BUNDLED), 500) == 1524
-    assert loading._needed(str(BUNDLED), 10**9) < 10**9
+    assert model_args._needed(str(BUNDLED), 500) == 1524
+    assert model_args._needed(str(BUNDLED), 10**9) < 10**9
 
 
 def test_output_that_nobody_reads(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 import retrieval_attn as ra
 from retrieval_attn.answer import Audit
-from retrieval_attn.cache.audit import HeadAudit, audited, upper_bound
-from retrieval_attn.cache.instruments import audit
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention.audit import HeadAudit, audited, upper_bound
+from retrieval_attn.attention.instruments import audit
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from tests.tiny_models import QUESTION, Loaded, needle_text
 
 CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=20, prefill_chunk=512)

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.batch.bucket import BucketRunner
-from retrieval_attn.batch.bucket_graph import Bucket
-from retrieval_attn.batch.bucket_group import BucketGroup
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Request
-from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cache.state import StateLayer
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.step.plan import LayerStep
-from retrieval_attn.engine import ready
+from retrieval_attn.engine.bucket import BucketRunner
+from retrieval_attn.engine.bucket_graph import Bucket
+from retrieval_attn.engine.bucket_group import BucketGroup
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.capture import emulate
 from retrieval_attn.gpu.capture.exchange import VARIABLE
 from retrieval_attn.gpu.codes.search import MIN_CLASS
+from retrieval_attn.runner import ready
 from tests.graph_cases import DEVICE, FINER, ROARGRAPH
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.test_rows import Pair, feed, read
@@ -423,7 +423,7 @@ def test_an_interrupt_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_that_cannot_be_had_leave_eager_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from retrieval_attn.batch import bucket_group
+    from retrieval_attn.engine import bucket_group
 
     def full(*given: Any) -> None:
         raise torch.OutOfMemoryError("none")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.batch.bucket import BucketRunner
-from retrieval_attn.batch.bucket_draw import BucketDraw
-from retrieval_attn.batch.bucket_graph import Bucket
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Request
+from retrieval_attn.engine.bucket import BucketRunner
+from retrieval_attn.engine.bucket_draw import BucketDraw
+from retrieval_attn.engine.bucket_graph import Bucket
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from tests.graph_cases import DEVICE

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.batch import bucket
-from retrieval_attn.batch.bucket import BucketRunner
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.exact import ExactPool
-from retrieval_attn.batch.request import Request
+from retrieval_attn.engine import bucket
+from retrieval_attn.engine.bucket import BucketRunner
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.exact import ExactPool
+from retrieval_attn.engine.request import Request
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.test_bucket_draw import DRAWS, check_draws, check_mixture, check_penalties, requests

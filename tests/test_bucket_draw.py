@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.batch.bucket import BucketRunner
-from retrieval_attn.batch.chooser import Choice, Chooser
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.outbox import Outbox
-from retrieval_attn.batch.request import Event, Finished, Request
-from retrieval_attn.batch.text import TextStream
-from retrieval_attn.batch.ticket import Ticket
-from retrieval_attn.engine.graph.memory import StepMemory
+from retrieval_attn.engine.bucket import BucketRunner
+from retrieval_attn.engine.chooser import Choice, Chooser
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.outbox import Outbox
+from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.engine.text import TextStream
+from retrieval_attn.engine.ticket import Ticket
+from retrieval_attn.runner.graph.memory import StepMemory
 from tests.test_engine import alone, ids, llm_of, same
 from tests.test_rows import read
 from tests.tiny_models import build_model

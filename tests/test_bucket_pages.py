@@ -10,18 +10,18 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.batch import bucket
-from retrieval_attn.batch.bucket import BucketRunner
-from retrieval_attn.batch.bucket_graph import Bucket
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.exact import ExactPool
-from retrieval_attn.batch.request import Request
-from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.prefix import ExactPrefix
-from retrieval_attn.engine.attention import using_retrieval
-from retrieval_attn.engine.decode import Steps
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.prefix import ExactPrefix
+from retrieval_attn.engine import bucket
+from retrieval_attn.engine.bucket import BucketRunner
+from retrieval_attn.engine.bucket_graph import Bucket
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.exact import ExactPool
+from retrieval_attn.engine.request import Request
 from retrieval_attn.gpu.capture.exchange import VARIABLE
 from retrieval_attn.gpu.shared.plan import LEVELS, SharedPlan
+from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.decode import Steps
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.test_engine import CONFIG, ids, llm_of, same

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.batch import bucket_refusals
-from retrieval_attn.batch.bucket import BucketRunner
-from retrieval_attn.engine.graph.watch import KnownModel
+from retrieval_attn.engine import bucket_refusals
+from retrieval_attn.engine.bucket import BucketRunner
+from retrieval_attn.runner.graph.watch import KnownModel
 from tests.test_bucket import Rows
 from tests.test_rows import Pair, read
 from tests.tiny_models import build_model

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import retrieval_attn.cache.held as held_module
-from retrieval_attn.batch import bucket_row
-from retrieval_attn.batch.bucket_row import BucketRow
-from retrieval_attn.cache.held import HeldTokens
+import retrieval_attn.attention.held as held_module
+from retrieval_attn.attention.held import HeldTokens
+from retrieval_attn.engine import bucket_row
+from retrieval_attn.engine.bucket_row import BucketRow
 from retrieval_attn.offload.work import HostWork
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.batch.bucket import BucketRunner
-from retrieval_attn.batch.bucket_states import BucketStates
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Request
-from retrieval_attn.batch.rows import step as eager_step
-from retrieval_attn.cache.state import StateLayer
+from retrieval_attn.attention.state import StateLayer
+from retrieval_attn.engine.bucket import BucketRunner
+from retrieval_attn.engine.bucket_states import BucketStates
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.rows import step as eager_step
 from retrieval_attn.gpu.capture import emulate
 from tests.test_bucket import GraphFailure, Rows
 from tests.test_engine import CONFIG, alone, ids, llm_of, same

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import retrieval_attn as ra
-from retrieval_attn.cache import host_part
+from retrieval_attn.attention import host_part
 from retrieval_attn.config import MEAN_RETRIEVE
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.store import SequenceKV

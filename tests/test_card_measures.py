@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from retrieval_attn.engine import fused_layers
 from retrieval_attn.gpu.attention import flash
+from retrieval_attn.model.fused import layers as fused_layers
 from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import LAYERS
 from tools.card.four_bits import made

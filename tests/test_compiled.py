@@ -17,10 +17,10 @@ from numba import int32, int64
 
 import retrieval_attn as ra
 from retrieval_attn.cli import main
-from retrieval_attn.compiled import jobs as jobs_module
-from retrieval_attn.compiled import place
-from retrieval_attn.compiled.jobs import Compilation, Job, missing, wait_until_compiled
-from retrieval_attn.compiled.numba_cache import KernelLocator
+from retrieval_attn.compile import jobs as jobs_module
+from retrieval_attn.compile import place
+from retrieval_attn.compile.jobs import Compilation, Job, missing, wait_until_compiled
+from retrieval_attn.compile.numba_cache import KernelLocator
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, wait_for_builders
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.packed import keep_best
@@ -263,8 +263,8 @@ def test_loading_a_model_begins_what_its_reads_wait_for(
         return [SERVER]
 
     monkeypatch.setattr(Compilation, "_do", later)
-    monkeypatch.setattr("retrieval_attn.engine.ready.early_jobs", quick)
-    monkeypatch.setattr("retrieval_attn.engine.ready.kernel_jobs", quick)
+    monkeypatch.setattr("retrieval_attn.runner.ready.early_jobs", quick)
+    monkeypatch.setattr("retrieval_attn.runner.ready.kernel_jobs", quick)
     llm = ra.LLM("bundled", device="cpu", host_dtype="bfloat16")
     assert begun == [] and missing([SERVER]) and len(jobs_module._under_way) == 1
     held.set()
@@ -286,7 +286,7 @@ def test_a_load_that_ends_early_ends_the_other_processes(
         workers.append(worker_of(compilation))
         raise error
 
-    monkeypatch.setattr("retrieval_attn.engine.ready.early_jobs", lambda *arguments, **options: [LONG])
+    monkeypatch.setattr("retrieval_attn.runner.ready.early_jobs", lambda *arguments, **options: [LONG])
     monkeypatch.setattr("retrieval_attn.llm.load_model", fail)
     with pytest.raises(error):
         ra.LLM(BUNDLED, device="cpu")
@@ -297,8 +297,8 @@ def test_what_nobody_waits_for_ends_with_the_process(tmp_path: Path) -> None:
     """A model that is loaded and never used: no wait, no crash, no compiler that goes on."""
     code = f"""
 import retrieval_attn as ra
-from retrieval_attn.compiled import jobs
-from retrieval_attn.engine import ready
+from retrieval_attn.compile import jobs
+from retrieval_attn.runner import ready
 ready.early_jobs = lambda *arguments, **options: [jobs.Job(*{tuple(LONG)!r})]
 ra.LLM({str(BUNDLED)!r}, device="cpu")
 (compilation,) = jobs._under_way
@@ -315,7 +315,7 @@ def test_a_forked_process_waits_for_nothing_of_its_parent(tmp_path: Path) -> Non
     """It has none of the threads that would end the waiting."""
     code = f"""
 import os, signal
-from retrieval_attn.compiled.jobs import Compilation, Job, _under_way
+from retrieval_attn.compile.jobs import Compilation, Job, _under_way
 job = Job(*{tuple(LONG)!r})
 parent = Compilation([job], progress=False)
 child = os.fork()
@@ -420,7 +420,7 @@ def test_warm_says_what_it_did_and_where(
         asked.append(given)
         return [SERVER]
 
-    monkeypatch.setattr("retrieval_attn.commands.warm._jobs", quick)
+    monkeypatch.setattr("retrieval_attn.cli.warm._jobs", quick)
     arguments = ["warm", "--device", "cpu", "--host-dtype", "auto", "int8"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
@@ -436,7 +436,7 @@ def test_warm_says_what_it_did_and_where(
 
 def test_warm_compiles_all_that_auto_may_take() -> None:
     """On a GPU its own kind and the server of its graphs too."""
-    from retrieval_attn.commands.warm import _jobs
+    from retrieval_attn.cli.warm import _jobs
 
     jobs = _jobs("auto", ["bfloat16"], True)
     kinds = {job.arguments[1] for job in jobs if job.target.endswith(":build")}

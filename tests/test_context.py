@@ -14,11 +14,11 @@ import torch
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
-from retrieval_attn.cache.host_part import HostPart
-from retrieval_attn.cache.instruments import measure_mass
-from retrieval_attn.engine import decode
+from retrieval_attn.attention.host_part import HostPart
+from retrieval_attn.attention.instruments import measure_mass
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial
+from retrieval_attn.runner import decode
 from retrieval_attn.template import PromptTemplate
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model
 

@@ -12,9 +12,9 @@ from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLe
 
 import retrieval_attn as ra
 from retrieval_attn.config import GraphMode
-from retrieval_attn.engine.decode import PromptState, TokenChoice, forward, run
-from retrieval_attn.engine.graph.launch import Launcher
 from retrieval_attn.errors import BackendError
+from retrieval_attn.runner.decode import PromptState, TokenChoice, forward, run
+from retrieval_attn.runner.graph.launch import Launcher
 from tests.graph_cases import CONFIG, PROMPT, ROARGRAPH, enabled, greedily
 from tests.tiny_models import random_ids
 

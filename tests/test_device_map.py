@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.model import placement
 from retrieval_attn.model.loading import load_model
@@ -214,19 +214,19 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
         return torch.empty(array.shape, dtype=like.dtype, device=like.device)
 
     monkeypatch.setattr(
-        "retrieval_attn.engine.prefill.require_host_room", lambda *sizes: None
+        "retrieval_attn.runner.prefill.require_host_room", lambda *sizes: None
     )  # builds the model again
     monkeypatch.setattr("retrieval_attn.offload.copy.all_to_host", all_to_host)
-    monkeypatch.setattr("retrieval_attn.cache.held.to_device", to_device)
+    monkeypatch.setattr("retrieval_attn.attention.held.to_device", to_device)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.fetch", lambda build, ready: None)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.place", lambda build: None)
-    monkeypatch.setattr("retrieval_attn.cache.reading.Reading._moved", lambda reading, *given: None)
+    monkeypatch.setattr("retrieval_attn.attention.reading.Reading._moved", lambda reading, *given: None)
 
     def host_queries(part: Any, one: Any) -> Any:
         _, heads, new, dim = part._query.shape
         return np.ones((heads, len(one.rows) * new, dim), np.float32)
 
-    monkeypatch.setattr("retrieval_attn.cache.host_part.HostPart._host_queries", host_queries)
+    monkeypatch.setattr("retrieval_attn.attention.host_part.HostPart._host_queries", host_queries)
     config = ra.Config(**{**TINY, "index": "flat"})
     _drawn_on.cache_clear()  # its tensors are real, or another test's fakes
     with FakeTensorMode(), torch.no_grad():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.engine import hidden_states
 from retrieval_attn.errors import MemoryPlanError
 from retrieval_attn.memory import device_room, index_choice
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, state_bytes
@@ -18,6 +17,7 @@ from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import GIB
 from retrieval_attn.offload import finer
+from retrieval_attn.runner import hidden_states
 from tests.test_activations import hybrid_27b
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model, random_ids, tiny_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.coded_clusters import beside_codes_bytes
+from retrieval_attn.attention.coded_clusters import beside_codes_bytes
 from retrieval_attn.cpu.store import SequenceKV
 from tests.tiny_models import build_model, random_ids
 

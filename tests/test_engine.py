@@ -19,14 +19,14 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn import answer_loop
-from retrieval_attn.batch import bucket, chooser, readings
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import READ_TOKENS, Engine, default_limits
-from retrieval_attn.batch.request import Finished, Request
-from retrieval_attn.batch.rows import step
-from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.cpu import segment
+from retrieval_attn.engine import bucket, chooser, readings
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.engine import READ_TOKENS, Engine, default_limits
+from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.engine.rows import step
+from retrieval_attn.engine.scheduler import Results, Scheduler, StepPlan
 from retrieval_attn.errors import (
     AdmissionError,
     ConfigError,

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.batch import bucket
-from retrieval_attn.batch.engine import Engine, default_limits
-from retrieval_attn.batch.job import State
-from retrieval_attn.batch.request import Finished, Request
-from retrieval_attn.batch.rows import step
-from retrieval_attn.batch.ticket import Ticket
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.engine import bucket
+from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.job import State
+from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.engine.rows import step
+from retrieval_attn.engine.ticket import Ticket
 from retrieval_attn.errors import EngineFullError, MemoryPlanError
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import random_ids, tiny_model

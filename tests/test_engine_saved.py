@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import retrieval_attn as ra
-from retrieval_attn.batch import saved_text
-from retrieval_attn.batch.engine import Engine, default_limits
-from retrieval_attn.batch.request import Finished, Request
-from retrieval_attn.engine import late_check
+from retrieval_attn.engine import saved_text
+from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import (
     AdmissionError,
     ContextLengthError,
@@ -23,6 +22,7 @@ from retrieval_attn.errors import (
     StoreMismatchError,
     UnknownContextError,
 )
+from retrieval_attn.saving import deferred_verify as late_check
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model

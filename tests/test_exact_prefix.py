@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.batch.engine import Engine, default_limits
-from retrieval_attn.batch.exact import ExactPool, RowPages
-from retrieval_attn.batch.request import Finished, Request
-from retrieval_attn.batch.rows import step
-from retrieval_attn.batch.sizes import Sizes
-from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.prefix import ExactPrefix
-from retrieval_attn.cache.rollback import Rollback
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.prefix import ExactPrefix
+from retrieval_attn.attention.rollback import Rollback
+from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.exact import ExactPool, RowPages
+from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.engine.rows import step
+from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.errors import AdmissionError, CacheMismatchError, ConfigError, InputDataError
 from retrieval_attn.gpu.shared import partials
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS

@@ -14,13 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
-from retrieval_attn.cache.sequence import Forgotten
+from retrieval_attn.attention.sequence import Forgotten
 from retrieval_attn.cpu.host_attend import attend_path
-from retrieval_attn.cpu.saved import path_from_states, path_state
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.engine.attention import using_retrieval
-from retrieval_attn.engine.decode import forward
-from retrieval_attn.engine.forget import _rotations_of, forget_tokens
 from retrieval_attn.errors import (
     CacheMismatchError,
     ConfigError,
@@ -29,6 +25,10 @@ from retrieval_attn.errors import (
     UnsupportedModelError,
 )
 from retrieval_attn.gpu.attention.window import sinks_of
+from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.decode import forward
+from retrieval_attn.runner.forget import _rotations_of, forget_tokens
+from retrieval_attn.saving.sequence import path_from_states, path_state
 from tests.test_hybrid import new_model
 from tests.tiny_models import BASE, QUESTION, Loaded, build_model, config_of, needle_text, random_ids, tiny_model
 

@@ -11,8 +11,8 @@ import pytest
 import retrieval_attn as ra
 from retrieval_attn.cpu.clusters import mean_values
 from retrieval_attn.cpu.store import cluster_table
-from retrieval_attn.engine.forget import forget_tokens
 from retrieval_attn.index.formats import Format, from_float32, to_float32
+from retrieval_attn.runner.forget import forget_tokens
 from tests.graph_cases import CONFIG, DEVICE, ROARGRAPH, Decoded, enabled
 from tests.tail_reference import Watch, watched
 from tests.test_tail import CLIPPED, EXACT, ROUNDED, Session, config_of, model_of, tolerance

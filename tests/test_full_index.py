@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.config import GraphMode
-from retrieval_attn.engine.attention import using_retrieval
-from retrieval_attn.engine.decode import Steps
-from retrieval_attn.engine.graph import registry
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.memory.plan import Plan
+from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.decode import Steps
+from retrieval_attn.runner.graph import registry
 from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import build_model, random_ids
 

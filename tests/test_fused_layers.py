@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 import retrieval_attn as ra
-from retrieval_attn.engine import fused_attending, fused_parts, fused_states
-from retrieval_attn.engine import fused_layers as module
-from retrieval_attn.engine.fused_layers import fused_layers
+from retrieval_attn.model.fused import attention_parts as fused_attending
+from retrieval_attn.model.fused import layers as module
+from retrieval_attn.model.fused import parts as fused_parts
+from retrieval_attn.model.fused import states as fused_states
+from retrieval_attn.model.fused.layers import fused_layers
 from tests.graph_cases import MODELS, Decoded, enabled
 from tests.tiny_models import CONFIGS, LAYERS, build_model, random_ids
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.engine import fused_layers as module
-from retrieval_attn.engine import fused_states
-from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.gpu.delta import DeltaRule, States
+from retrieval_attn.model.fused import layers as module
+from retrieval_attn.model.fused import states as fused_states
+from retrieval_attn.model.fused.layers import fused_layers
 from tests.graph_cases import CONFIG, Decoded
 from tests.test_bucket import Rows
 from tests.test_fused_layers import launches_of, taken

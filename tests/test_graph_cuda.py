@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.engine.decode import Steps
-from retrieval_attn.engine.graph import registry as graph_registry
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.offload.threads import IDLE_SECONDS
+from retrieval_attn.runner.decode import Steps
+from retrieval_attn.runner.graph import registry as graph_registry
 from tests.graph_cases import CASES, CONFIG, MODELS, NEW, Decoded, broken_search
 from tests.test_graph_decode import Counting
 from tests.tiny_models import tiny_model

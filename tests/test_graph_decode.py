@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
 import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf)
-from retrieval_attn.cache.instruments import tail_shares
-from retrieval_attn.cache.tail_share import mean_share
-from retrieval_attn.engine.decode import Steps, forward
-from retrieval_attn.engine.graph import registry as graph_registry
-from retrieval_attn.engine.graph import slot as graph_slot
+from retrieval_attn.attention.instruments import tail_shares
+from retrieval_attn.attention.tail_share import mean_share
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
+from retrieval_attn.runner.decode import Steps, forward
+from retrieval_attn.runner.graph import registry as graph_registry
+from retrieval_attn.runner.graph import slot as graph_slot
 from tests.graph_cases import (
     CASES,
     CONFIG,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.batch.held import HeldCache
-from retrieval_attn.batch.sizes import Sizes
-from retrieval_attn.cache.cache import RetrievalCache, pack
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention.cache import RetrievalCache, pack
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.engine.held import HeldCache
+from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.gpu.attention.window import WindowCache
 from tests.tiny_models import random_ids, tiny_model
 

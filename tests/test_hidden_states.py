@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.state import StateLayer
-from retrieval_attn.engine import hidden_states
+from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.memory.device import Layout
 from retrieval_attn.offload import hidden
 from retrieval_attn.offload.hidden import Ferry
 from retrieval_attn.offload.traffic import Traffic
+from retrieval_attn.runner import hidden_states
 from tests.test_hybrid import new_model, shared_model
 from tests.test_prefill import by_layer, check_same_bytes, hooked
 from tests.tiny_models import build_model, random_ids, tiny_model
@@ -33,7 +33,7 @@ HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2"]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers split what is longer than a chunk of these tests."""
-    monkeypatch.setattr("retrieval_attn.engine.prefill.MIN_CHUNK", 16)
+    monkeypatch.setattr("retrieval_attn.runner.prefill.MIN_CHUNK", 16)
 
 
 @contextlib.contextmanager

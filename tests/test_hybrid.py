@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import retrieval_attn as ra
-from retrieval_attn.cache.state import StateLayer
-from retrieval_attn.engine.prefill import out_of_memory
-from retrieval_attn.engine.support import TESTED
+from retrieval_attn.attention.state import StateLayer
+from retrieval_attn.runner.prefill import out_of_memory
+from retrieval_attn.runner.support import TESTED
 from tests.test_models import ALL, PROMPT, STEPS, TOLERANCE, decode_pieces, eager_steps, generated, steps, worst
 from tests.tiny_models import BASE, handed_out, random_ids
 

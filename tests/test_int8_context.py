@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.attend import attend_range_heads
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, from_float32, to_float32

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache import host_part, uploaded_part
-from retrieval_attn.cache.coded_part import CodedPart, CodedRange, coded_range
-from retrieval_attn.cache.layer_uploads import LayerUploads
-from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.cache.sequence import Batch, Sequence
-from retrieval_attn.cache.uploaded_part import UploadedPart, least_positions, serves
+from retrieval_attn.attention import host_part, uploaded_part
+from retrieval_attn.attention.coded_part import CodedPart, CodedRange, coded_range
+from retrieval_attn.attention.layer_uploads import LayerUploads
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.sequence import Batch, Sequence
+from retrieval_attn.attention.uploaded_part import UploadedPart, least_positions, serves
 from retrieval_attn.cpu.step.plan import StepCost
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.engine.ready import question_lengths
 from retrieval_attn.gpu.codes import named as named_keys
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload import upload
 from retrieval_attn.offload.codes import DeviceCoder
 from retrieval_attn.offload.page_lock import lock_pages
+from retrieval_attn.runner.ready import question_lengths
 from tests.test_questions import compiled  # noqa: F401  (a fixture)
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MixtralConfig, T5Config
 
-from retrieval_attn.commands.plan import add_arguments, run
+from retrieval_attn.cli.plan import add_arguments, run
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, UnsupportedModelError
 from retrieval_attn.memory import shape as shape_module

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import retrieval_attn as ra
-from retrieval_attn.engine.graph import watch
-from retrieval_attn.engine.graph.watch import ModelWatch
 from retrieval_attn.errors import CaptureError
+from retrieval_attn.runner.graph import watch
+from retrieval_attn.runner.graph.watch import ModelWatch
 from tests.graph_cases import CONFIG, Decoded
 from tests.test_bucket import Rows
 from tests.tiny_models import build_model

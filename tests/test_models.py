@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
-from retrieval_attn.cache import retrieval as layers_module
+from retrieval_attn.attention import retrieval as layers_module
 from retrieval_attn.gpu.attention.merge import Partial
 from tests.tiny_models import CONFIGS, handed_out, random_ids, tiny_model
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
-from retrieval_attn.engine.support import TESTED, TESTED_WITH_IMAGES
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.rotation import Rotation
+from retrieval_attn.runner.support import TESTED, TESTED_WITH_IMAGES
 from tests.graph_cases import CONFIG, ROARGRAPH, Decoded
 from tests.multimodal_models import IMAGE, NAMES, new_model, shared_model, with_image
 from tests.test_models import ALL, PROMPT, STEPS, TOLERANCE, decode_pieces, eager_steps, generated, steps, worst

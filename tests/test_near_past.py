@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.cache.held import HeldTokens, retrieves_after
-from retrieval_attn.cache.layer_uploads import LayerUploads
-from retrieval_attn.cache.past import Past
-from retrieval_attn.cache.reading import Reading
-from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.engine.decode import forward
+from retrieval_attn.attention.held import HeldTokens, retrieves_after
+from retrieval_attn.attention.layer_uploads import LayerUploads
+from retrieval_attn.attention.past import Past
+from retrieval_attn.attention.reading import Reading
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.runner.decode import forward
 from tests.tiny_models import build_model, random_ids
 
 CONFIG = ra.Config(index="flat", sink=8, window=32, spill=16, retrieve=8)

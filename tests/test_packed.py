@@ -14,18 +14,17 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.batch import packed
-from retrieval_attn.batch.gate import ReadCancelled
-from retrieval_attn.batch.reading import PausedRead
-from retrieval_attn.batch.rows import step
-from retrieval_attn.batch.short_read import SHORT_TOKENS, PackedRead, ShortRead, packable
-from retrieval_attn.cache import read_together
-from retrieval_attn.cache.cache import RetrievalCache, seal
-from retrieval_attn.cache.common_past import LEAST_SHARED, runs_of
-from retrieval_attn.cache.past import Past
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention import read_together
+from retrieval_attn.attention.cache import RetrievalCache, seal
+from retrieval_attn.attention.common_past import LEAST_SHARED, runs_of
+from retrieval_attn.attention.past import Past
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import PathPart
-from retrieval_attn.engine.forget import forget_tokens
+from retrieval_attn.engine import packed
+from retrieval_attn.engine.gate import ReadCancelled
+from retrieval_attn.engine.reading import PausedRead
+from retrieval_attn.engine.rows import step
+from retrieval_attn.engine.short_read import SHORT_TOKENS, PackedRead, ShortRead, packable
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import transfer
@@ -34,6 +33,7 @@ from retrieval_attn.offload.staging import Staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.traffic import Traffic
 from retrieval_attn.offload.upload import Stretch
+from retrieval_attn.runner.forget import forget_tokens
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.test_hybrid import new_model
 from tests.test_rows import BASE, Pair, steps

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 import retrieval_attn as ra
-from retrieval_attn.engine import fused_attending, unpacking
-from retrieval_attn.engine import fused_layers as module
-from retrieval_attn.engine.fused_layers import fused_layers
 from retrieval_attn.gpu import packed
+from retrieval_attn.model.fused import attention_parts as fused_attending
+from retrieval_attn.model.fused import layers as module
+from retrieval_attn.model.fused import unpacking
+from retrieval_attn.model.fused.layers import fused_layers
 from retrieval_attn.model.packed import packed_weights
 from retrieval_attn.model.quantization import held_bytes, int4_config
 from tests.graph_cases import CONFIG, Decoded, tiny_model

@@ -15,16 +15,16 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.batch.gate import ReadCancelled
-from retrieval_attn.batch.reading import PausedRead
-from retrieval_attn.batch.rows import step
-from retrieval_attn.cache.cache import RetrievalCache
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.engine.attention import using_retrieval
-from retrieval_attn.engine.decode import PromptState
-from retrieval_attn.engine.prefill import wrapped_chunk
+from retrieval_attn.engine.gate import ReadCancelled
+from retrieval_attn.engine.reading import PausedRead
+from retrieval_attn.engine.rows import step
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
+from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.decode import PromptState
+from retrieval_attn.runner.prefill import wrapped_chunk
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

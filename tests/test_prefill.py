@@ -17,11 +17,9 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.reading import Reading
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention.reading import Reading
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.engine import prefill
-from retrieval_attn.engine.prefill import finish_prefill
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, UnsupportedModelError
 from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.formats import Format
@@ -37,6 +35,8 @@ from retrieval_attn.offload.staging import Staging
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.work import HostWork
+from retrieval_attn.runner import prefill
+from retrieval_attn.runner.prefill import finish_prefill
 from tests.test_background import workers
 from tests.tiny_models import random_ids, tiny_model
 

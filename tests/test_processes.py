@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.engine.prefill import wrapped_chunk
+from retrieval_attn.runner.prefill import wrapped_chunk
 from tests.tiny_models import build_model, random_ids
 
 CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=10)

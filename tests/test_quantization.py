@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import retrieval_attn as ra
 from retrieval_attn.config import QUANTIZATIONS
-from retrieval_attn.engine.graph.support import cache_refusal, model_refusal
 from retrieval_attn.memory.weights import quantized_bytes
 from retrieval_attn.model.loading import load_model
 from retrieval_attn.model.quantization import FORMATS, held_bytes, loading_config, missing_package
+from retrieval_attn.runner.graph.support import cache_refusal, model_refusal
 from tests.graph_cases import CONFIG, Decoded
 from tests.test_models import ALL, TOLERANCE, eager_steps, steps, worst
 from tests.tiny_models import random_ids

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache import coded_part
-from retrieval_attn.cache.coded_part import CodedPart, QuestionShape, coded_range
+from retrieval_attn.attention import coded_part
+from retrieval_attn.attention.coded_part import CodedPart, QuestionShape, coded_range
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError

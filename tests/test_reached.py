@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.batch.exact import ExactPool
-from retrieval_attn.cache.instruments import tail_shares
-from retrieval_attn.engine.graph import reached
-from retrieval_attn.engine.graph.reached import Reads
+from retrieval_attn.attention.instruments import tail_shares
+from retrieval_attn.engine.exact import ExactPool
+from retrieval_attn.runner.graph import reached
+from retrieval_attn.runner.graph.reached import Reads
 from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, FINER, Decoded, enabled
 from tests.test_bucket import Rows
 from tests.test_bucket_pages import rows_of, trees

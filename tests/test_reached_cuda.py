@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.batch.exact import ExactPool
-from retrieval_attn.engine.graph.reached import Reads
+from retrieval_attn.engine.exact import ExactPool
+from retrieval_attn.runner.graph.reached import Reads
 from tests.graph_cases import CONFIG, DEVICE_CASES, Decoded
 from tests.test_bucket import Rows
 from tests.test_bucket_pages import rows_of, trees

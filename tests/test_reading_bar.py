@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.engine.prefill import finish_prefill
-from retrieval_attn.engine.progress import WAITING, ReadingBar
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
 from retrieval_attn.offload import work as host_work
+from retrieval_attn.runner.prefill import finish_prefill
+from retrieval_attn.runner.progress import WAITING, ReadingBar
 from tests.test_prefill import CONFIG, around_each_build, retrieving
 from tests.tiny_models import random_ids
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.engine import ready
-from retrieval_attn.engine.graph import registry
-from retrieval_attn.engine.graph.ahead import LayerLaunches
-from retrieval_attn.engine.graph.decoder import GraphDecoder
-from retrieval_attn.engine.graph.memory import StepMemory
-from retrieval_attn.engine.preparation import THREADS, Preparation
+from retrieval_attn.runner import ready
+from retrieval_attn.runner.graph import registry
+from retrieval_attn.runner.graph.ahead import LayerLaunches
+from retrieval_attn.runner.graph.decoder import GraphDecoder
+from retrieval_attn.runner.graph.memory import StepMemory
+from retrieval_attn.runner.preparation import THREADS, Preparation
 from tests.test_compiled import COUNT_COMPILED
 from tests.test_structure import ROOT
 
@@ -174,7 +174,7 @@ def test_each_shape_is_launched_once_while_the_model_reads(
 @pytest.mark.parametrize("index", ["device", "flat"])
 def test_a_context_that_a_graph_waits_for_is_not_bound_twice(loaded: Loaded, emulated_graphs: None, index: str) -> None:
     """Its first answer launches the graph that the first context had captured; another kind of step is rehearsed."""
-    from retrieval_attn.engine.graph import registry
+    from retrieval_attn.runner.graph import registry
 
     config = CONFIG.replace(index=index, retrieve=4)
     one = ra.Context(*loaded, config).read(TEXT, progress=False)

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
-from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.runner.graph.emulation import emulated
 
 
 def windows() -> int:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.engine.prefill import finish_prefill
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.runner.prefill import finish_prefill
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, build_model, needle_text, random_ids
 
 CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512)
@@ -151,7 +151,7 @@ def test_a_context_that_could_not_be_put_back_says_so(context: ra.Context, monke
         raise KeyboardInterrupt
 
     fork, empty = context.fork(), ra.Context(context.model, context.tokenizer, CONFIG)
-    monkeypatch.setattr("retrieval_attn.cache.rollback.Rollback.undo", fail)
+    monkeypatch.setattr("retrieval_attn.attention.rollback.Rollback.undo", fail)
     monkeypatch.setattr("retrieval_attn.context.abandon", fail)
     for one in (fork, empty):
         interrupt(one, "And so on.", "last layer", KeyboardInterrupt(), monkeypatch)

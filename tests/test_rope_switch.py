@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import retrieval_attn as ra
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Request
-from retrieval_attn.batch.rows import step
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.rows import step
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
 from retrieval_attn_eval.bench.session.subject import number_tokenizer

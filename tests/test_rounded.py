@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.batch.held import HeldCache
-from retrieval_attn.cache.retrieval import RetrievalLayer
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.engine.held import HeldCache
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
 from retrieval_attn.index.device import ROW_STEPS_BYTES, SPARE_TOKENS

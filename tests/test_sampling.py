@@ -12,9 +12,9 @@ from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 import retrieval_attn as ra
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Request
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.server.prompts import Prompts

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.cache.saved import (
+from retrieval_attn.errors import InputDataError, StoreMismatchError
+from retrieval_attn.offload.codes import SentCodes
+from retrieval_attn.runner.forget import forget_tokens
+from retrieval_attn.saving.layers import (
     Marks,
     file_of,
     layer_devices,
@@ -21,9 +24,6 @@ from retrieval_attn.cache.saved import (
     restored_cache,
     saving_fork,
 )
-from retrieval_attn.engine.forget import forget_tokens
-from retrieval_attn.errors import InputDataError, StoreMismatchError
-from retrieval_attn.offload.codes import SentCodes
 from tests.graph_cases import CONFIG
 from tests.test_hybrid import CONFIGS as HYBRIDS
 from tests.test_hybrid import new_model

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import retrieval_attn as ra
-from retrieval_attn.engine import late_check
 from retrieval_attn.errors import StoreDamagedError, UnsupportedModelError
+from retrieval_attn.saving import deferred_verify as late_check
 from retrieval_attn.store import ContextStore
 from retrieval_attn.store.bundle import _PREFIX
 from tests.tiny_models import Loaded

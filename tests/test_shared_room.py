@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.batch import held
-from retrieval_attn.batch.engine import Engine, default_limits
-from retrieval_attn.batch.request import Request
 from retrieval_attn.config import Config
+from retrieval_attn.engine import held
+from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory import shared_room as module
 from retrieval_attn.memory.device import DeviceSize

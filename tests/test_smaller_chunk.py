@@ -10,9 +10,9 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.batch.reading import PausedRead
-from retrieval_attn.engine import hidden_states, prefill
+from retrieval_attn.engine.reading import PausedRead
 from retrieval_attn.memory import device_room
+from retrieval_attn.runner import hidden_states, prefill
 from retrieval_attn.store import ContextStore
 from tests.test_finer_codes import context_of, ids_of
 from tests.test_prefill import check_same_bytes, hooked

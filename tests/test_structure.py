@@ -24,11 +24,11 @@ MAX_LINES = {True: 500, False: 600}
 
 # What each part may import from the package. "" is the package's own __init__, the public API.
 ALLOWED: dict[str, set[str]] = {
-    "compiled": {"", "compiled"},
-    "store": {"errors", "compiled", "store"},
-    "index": {"errors", "compiled", "index"},
-    "cpu": {"errors", "compiled", "index", "cpu"},
-    "gpu": {"errors", "compiled", "gpu"},
+    "compile": {"", "compile"},
+    "store": {"errors", "compile", "store"},
+    "index": {"errors", "compile", "index"},
+    "cpu": {"errors", "compile", "index", "cpu"},
+    "gpu": {"errors", "compile", "gpu"},
 }
 EVAL_MAY_USE = {
     "",
@@ -58,7 +58,7 @@ def imported_names(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             name = ".".join(part for part in (base, node.module or "") if part)
-            # `from retrieval_attn import cache` imports that module just as `import retrieval_attn.cache`.
+            # `from retrieval_attn import attention` imports that module just as `import retrieval_attn.attention`.
             parent = ROOT.joinpath(*name.split("."))
             for alias in node.names:
                 is_module = (parent / alias.name).is_dir() or (parent / f"{alias.name}.py").is_file()
@@ -135,9 +135,9 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
     "name",
     [
         "retrieval_attn",
-        "retrieval_attn.batch.pages",
-        "retrieval_attn.batch.scheduler",
-        "retrieval_attn.batch.tree",
+        "retrieval_attn.engine.pages",
+        "retrieval_attn.engine.scheduler",
+        "retrieval_attn.engine.tree",
         "retrieval_attn.cpu.host_attend",
         "retrieval_attn.index",
         "retrieval_attn.store.crc_kernels",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.cache.coded_part import CodedPart, CodedRange, coded_range
-from retrieval_attn.cache.uploaded_part import UploadedPart
+from retrieval_attn.attention.coded_part import CodedPart, CodedRange, coded_range
+from retrieval_attn.attention.uploaded_part import UploadedPart
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial

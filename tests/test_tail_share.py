@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.instruments import measure_mass
-from retrieval_attn.cache.tail_share import TailShare, largest_share, mean_share
+from retrieval_attn.attention.instruments import measure_mass
+from retrieval_attn.attention.tail_share import TailShare, largest_share, mean_share
 from retrieval_attn.cpu.host_attend import attend_apart, attend_path
 from tests.cpu.test_clusters import DIM, GROUP, KV_HEADS, SCALE, make_path, make_queries
 from tests.tiny_models import QUESTION, Loaded, needle_text

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.cache.retrieval import RetrievalLayer
-from retrieval_attn.engine.prefill import finish_prefill
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.index import RoarGraphIndex
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.rotation import Rotation, Turn
 from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
+from retrieval_attn.runner.prefill import finish_prefill
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids, tiny_model
 
 TOTAL = 200

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.batch import bucket_graph, warm_up
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Request
-from retrieval_attn.batch.sizes import Sizes
-from retrieval_attn.cache.cache import RetrievalCache
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.engine import bucket_graph, warm_up
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.errors import ConfigError, ContextLengthError, EngineFullError
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.codes import search

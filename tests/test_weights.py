@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import VOCABULARY, random_ids, tiny_model

@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from retrieval_attn.batch import saved_text
-from retrieval_attn.batch.scheduler import Scheduler, StepPlan
-from retrieval_attn.batch.sizes import Sizes
-from retrieval_attn.batch.tree import Tree
-from retrieval_attn.cache.held import HeldTokens
+from retrieval_attn.attention.held import HeldTokens
+from retrieval_attn.engine import saved_text
+from retrieval_attn.engine.scheduler import Scheduler, StepPlan
+from retrieval_attn.engine.sizes import Sizes
+from retrieval_attn.engine.tree import Tree
 
 __all__ = ["Actions", "watched"]
 

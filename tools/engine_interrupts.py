@@ -14,8 +14,8 @@ import threading
 import time
 from typing import Any
 
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Request
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Request
 from tools.engine_schedules import llm_of
 
 MOST_SECONDS = 2.0

@@ -25,9 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import Engine, default_limits
-from retrieval_attn.batch.request import Request
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import RetrievalAttentionError
 from tools.engine_actions import Actions, watched
 from tools.engine_schedules import Library, llm_of

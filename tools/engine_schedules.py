@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 import retrieval_attn as ra
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import Engine, default_limits
-from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.store import ContextStore
 from tools.engine_actions import Actions, watched
@@ -234,7 +234,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--graphs", action="store_true", help="steps are emulated graphs; what is alone steps eagerly")
     args = parser.parse_args()
-    from retrieval_attn.engine.graph.emulation import emulated
+    from retrieval_attn.runner.graph.emulation import emulated
     from retrieval_attn_eval.bench.session.subject import number_tokenizer
     from tests.tiny_models import tiny_model
 

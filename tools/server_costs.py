@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Request
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Request
 from retrieval_attn.llm import LLM
 from retrieval_attn.model.bundled import BUNDLED
 from retrieval_attn.server.prompts import Prompts

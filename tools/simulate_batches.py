@@ -4,7 +4,7 @@ Nothing is computed. A step takes `--step-ms` and `--row-ms` for each row; readi
 a prompt. `--beside` is the share of reading that costs decoding no time, as where a GPU reads while the host searches.
 Prompts and answers have lengths drawn evenly from `--low` to `--high`, as in the offline benchmark of nano-vllm.
 
-* continuous: `retrieval_attn.batch.scheduler`, with slots for `--rows` rows.
+* continuous: `retrieval_attn.engine.scheduler`, with slots for `--rows` rows.
 * static: as many jobs as have come, at most `--rows`, are read together and decode until the last of them has ended;
   prompts are padded to the longest, and rows that have ended run on.
 * static, trimmed: the same, but padding costs nothing.
@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from retrieval_attn.batch.job import Job
-from retrieval_attn.batch.limits import Limits
-from retrieval_attn.batch.scheduler import Results, Scheduler, StepPlan
+from retrieval_attn.engine.job import Job
+from retrieval_attn.engine.limits import Limits
+from retrieval_attn.engine.scheduler import Results, Scheduler, StepPlan
 
 SPIKE = 3.0
 

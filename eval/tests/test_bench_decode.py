@@ -15,10 +15,10 @@ import retrieval_attn as ra
 from eval.tests.shared import parsed
 from retrieval_attn.cli import main
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.engine.graph.emulation import emulated
 from retrieval_attn.errors import ConfigError, ContextLengthError, MemoryPlanError, RunFolderError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.memory.clusters import host_cluster_bytes
+from retrieval_attn.runner.graph.emulation import emulated
 from retrieval_attn_eval.bench import decode as bench_decode
 from retrieval_attn_eval.bench import keys as bench_keys
 from retrieval_attn_eval.bench import method as bench_method

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.cache.exact import ExactPass
+from retrieval_attn.attention.exact import ExactPass
 from retrieval_attn.cli import main
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.memory.plan import HOST_RESERVE

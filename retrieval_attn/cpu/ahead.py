@@ -1,4 +1,4 @@
-"""What the host compiles before its first token, as jobs for other processes (`compiled/jobs.py`), and loading it here.
+"""What the host compiles before its first token, as jobs for other processes (`compile/jobs.py`), and loading it here.
 
 Each function runs the real kernels on a few numbers: types and memory layouts are then those of real keys.
 """
@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from retrieval_attn.compiled.jobs import Job, wait_until_compiled
+from retrieval_attn.compile.jobs import Job, wait_until_compiled
 from retrieval_attn.cpu.cluster_sums import prepare_sums
 from retrieval_attn.cpu.host_attend import attend_apart, attend_path
 from retrieval_attn.cpu.pool import default_pool

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from retrieval_attn.compiled.beacon import note_pool
+from retrieval_attn.compile.beacon import note_pool
 from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.index.cores import allowed_cores, usable_cores
 from retrieval_attn.index.task.atomics import (

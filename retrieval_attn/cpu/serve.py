@@ -22,9 +22,9 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic as _numba_intrinsic
 
-from retrieval_attn.compiled import beacon
-from retrieval_attn.compiled.beacon import ANSWERS, AWAITS_REQUEST, COPIES, IDLE, SEARCHES
-from retrieval_attn.compiled.stall_watch import watch_if_asked
+from retrieval_attn.compile import beacon
+from retrieval_attn.compile.beacon import ANSWERS, AWAITS_REQUEST, COPIES, IDLE, SEARCHES
+from retrieval_attn.compile.stall_watch import watch_if_asked
 from retrieval_attn.index.task.atomics import at_address, atomic_load, atomic_swap, nanoseconds, pause, yield_core
 
 intrinsic: Any = _numba_intrinsic

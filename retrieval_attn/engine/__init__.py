@@ -1,1 +1,1 @@
-"""Reading and generating: prefill, the token loop, and the step as a CUDA graph."""
+"""Many requests at once: their order, their memory, and one forward for all of them."""

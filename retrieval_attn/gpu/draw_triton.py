@@ -1,4 +1,4 @@
-"""The Triton kernel behind `batch/draw.py`, which says what it computes. Imported only where there is Triton.
+"""The Triton kernel behind `engine/draw.py`, which says what it computes. Imported only where there is Triton.
 
 A program chooses for one row. The thresholds of top-k and top-p are found by halving the range in which they lie, each
 time with one pass over the row, which stays in the device's cache: no sort, and nothing but a token id is written.
@@ -45,13 +45,13 @@ else:
 
 @triton.jit
 def _weight(scaled, most):
-    """exp(scaled - most) as an integer, the largest 2^40: `batch/draw.py` says why."""
+    """exp(scaled - most) as an integer, the largest 2^40: `engine/draw.py` says why."""
     return (tl.exp(scaled - most) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
 def _gumbel(word):
-    """As `batch/philox.py` makes it of a random word, uint32."""
+    """As `engine/philox.py` makes it of a random word, uint32."""
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
     return -_log(-_log1p(-uniform))
 

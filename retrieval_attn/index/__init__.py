@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import retrieval_attn.compiled.numba_cache  # noqa: F401  # before any kernel is defined
+import retrieval_attn.compile.numba_cache  # noqa: F401  # before any kernel is defined
 from retrieval_attn.index.auto import AutoIndex
 from retrieval_attn.index.base import KeyIndex, SearchResult
 from retrieval_attn.index.device import DeviceIndex

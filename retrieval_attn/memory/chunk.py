@@ -19,7 +19,7 @@ class ChunkSize(NamedTuple):
     hidden states that are on their way between host and device (visiting).
 
     absent: bytes of keys and values that the device has in a layer with keys, and that have left it when one with a
-    state begins (`engine/prefill.py`).
+    state begins (`runner/prefill.py`).
     """
 
     attending: int

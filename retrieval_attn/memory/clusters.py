@@ -1,7 +1,7 @@
 """Bytes of the clusters by which attention estimates what it does not retrieve. Arithmetic only.
 
-What is counted is in `cpu/clusters.py` for the host, and in `cache/coded_clusters.py` and `gpu/clusters/` for a device
-that has codes of the keys.
+What is counted is in `cpu/clusters.py` for the host, and in `attention/coded_clusters.py` and `gpu/clusters/` for a
+device that has codes of the keys.
 """
 
 from __future__ import annotations

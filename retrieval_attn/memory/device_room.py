@@ -118,7 +118,7 @@ class IndexChoice:
 def free_device_bytes(model: Any) -> int | None:
     """What this process may still take on the one CUDA device that `model` runs on; None for any other placement.
 
-    But for the copy of a matrix of 4 bits that reading makes (`engine/unpacking.py`).
+    But for the copy of a matrix of 4 bits that reading makes (`model/fused/unpacking.py`).
     """
     device = input_device(model)
     if device.type != "cuda" or is_spread(model):

@@ -197,7 +197,7 @@ class _Case:
     def arithmetic(self, options: Config, context: int) -> Arithmetic:
         """By the options as they are, in the layout that fits best."""
         count, split = self.gpus
-        # of several GPUs none keeps hidden states on the host (`engine/hidden_states.py`) or captures a step
+        # of several GPUs none keeps hidden states on the host (`runner/hidden_states.py`) or captures a step
         placed = options if count == 1 else options.replace(hidden_states="device", graph=False)
         size = DeviceSize(self.part, placed, context, self.batch).fitting(self.device_limit)
         return Arithmetic(self.shape, size, count if split == "heads" else 1)

@@ -12,7 +12,7 @@ class LayerStats:
     host_seconds: retrieved attention as a whole; search_seconds and attend_seconds: its phases inside.
     copy_seconds, index_seconds: copying keys to the host and building indexes (beside a GPU: in threads, while it
     computes); lists_seconds: the GPU's time for training lists; wait_seconds: prefill waiting for the host.
-    mass, mass_count: sum and number of the shares of attention that were measured (`cache/instruments.py`).
+    mass, mass_count: sum and number of the shares of attention that were measured (`attention/instruments.py`).
     """
 
     index_seconds: float = 0.0

@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
-from retrieval_attn.batch.request import Event, Request
+from retrieval_attn.engine.request import Event, Request
 from retrieval_attn.errors import ContextLengthError
 from retrieval_attn.server.answered import ERRORS, ChatAnswer, TextAnswer
 from retrieval_attn.server.asked import ChatBody, CompletionBody, SampledBody

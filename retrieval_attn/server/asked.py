@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from retrieval_attn.batch.draw import MAX_LOGPROBS, RowDraw
+from retrieval_attn.engine.draw import MAX_LOGPROBS, RowDraw
 from retrieval_attn.sampling.options import BIAS_LIMIT, PENALTY_RANGE, REPETITION_RANGE
 
 __all__ = ["ChatBody", "CompletionBody", "ForkBody", "KeepBody", "Message", "MoreBody", "SampledBody", "TokenizeBody"]

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
-from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.server.admission import Admission, Waiting
 from retrieval_attn.server.client import EngineClient, Item, Submitted
 from retrieval_attn.server.failure import ApiError, failure_of

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Event, Finished, Request
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.server.failure import EngineLostError, ended_error
 from retrieval_attn.server.keeping import Kept, keep
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from retrieval_attn.batch.request import Event, Finished
+from retrieval_attn.engine.request import Event, Finished
 from retrieval_attn.server.form import TextForm, TokenTexts
 
 __all__ = ["EchoForm"]

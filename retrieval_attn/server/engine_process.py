@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 
-from retrieval_attn.compiled.collection import no_collection
+from retrieval_attn.compile.collection import no_collection
 from retrieval_attn.imports import quiet
 from retrieval_attn.server.heap import set_allocator
 

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from retrieval_attn.batch.request import Event, Finished
+from retrieval_attn.engine.request import Event, Finished
 from retrieval_attn.server.token_texts import AnswerToken, AnswerTokens, TokenTexts
 
 __all__ = ["DONE", "ChatForm", "Form", "TextForm", "usage_of"]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from retrieval_attn import errors
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.request import Event, Finished, Request
-from retrieval_attn.engine.decode import TokenScore
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.runner.decode import TokenScore
 from retrieval_attn.server.failure import EngineLostError
 
 __all__ = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Request
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import AdmissionError, InputDataError
 
 __all__ = ["Kept", "keep"]

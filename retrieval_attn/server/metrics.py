@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from retrieval_attn.batch.counts import TierTokens
+from retrieval_attn.engine.counts import TierTokens
 
 __all__ = ["Metrics"]
 

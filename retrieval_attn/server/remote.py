@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import asdict
 from typing import Any
 
-from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.server.child import Child
 from retrieval_attn.server.client import Put, Submitted

@@ -19,8 +19,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from retrieval_attn.engine.saving import template_digest
 from retrieval_attn.model.loading import load
+from retrieval_attn.saving.save import template_digest
 from retrieval_attn.server.address import AllowedHosts
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.app import make_app

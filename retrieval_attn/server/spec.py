@@ -14,7 +14,7 @@ from retrieval_attn.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from retrieval_attn.batch.engine import Engine
+    from retrieval_attn.engine.engine import Engine
     from retrieval_attn.llm import LLM
 
 __all__ = ["GENERATION_CONFIGS", "EngineSpec", "Facts"]
@@ -67,8 +67,8 @@ class EngineSpec:
 
     def load(self) -> tuple[LLM, Engine]:
         """Load the model and start its engine, warm. Raises as `LLM` and `Engine`."""
-        from retrieval_attn.batch.engine import Engine, default_limits
         from retrieval_attn.config import Config
+        from retrieval_attn.engine.engine import Engine, default_limits
         from retrieval_attn.llm import LLM
 
         llm = LLM(self.model, **self.loading, config=Config.from_dict(self.config))
@@ -91,7 +91,7 @@ class EngineSpec:
     def facts(self, llm: LLM, engine: Engine) -> Facts:
         """Of the model that was loaded. Reads PACE_TOKENS tokens to time them, if the engine is warm."""
         from retrieval_attn.answer_loop import AnswerLoop
-        from retrieval_attn.batch.request import Request
+        from retrieval_attn.engine.request import Request
 
         vocabulary = AnswerLoop(llm.model, llm.tokenizer).vocabulary
         token_seconds = None
@@ -105,7 +105,7 @@ class EngineSpec:
 
     def _sampling(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the values that the model's generation config sets. Raises ConfigError for one out of its range."""
-        from retrieval_attn.batch.draw import RowDraw
+        from retrieval_attn.engine.draw import RowDraw
 
         if self.generation_config != "auto" or model.generation_config is None:
             return {}

@@ -15,9 +15,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Event, Finished
-from retrieval_attn.batch.ticket import Ticket
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Event, Finished
+from retrieval_attn.engine.ticket import Ticket
 from retrieval_attn.server.client import KEEPERS, OPENERS, plain_stats
 from retrieval_attn.server.frames import Plain, frame_of, ids_from, item_of, plain_error, receive_frame, request_from
 from retrieval_attn.server.keeping import keep

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic as _numba_intrinsic
 
-import retrieval_attn.compiled.numba_cache  # noqa: F401  # before any kernel is defined
+import retrieval_attn.compile.numba_cache  # noqa: F401  # before any kernel is defined
 from retrieval_attn.store.polynomial import BLOCK, byte_table
 
 intrinsic: Any = _numba_intrinsic
@@ -201,7 +201,7 @@ def _choose(instruction: bool | None) -> bool:
 
 
 def prepare() -> None:
-    """Compile, or load what is compiled: a job of `compiled/jobs.py`, or before a timing."""
+    """Compile, or load what is compiled: a job of `compile/jobs.py`, or before a timing."""
     few = np.zeros(16, np.uint8)
     checksum(few, 0)
     blocks(few, np.zeros(1, np.uint32))

@@ -15,13 +15,13 @@ from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters, largest_clusters, mean_values
 from retrieval_attn.cpu.host_attend import attend_paths
 from retrieval_attn.cpu.samples import SampledKeys
-from retrieval_attn.cpu.saved import State, path_from_states, path_mark, path_state, spans_since
 from retrieval_attn.cpu.segment import HeadCoders
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, held_bytes
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.codes import DeviceCoder
+from retrieval_attn.saving.sequence import State, path_from_states, path_mark, path_state, spans_since
 
 HEADS, GROUP = 2, 2
 SPECS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from retrieval_attn.compiled import beacon
-from retrieval_attn.compiled.stall_log import LOCK_SECONDS
-from retrieval_attn.compiled.stall_watch import VARIABLE
+from retrieval_attn.compile import beacon
+from retrieval_attn.compile.stall_log import LOCK_SECONDS
+from retrieval_attn.compile.stall_watch import VARIABLE
 from tests.test_structure import ROOT
 
 SCRIPT = """
@@ -98,7 +98,7 @@ def test_a_late_answer_is_named(kind: str, phase: str, tmp_path: Path) -> None:
 def test_the_watch_ends_with_its_process(tmp_path: Path) -> None:
     log = tmp_path / "stalls"
     script = (
-        "import time, os\nfrom pathlib import Path\nfrom retrieval_attn.compiled.stall_watch import StallWatch\n"
+        "import time, os\nfrom pathlib import Path\nfrom retrieval_attn.compile.stall_watch import StallWatch\n"
         f"watch = StallWatch(Path({str(log)!r}))\nprint(watch._process.pid, flush=True)\nos._exit(0)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -12,9 +12,9 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from retrieval_attn.engine import norms
-from retrieval_attn.engine.norms import fused_norms
 from retrieval_attn.gpu import norm
+from retrieval_attn.model.fused import norms
+from retrieval_attn.model.fused.norms import fused_norms
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.tiny_models import CONFIGS, build_model, random_ids
 

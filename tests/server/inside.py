@@ -17,7 +17,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from retrieval_attn.batch.engine import Engine
+from retrieval_attn.engine.engine import Engine
 from retrieval_attn.server.address import Address, listening
 from retrieval_attn.server.app import make_app
 from retrieval_attn.server.client import LocalEngine

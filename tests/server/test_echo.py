@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from retrieval_attn.batch import row
-from retrieval_attn.batch.engine import Engine
-from retrieval_attn.batch.request import Finished, Request
+from retrieval_attn.engine import row
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.model.bundled import model_path
 from tests.server.process import Served, document

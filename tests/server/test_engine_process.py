@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from retrieval_attn import errors
-from retrieval_attn.batch.draw import RowDraw
-from retrieval_attn.batch.request import Event, Finished, Request
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.server import frames
 from tests.server.process import ANSWER, QUESTION, Served, document, runs, serving
 

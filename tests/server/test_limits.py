@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from retrieval_attn.batch.request import Event, Request
+from retrieval_attn.engine.request import Event, Request
 from retrieval_attn.server import bodies, connections, contexts, reply
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_KEYS, MAX_STRINGS, check_json

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from retrieval_attn.batch.counts import Counts, TierTokens
+from retrieval_attn.engine.counts import Counts, TierTokens
 from retrieval_attn.server.metrics import SHARED, Metrics
 from retrieval_attn.store import ContextStore
 from tests.server.process import QUESTION, document, serving

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from pydantic import ValidationError
 
-from retrieval_attn.batch.draw import RowDraw
+from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.server.asked import CompletionBody

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import ByT5Tokenizer
 
-from retrieval_attn.batch.request import Event, Finished
-from retrieval_attn.batch.text import TextStream
+from retrieval_attn.engine.request import Event, Finished
+from retrieval_attn.engine.text import TextStream
 from retrieval_attn.server.form import ChatForm, Form, TextForm
 from retrieval_attn.server.token_texts import TokenTexts
-from tests.batch.test_text import KINDS, TEXT, byte_letters
+from tests.engine.test_text import KINDS, TEXT, byte_letters
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTES = ("bundled", "byte-level", "byte-fallback", "metaspace", "byt5")

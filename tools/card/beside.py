@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import retrieval_attn as ra
-from retrieval_attn.batch.engine import default_limits
+from retrieval_attn.engine.engine import default_limits
 from retrieval_attn_eval.flags import as_tokens
 from tools.card.subject import in_ms, llm_of, parser_of, request_of, save_found
 from tools.card.ticks import Ticks

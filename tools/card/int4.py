@@ -24,15 +24,15 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.config import value_of
-from retrieval_attn.engine.fused_layers import fused_layers
-from retrieval_attn.engine.graph import capture, registry
-from retrieval_attn.engine.graph.emulation import emulated
-from retrieval_attn.engine.kept_pages import kept_pages
 from retrieval_attn.gpu.memory import cap
 from retrieval_attn.memory.units import GIB, parse_bytes
+from retrieval_attn.model.fused.layers import fused_layers
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.model.quantization import held_bytes
 from retrieval_attn.offload.host_table import move_table
+from retrieval_attn.runner.graph import capture, registry
+from retrieval_attn.runner.graph.emulation import emulated
+from retrieval_attn.runner.kept_pages import kept_pages
 from retrieval_attn_eval.bench.methods import parse
 from retrieval_attn_eval.bench.session.card import watch
 from retrieval_attn_eval.bench.session.subject import number_tokenizer

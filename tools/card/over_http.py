@@ -24,7 +24,7 @@ import torch
 from transformers import AutoTokenizer
 
 import retrieval_attn as ra
-from retrieval_attn.commands.serve import NEEDED
+from retrieval_attn.cli.serve import NEEDED
 from retrieval_attn.model.bundled import BUNDLED
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.server.spec import EngineSpec

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import retrieval_attn as ra
-from retrieval_attn.commands.loading import index_fields
+from retrieval_attn.cli.model_args import index_fields
 from retrieval_attn.context import stream_after
 from retrieval_attn.memory.units import parse_bytes
 from retrieval_attn_eval.bench.serve.drive import Served

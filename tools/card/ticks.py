@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
-from retrieval_attn.batch.entry import Entry
-from retrieval_attn.batch.grants import Grants, kind_of
+from retrieval_attn.engine.entry import Entry
+from retrieval_attn.engine.grants import Grants, kind_of
 from tools.card.subject import in_ms
 
 __all__ = ["Ticks"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from retrieval_attn.compiled.collection import no_collection
+from retrieval_attn.compile.collection import no_collection
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture.exchange import (
     Calls,

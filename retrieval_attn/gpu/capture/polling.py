@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from retrieval_attn.compiled.collection import no_collection
-from retrieval_attn.compiled.place import use_triton_folder
+from retrieval_attn.compile.collection import no_collection
+from retrieval_attn.compile.place import use_triton_folder
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.attention.libraries import DriverFunctions
 from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT, VARIABLE, HostCall, Replay, Shared, page_locked

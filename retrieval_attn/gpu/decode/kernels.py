@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from retrieval_attn.compiled.place import use_triton_folder
+from retrieval_attn.compile.place import use_triton_folder
 from retrieval_attn.gpu.launchers import load_launchers_in_turn
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,226 @@
+"""What every cache layer promises to the rest of the package: attention, passes, rows.
+
+`RetrievalLayer` (`retrieval.py`) keeps sinks and window on the device and all tokens on the host, `SlidingLayer`
+(`sliding.py`) a window. How transformers sees a layer is in `handle.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from copy import copy as shallow_copy
+from typing import Any, NoReturn, Protocol, Self
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from retrieval_attn.attention.audit import HeadAudit
+from retrieval_attn.attention.handle import HandleLayer
+from retrieval_attn.attention.sequence import Batch
+from retrieval_attn.attention.tail_share import TailShare
+from retrieval_attn.config import Config
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
+from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.model.hooks import MaskSpec
+from retrieval_attn.offload.stats import LayerStats
+
+
+class GraphHook(Protocol):
+    """A layer's place in a captured decode step (`runner/graph/binding.py`), while a cache is bound to it."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether a step is being recorded: attention then goes through `attend`."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Record, in place of `CacheLayer.attend`, the attention of one new token per row."""
+
+    def sync(self) -> None:
+        """Tell the cache's windows of the tokens that replays have appended behind their backs."""
+
+    def add_tail(self) -> None:
+        """Add to the layer's `tail` what was estimated in replays since the last call. Waits for the device."""
+
+    def invalidate(self) -> None:
+        """`sync`, and look at the cache anew before the next replay: something else is about to change it."""
+
+
+class AttentionWatch(Protocol):
+    """Told what a layer was asked and what it answered."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        out: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> None:
+        """query, scale, softcap, sink_logits: as `CacheLayer.attend` got them, out: what it returns. new: the keys and
+        values that it stored first, (batch, kv_heads, new, dim). None of them may be changed.
+        """
+
+
+class CacheLayer(HandleLayer):
+    """One layer of a `RetrievalCache`. graph: set while a captured step decodes with this cache.
+
+    watch: told of every `attend` that is not part of a captured step, or None. Forks get it, too. stats, tail: what was
+    done, and which share of attention was estimated, since the layer or its fork was made. audit: of heads' outputs in
+    eager steps since then, or None.
+    """
+
+    def __init__(self, config: Config, batch: Batch | None = None) -> None:
+        super().__init__(batch)
+        self.config = config
+        self.stats, self.tail = LayerStats(), TailShare()
+        self.audit: HeadAudit | None = None
+        self.graph: GraphHook | None = None
+        self.watch: AttentionWatch | None = None
+        self._announced: int | None = None
+        self._alone = False
+
+    @property
+    def window(self) -> WindowCache | None:
+        """Sinks and recent tokens on the device; None before the first tokens."""
+        raise NotImplementedError
+
+    # -- the captured step --------------------------------------------------------------------------
+
+    def sync_graph(self) -> None:
+        """Catch up with tokens that a captured graph has appended; `window` is then right."""
+        if self.graph is not None:
+            self.graph.sync()
+
+    def invalidate_graph(self) -> None:
+        """`sync_graph` before a change that a captured graph does not know of."""
+        if self.graph is not None and not self.graph.recording:
+            self.graph.invalidate()
+
+    # -- passes -------------------------------------------------------------------------------------
+
+    def begin_pass(self, total: int, alone: bool = False) -> None:
+        """Announce that `total` new tokens arrive in several `attend` calls (layer-major prefill).
+
+        alone: the device has room for the keys of one layer only, so those of an earlier one must have left.
+        """
+        self._announced, self._alone = total, alone
+
+    def end_pass(self) -> None:
+        """All tokens of the pass have arrived."""
+        self._announced = None
+        self._note_stored(0)
+
+    def _note_stored(self, count: int) -> None:
+        """This layer has stored `count` more columns. At the end of a pass the last layer commits them for all."""
+        self._stored, self._epoch = self.ahead + count, self.batch.epoch
+        if self.commits and self._announced is None and self.ahead:
+            self.batch.commit(self.ahead)
+
+    def mark(self) -> object:
+        """What `restore` needs to undo the chunks that follow; None where that cannot be done."""
+        return None
+
+    def restore(self, mark: object) -> bool:
+        """Be as when `mark` was made, so that the tokens since then may come again. False: it is too late."""
+        return False
+
+    def finish_index(self) -> None:
+        """Wait for keys that are still on their way to the host or into an index; the base class sends none."""
+
+    def check_index(self) -> bool:
+        """Whether no keys are on their way. Raises what has gone wrong so far with them, without waiting."""
+        return True
+
+    def abandon(self) -> None:
+        """Stop sending keys to the host soon, without waiting: reading was interrupted."""
+
+    # -- rows, called by the cache for all layers together ------------------------------------------
+
+    def select(self, rows: Items[int]) -> None:
+        """Keep what the device holds of these rows, in this order, repeats allowed."""
+        raise NotImplementedError
+
+    def drop_newest(self, count: int) -> None:
+        """Forget the `count` newest columns that this layer has stored. Raises CacheMismatchError where it cannot."""
+        raise NotImplementedError
+
+    def snapshot(self) -> dict[str, Any]:
+        """The layer's attributes, to be put back as they are; what changes in place is copied."""
+        copy = self.fork(self.batch)
+        copy.stats.add(self.stats)
+        return {**vars(copy), "tail": shallow_copy(self.tail), "audit": shallow_copy(self.audit)}
+
+    def fork(self, batch: Batch) -> Self:
+        """This layer for a fork of its batch."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Forget every token; the layer can then be filled again, by any batch."""
+        self.invalidate_graph()
+        self._stored, self._announced, self._pending = 0, None, None
+
+    # -- attention ----------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        spec: MaskSpec,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Store the pending tokens and attend `query` (batch, q_heads, new, head_dim) to all stored ones.
+
+        Returns (batch, q_heads, new, value_dim) float32. Raises CacheMismatchError when the cache belongs to
+        another model or has seen other tokens than the mask says.
+        """
+        self.invalidate_graph()
+        key, value = self._take(module, query, spec)
+        if self.graph is not None and self.graph.recording:
+            return self.graph.attend(query, key, value, scale, softcap, sink_logits)
+        part = self._attend(query, key, value, spec, scale, softcap)
+        if sink_logits is not None:
+            part = merge([part, sink_logit_partial(sink_logits, query, value.shape[3])])
+        if self.watch is not None:
+            self.watch(query, (key, value), part.out, scale=scale, softcap=softcap, sink_logits=sink_logits)
+        return part.out
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
+    ) -> Partial:
+        raise NotImplementedError
+
+
+class LayeredCache(Cache):
+    """What layer-major prefill asks of a cache. on_layer: called after each decoder layer of a forward, or None.
+
+    on_chunk: called before each chunk of each decoder layer, of which a short forward has one, or None. on_end: called
+    behind the last of several, before what ends the layer's pass, or None.
+    """
+
+    config: Config
+    on_layer: Callable[[], object] | None = None
+    on_chunk: Callable[[], object] | None = None
+    on_end: Callable[[], object] | None = None
+
+    def fork(self) -> Self:
+        """An independent continuation."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return `fork()`: `copy.deepcopy` of a prefix cache, as transformers' documentation has it, copies no keys."""
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputDataError(
+            "A RetrievalCache cannot be pickled, or copied with copy.copy: its keys lie in host memory that indexes "
+            "and threads share. Call cache.fork() for an independent copy in this process, or save a Context: "
+            "LLM.read(text, save=NAME), then LLM.open(NAME)."
+        )

@@ -1,0 +1,333 @@
+"""RetrievalLayer: a full-attention layer with sinks and window on the device and all tokens on the host.
+
+What it holds is `held.py`; how new tokens are read exactly `reading.py`; how a generated token asks the
+host `host_part.py`. Here these come together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from retrieval_attn.attention.audit import HeadAudit
+from retrieval_attn.attention.exact import ExactPass
+from retrieval_attn.attention.held import HeldTokens, begin_column, take_paged
+from retrieval_attn.attention.host_part import HostPart
+from retrieval_attn.attention.layer import CacheLayer
+from retrieval_attn.attention.layer_uploads import LayerUploads
+from retrieval_attn.attention.reading import Reading, ReadingMark, warn_of_whole_prompts
+from retrieval_attn.attention.sequence import Batch
+from retrieval_attn.attention.tail_share import TailShare
+from retrieval_attn.config import Config
+from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.gpu.attention.merge import Partial, merge
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.memory.device_room import IndexChoice
+from retrieval_attn.model.hooks import MaskSpec
+from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.traffic import traffic
+from retrieval_attn.offload.transfer import host_format
+from retrieval_attn.offload.work import HostWork
+
+
+class RetrievalLayer(CacheLayer):
+    """See the module. held: its tokens, None before the first ones. q_heads: of the model's layer, 0 before the first.
+
+    mass_heads: query heads for which every eager decode step also computes exact attention's denominator. exact_part:
+    for the next token, what it attends to in pages, where who steps several rows has it already.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        index: IndexChoice,
+        model: nn.Module | None = None,
+        number: int = 0,
+        batch: Batch | None = None,
+    ) -> None:
+        """index: of all layers of the cache. model: the model the layer belongs to; without it training queries stay at
+        their own positions. number: of the layer in the model. batch: the rows, shared with the other layers; None:
+        rows of its own.
+        """
+        super().__init__(config, batch)
+        self.number = number
+        self.mass_heads = 0
+        self.exact_part: Partial | None = None
+        self.held: HeldTokens | None = None
+        self._model = None if model is None else weakref.ref(model)
+        self.index = index
+        self._work: HostWork | None = None
+        self._reading: Reading | None = None
+        self.q_heads = 0
+
+    # -- what is held --------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> WindowCache | None:
+        return None if self.held is None else self.held.window
+
+    @property
+    def hosts(self) -> list[SequenceKV]:
+        """The path of each row; rows that share one have the same object. Empty before the first tokens."""
+        return [] if self.held is None else self.held.hosts
+
+    def _new_host(self, key: Tensor, value_dim: int) -> SequenceKV:
+        host = SequenceKV(
+            key.shape[1],
+            key.shape[3],
+            value_dim,
+            host_format(self.config.host_dtype, key.dtype),
+            index=self.index.spec,
+            threads=self.config.threads,
+            layer=self.number,
+        )
+        host.page_lock = self.config.page_lock
+        return host
+
+    def hold(self, key: Tensor, value: Tensor) -> HeldTokens:
+        """What is held; made for tokens like these if they are the first."""
+        if self.held is None:
+            self.batch.start(key.shape[0])
+            self.index.decide(self._announced or key.shape[2], key.shape[0])
+            self.batch.add_layer(self.number, lambda: self._new_host(key, value.shape[3]))
+            self.held = HeldTokens(self.config, self.batch, self.number, self.stats, key, value)
+        return self.held
+
+    # -- attention -----------------------------------------------------------------------------------
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
+    ) -> Partial:
+        self.finish_index()
+        self.q_heads = query.shape[1]
+        held, new = self.hold(key, value), key.shape[2]
+        total = self._announced if self._announced is not None else new
+        if self._reading is None and self.columns > 0 and not self._appends_exactly(total):
+            return self._decode(held, query, key, value, spec, Scoring(scale, softcap))
+        if self._reading is None:
+            if self._announced is None:
+                warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
+            self.stats.wait_seconds += traffic(held.device).make_room(self._alone)
+            self._reading = Reading(held, total, self.index.spec, self.config)
+        valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
+        part = self._reading.step(query, key, value, valid, scale, softcap)
+        if self._announced is None:
+            self.end_pass()
+        return part
+
+    def _decode(
+        self, held: HeldTokens, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scoring: Scoring
+    ) -> Partial:
+        """Sinks and window exactly on the device, the middle through the index on the host, one merge."""
+        new = key.shape[2]
+        held.append(key, value, self.batch.note_padding(spec.padding, self.columns, new))
+        self._note_stored(new)
+        uploads = LayerUploads(self.batch, self.number, held.device)
+        host = HostPart(held, query, scoring, self.index.spec, uploads)
+        host.begin(self.config)  # the device searches before it attends to the window, while the host prepares
+        static = held.window.attend(query, scale=scoring.scale, softcap=scoring.softcap)
+        exact = _paged_part(self, query, scoring)
+        if exact is not None:
+            static = merge([static, exact])
+        parts = [static]
+        if held.retrieves:
+            retrieved = host.attend(self.config, value.shape[3], self.stats)
+            parts.append(retrieved)
+            if self.mass_heads:
+                host.measure_mass(self.mass_heads, static.lse, retrieved.lse, self.stats)
+        if held.window.room == 0:  # it is full, or has grown for many tokens
+            held.spill()
+        found = merge(parts)
+        if host.rest is not None:
+            self.tail.add(host.rest, parts[-1].lse, found.lse)
+        if self.audit is not None:
+            host.audit(self.audit, (self.number, self.columns - new), static, found.out)
+        return found
+
+    def _expected_offset(self) -> int:
+        return self.columns + (self._reading.done.filled if self._reading is not None else 0)
+
+    # -- passes: prefill and exact append ------------------------------------------------------------
+
+    def end_pass(self) -> None:
+        reading, self._reading = self._reading, None
+        exact = self.batch.exact
+        if reading is not None and exact is not None and exact.reading is not None:
+            exact.write(self.number, *reading.done.new)
+            assert self.held is not None
+            take_paged(self.held, reading.done.total)
+            self._note_stored(reading.done.total)
+        elif reading is not None:
+            self._work = reading.host_work()
+            _finish_reading(self, reading, self._work)
+        super().end_pass()
+
+    def _appends_exactly(self, total: int) -> bool:
+        """Whether so many tokens after others attend to all of them exactly."""
+        exact = self.batch.exact
+        if exact is not None and exact.reading is not None:  # its keys go to pages, however few
+            return True
+        return self.config.exact_append and total > self.config.decode_tokens
+
+    def mark(self) -> object:
+        if self._reading is not None:
+            return _Mark(self.columns, self._reading.mark())
+        decodes = self.columns > 0 and not self._appends_exactly(self._announced or 0)
+        return None if decodes else _Mark(self.columns, None)
+
+    def restore(self, mark: object) -> bool:
+        if not isinstance(mark, _Mark) or self.columns != mark.columns:
+            return False
+        self._pending = None
+        if self._reading is not None and mark.reading is not None:
+            self._reading.restore(mark.reading)
+        else:
+            self._reading = None
+        return True
+
+    def finish_index(self) -> None:
+        """Keys that are still being copied or indexed must be ready before anything else happens to the layer.
+
+        Raises what went wrong with them, with the layer named.
+        """
+        work = self._work
+        if work is not None:
+            work.finish()
+            self._work = None  # not before: who asks meanwhile, in another thread, is told that keys are on their way
+
+    def check_index(self) -> bool:
+        if self._work is None:
+            return True
+        self._work.check()
+        return self._work.done
+
+    def abandon(self) -> None:
+        if self._work is not None:
+            self._work.abandon()
+
+    # -- rows, called by the cache -------------------------------------------------------------------
+
+    def select(self, rows: Items[int]) -> None:
+        if self.held is not None:
+            self.held.select(list(rows))
+
+    def drop_newest(self, count: int) -> None:
+        if self.held is None or not count:
+            return
+        if count == self.columns:
+            self.held = None
+        else:
+            self.held.drop_newest(count)
+
+    def fork(self, batch: Batch) -> RetrievalLayer:
+        """An independent continuation that shares all host memory and index with this layer."""
+        other = RetrievalLayer(self.config, self.index)
+        other.__dict__.update(self.__dict__)
+        other.graph = None
+        other.batch, other.stats, other.tail = batch, LayerStats(), TailShare()
+        other.audit = None if self.audit is None else HeadAudit(self.audit.heads)
+        other.held = None if self.held is None else self.held.fork(batch, other.stats)
+        return other
+
+    def spill(self, *, flush: bool = True) -> None:
+        """The tail is full: everything beyond the window moves to the host. flush: see `HeldTokens.spill`."""
+        if self.held is not None:
+            self.held.spill(flush=flush)
+
+    def reset(self) -> None:
+        self.abandon()
+        super().reset()
+        self._work = self._reading = self.held = None
+
+
+def alive(reference: weakref.ref[nn.Module] | None) -> nn.Module | None:
+    """What a weak reference names, if there is one and it still exists."""
+    return None if reference is None else reference()
+
+
+def decodes_plainly(layer: RetrievalLayer) -> bool:
+    """Whether nothing but a token's attention is wanted of it, on a CPU without codes: `begin_token` serves."""
+    watched = layer.mass_heads or layer.audit is not None or layer.watch is not None or layer.graph is not None
+    if watched or layer._reading is not None or layer.held is None or not layer.columns or layer._appends_exactly(1):
+        return False
+    return layer.held.device.type == "cpu" and not layer.index.spec.cls.keeps_device_keys
+
+
+def reads_plainly(layer: RetrievalLayer, new: int) -> bool:
+    """Whether so many new tokens of one row are a pass of their own, of which nothing else is wanted: `begin_read`."""
+    watched = layer.audit is not None or layer.watch is not None or layer._reading is not None
+    if watched or layer._announced is not None or layer.batch.valid is not None:
+        return False
+    exact = layer.batch.exact
+    to_pages = exact is not None and exact.reading is not None
+    return not to_pages and (not layer.columns or layer._appends_exactly(new))
+
+
+def begin_read(layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: MaskSpec, scoring: Scoring) -> ExactPass:
+    """Take the pending tokens as a pass, whose queries others attend with; `send_read` and `end_read` follow."""
+    layer.invalidate_graph()
+    key, value = layer._take(module, query, spec)
+    layer.finish_index()
+    layer.q_heads = query.shape[1]
+    layer._reading = Reading(layer.hold(key, value), key.shape[2], layer.index.spec, layer.config)
+    layer._reading.take(query, key, value, *scoring)
+    return layer._reading.done
+
+
+def send_read(layer: RetrievalLayer, make: Callable[..., HostWork]) -> None:
+    """The pass goes to the host by a work that others begin. make: takes what `HostWork` takes."""
+    assert layer._reading is not None
+    layer._work = layer._reading.host_work(make)
+
+
+def end_read(layer: RetrievalLayer) -> None:
+    """Its work has begun to copy: the tokens move to their places, and all that is wanted of the work is asked for.
+
+    Raises what went wrong so far.
+    """
+    assert layer._reading is not None and layer._work is not None
+    layer._work.check()
+    reading, layer._reading = layer._reading, None
+    _finish_reading(layer, reading, layer._work)
+    CacheLayer.end_pass(layer)
+
+
+def _finish_reading(layer: RetrievalLayer, reading: Reading, work: HostWork) -> None:
+    reading.finish(work, alive(layer._model), alive(layer._owner))
+    layer._note_stored(reading.done.total)
+
+
+def begin_token(layer: RetrievalLayer, module: nn.Module, q_heads: int, spec: MaskSpec) -> HeldTokens:
+    """A token of one row comes to a layer that `decodes_plainly`, in the last slot of its window: others write it, and
+    attend with its query. They `spill` when the window is full after that. Raises as `CacheLayer.attend` does.
+    """
+    layer._start(1)
+    layer._belong_to(module)
+    layer._require_mask(module, spec)
+    layer.finish_index()
+    layer.q_heads = q_heads
+    assert layer.held is not None
+    begin_column(layer.held)
+    layer._note_stored(1)
+    return layer.held
+
+
+def _paged_part(layer: RetrievalLayer, query: Tensor, scoring: Scoring) -> Partial | None:
+    """Over tokens in pages: as who steps several rows has it already, or made here; None without any."""
+    given, layer.exact_part = layer.exact_part, None
+    exact = layer.batch.exact
+    if given is not None or exact is None or not exact.tokens:
+        return given
+    return exact.attend(layer.number, query, scoring)
+
+
+class _Mark(NamedTuple):
+    """How far a layer is: columns stored, and how far a reading under way is (None: there is none)."""
+
+    columns: int
+    reading: ReadingMark | None

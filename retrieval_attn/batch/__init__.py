@@ -1,1 +1,0 @@
-"""Many requests at once: their order, their memory, and one forward for all of them."""

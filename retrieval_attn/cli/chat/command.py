@@ -1,0 +1,97 @@
+"""`retrieval-attn chat MODEL`: a conversation in a terminal, with a model in this process or with a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from retrieval_attn.cli.model_args import (
+    add_config_arguments,
+    add_model_arguments,
+    add_store_argument,
+    config_of,
+    load_llm,
+    text_of,
+)
+from retrieval_attn.compile.collection import no_collection
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.memory.units import parse_tokens
+
+if TYPE_CHECKING:
+    from retrieval_attn.answer import Sampling
+    from retrieval_attn.cli.chat.talk import Talk
+
+ROOM = "16k"
+"""Tokens of questions and answers that memory is planned for."""
+TEST_MODEL = "the bundled test model, which finds planted numbers and can do little else"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the subcommand."""
+    add_model_arguments(parser, positional=True)
+    parser.add_argument(
+        "--url",
+        help="of a server to talk to, such as http://127.0.0.1:8000; MODEL is as it names it (default: its first), its "
+        "key is $OPENAI_API_KEY, and flags of model and read are without effect",
+    )
+    parser.add_argument("--document", metavar="FILE", help="text to read before the first question, UTF-8")
+    parser.add_argument("--load", metavar="NAME", help="a saved context to go on from")
+    add_store_argument(parser)
+    parser.add_argument("--max-new-tokens", default="1k", metavar="N", help="longest answer (default: %(default)s)")
+    parser.add_argument(
+        "--room", default=ROOM, metavar="N", help="of questions and answers, planned for (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="of the random choices of a temperature")
+    add_config_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until /quit or the end of the input."""
+    if args.document is not None and args.load is not None:
+        raise ConfigError("--document and --load both say what the conversation is about; give one of them")
+    if args.document == "-":
+        raise ConfigError("--document - would take the questions for the document; give a file")
+    from retrieval_attn.answer import Sampling
+    from retrieval_attn.cli.chat.loop import ChatLoop
+    from retrieval_attn.cli.chat.terminal import read_line
+
+    most = parse_tokens(args.max_new_tokens, "--max-new-tokens")
+    sampling = Sampling(max_new_tokens=most, temperature=args.temperature, seed=args.seed)
+    text = "" if args.document is None else text_of(args.document)
+    talk = _local(args, sampling, text) if args.url is None else _remote(args, sampling, text)
+    with closing(talk):
+        if args.load is not None:
+            print(talk.load(args.load), file=sys.stderr)
+        print(f"{talk.about}\nAsk, or /help. Ctrl-C stops an answer, /quit ends.", file=sys.stderr)
+        return ChatLoop(talk, read_line).run()
+
+
+def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:
+    with no_collection():
+        from retrieval_attn.cli.chat.local import LocalTalk
+    from retrieval_attn.store import ContextStore
+
+    config, store = config_of(args), ContextStore(args.store)
+    tokens = len(text.encode()) + parse_tokens(args.room, "--room")
+    if args.load is not None:
+        # a name that is not there is said before a model is loaded
+        saved = store.resolve(args.load).plain.get("tokens")
+        tokens += saved if isinstance(saved, int) else 0
+    llm = load_llm(args, tokens, config, say=False)
+    talk = LocalTalk(llm, TEST_MODEL if args.model == "bundled" else args.model, sampling, store)
+    if text:
+        talk.read(text)
+    return talk
+
+
+def _remote(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:
+    from retrieval_attn.cli.chat.remote import RemoteTalk
+    from retrieval_attn.remote.endpoint import Endpoint
+    from retrieval_attn.remote.models import model_names
+
+    endpoint = Endpoint.of(args.url)
+    named = [] if args.model == "bundled" else [args.model]
+    return RemoteTalk(endpoint, (named or model_names(endpoint))[0], sampling, text)

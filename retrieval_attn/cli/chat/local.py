@@ -1,0 +1,143 @@
+"""LocalTalk: a conversation with a model in this process. Every token of it is read once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from retrieval_attn.answer import Answer, Sampling
+from retrieval_attn.cli.chat.conversation import Conversation
+from retrieval_attn.cli.chat.prompt import ChatPrompt, agreeing
+from retrieval_attn.cli.chat.talk import Message
+from retrieval_attn.context import Context, stream_after
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.llm import LLM
+from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.store import ContextStore
+
+__all__ = ["LocalTalk"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """base: what the conversation is about, None for nothing; it is never changed. reached: base and the beginning of
+    the conversation, with the ids of that beginning; None: nothing of it was read.
+    """
+
+    base: Context | None
+    reached: tuple[Context, tuple[int, ...]] | None
+    messages: tuple[Message, ...]
+
+
+class LocalTalk(Conversation):
+    """A `Talk`. The question, and the answer before it, are read behind what was read for the last question."""
+
+    def __init__(self, llm: LLM, name: str, sampling: Sampling, store: ContextStore) -> None:
+        """name: of the model, for the user. Raises InputDataError for a chat template that does not work."""
+        super().__init__()
+        self._llm, self._name, self._sampling, self._store = llm, name, sampling, store
+        self._prompt = ChatPrompt(llm.tokenizer)
+        self._base: Context | None = None
+        self._reached: tuple[Context, tuple[int, ...]] | None = None
+        self._last: Answer | None = None
+        self._read_tokens, self._first_seconds = 0, 0.0
+
+    def read(self, text: str) -> None:
+        """A document, which the conversation will be about; with a bar if it takes longer than two seconds."""
+        self._base, self._reached, self._messages = self._llm.read(text), None, []
+
+    @property
+    def about(self) -> str:
+        """See `Talk`."""
+        read = "" if self._base is None else f", {self._base.num_tokens:,} tokens read"
+        return f"{self._name}, on {self._llm.device}, up to {self._llm.max_context:,} tokens{read}"
+
+    def answer(self, question: str) -> Generator[str, None, None]:
+        """See `Talk`."""
+        messages = self._asked(question)
+        ids = self._prompt.asked(messages, behind=self._base is not None)
+        self._last, began = None, time.perf_counter()
+        context = self._context(ids[:-1])
+        pieces: list[str] = []
+        with stream_after(context, ids[-1:], self._sampling) as stream:
+            try:
+                for piece in stream:
+                    if not pieces:
+                        self._first_seconds = time.perf_counter() - began
+                    pieces.append(piece)
+                    yield piece
+            finally:
+                self._last = stream.answer
+                self._keep(messages, pieces)
+
+    def fork(self, name: str) -> tuple[Mark, str]:
+        """See `Talk`. Keys and values are shared, not copied."""
+        reached = None if self._reached is None else (self._reached[0].fork(), self._reached[1])
+        return Mark(self._base, reached, tuple(self._messages)), f"remembered as {name!r} until the program ends"
+
+    def go_back(self, mark: Mark) -> str:
+        """See `Talk`."""
+        reached = None if mark.reached is None else (mark.reached[0].fork(), mark.reached[1])
+        self._base, self._reached, self._messages = mark.base, reached, list(mark.messages)
+        self._last = None
+        return f"back at {self._tokens():,} tokens, {self._turns()}"
+
+    def save(self, name: str) -> str:
+        """See `Talk`."""
+        saved = self._whole().save(name, store=self._store)
+        return (
+            f"saved {saved.tokens:,} tokens as {name!r}, {show_bytes(saved.nbytes)} in {saved.seconds:.1f} s; "
+            f"/load {name} here, or retrieval-attn ask {name} QUESTION"
+        )
+
+    def load(self, name: str) -> str:
+        """See `Talk`."""
+        self._base, self._reached, self._messages = self._llm.open(name, store=self._store), None, []
+        self._last = None
+        return f"loaded {name!r}: {self._base.num_tokens:,} tokens, none of them read again"
+
+    def stats(self) -> str:
+        """See `Talk`."""
+        told = f"{self._tokens():,} of {self._llm.max_context:,} tokens, {self._turns()}"
+        if self._last is None:
+            return told
+        stats = self._last.stats
+        tail = "" if stats.tail_share is None else f", {stats.tail_share:.1%} of attention estimated"
+        return (
+            f"{told}\nlast answer: {self._read_tokens:,} tokens read before it, {stats.new_tokens} generated, first "
+            f"after {self._first_seconds:.2f} s, then {1000 * stats.seconds_per_token:.1f} ms per token{tail}\n"
+            f"keys and values: {show_bytes(stats.host_bytes)} on the host, {show_bytes(stats.device_bytes)} on the "
+            "device"
+        )
+
+    def close(self) -> None:
+        """See `Talk`."""
+        self._base = self._reached = None
+
+    def _whole(self) -> Context:
+        """All that was said, up to where the user's next words begin."""
+        if self._messages:
+            return self._context(self._prompt.kept(self._messages, behind=self._base is not None))
+        if self._base is None:
+            raise InputDataError("There is nothing to save: no document was read, and nothing was said.")
+        return self._base
+
+    def _context(self, ids: list[int]) -> Context:
+        """The base with these ids behind it: those that are not read yet are read now."""
+        context, known = self._reached or (self._base and self._base.fork(), ())
+        if agreeing(ids, known) < len(known):  # turns were dropped, or are put in another way than before
+            context, known = self._base and self._base.fork(), ()
+        self._reached = None  # interrupted, or refused, the next turn begins at the base
+        more = ids[len(known) :]
+        self._read_tokens = len(more)
+        if context is None:
+            context = self._llm.read(more)
+        elif more:
+            context.extend(more)
+        self._reached = context, tuple(ids)
+        return context
+
+    def _tokens(self) -> int:
+        held = self._base if self._reached is None else self._reached[0]
+        return 0 if held is None else held.num_tokens

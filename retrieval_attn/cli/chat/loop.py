@@ -1,0 +1,116 @@
+"""ChatLoop: reads what the user types, answers it, and carries out commands that begin with a slash."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from retrieval_attn.cli.chat.talk import Talk
+from retrieval_attn.errors import ConfigError, RetrievalAttentionError
+
+__all__ = ["HELP", "ChatLoop"]
+
+HELP = """\
+/save NAME    keep this conversation, and what it is about, on disk
+/load NAME    go on from what is saved, or was forked, under NAME
+/fork NAME    remember this point while the program runs, and at a server the context behind it; /load NAME comes back
+/forget [N]   drop the last N questions with their answers; without N all of them
+/stats        what is held, and what the last answer cost
+/help         this
+/quit         end, as Ctrl-D does
+Ctrl-C stops an answer. A line that ends in \\ goes on in the next one."""
+STOPPED = " [stopped]"
+
+
+class ChatLoop:
+    """Answers go to the standard output, all else to the error output."""
+
+    def __init__(self, talk: Talk, read_line: Callable[[bool], str]) -> None:
+        """read_line: the next line, told whether it continues one; raises EOFError at the end."""
+        self._talk, self._read_line = talk, read_line
+        self._forks: dict[str, Any] = {}
+        self._commands: dict[str, Callable[[str], str | None]] = {
+            "/save": lambda name: talk.save(_required(name)),
+            "/load": self._load,
+            "/fork": self._fork,
+            "/forget": self._forget,
+            "/stats": lambda _: talk.stats(),
+            "/help": lambda _: HELP,
+        }
+
+    def run(self) -> int:
+        """Until /quit or the end of the input. Returns the exit status."""
+        while True:
+            try:
+                line = self._line()
+            except EOFError:
+                return 0
+            except KeyboardInterrupt:
+                _say("\n/quit, or Ctrl-D, ends this")
+                continue
+            if line == "/quit":
+                return 0
+            try:
+                self._do(line)
+            except KeyboardInterrupt:
+                _say("stopped")
+            except (RetrievalAttentionError, OSError) as error:
+                _say(f"{error}")
+
+    def _line(self) -> str:
+        line = self._read_line(False)
+        while line.endswith("\\"):
+            line = line[:-1] + "\n" + self._read_line(True)
+        return line.strip()
+
+    def _do(self, line: str) -> None:
+        if not line.startswith("/"):
+            if line:
+                self._answer(line)
+            return
+        word, _, rest = line.partition(" ")
+        command = self._commands.get(word)
+        if command is None:
+            raise ConfigError(f"There is no command {word}; /help lists them. A question cannot begin with a slash.")
+        if said := command(rest.strip()):
+            _say(said)
+
+    def _answer(self, question: str) -> None:
+        pieces = self._talk.answer(question)
+        try:
+            with contextlib.closing(pieces):
+                for piece in pieces:
+                    print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(STOPPED, flush=True)
+        except BaseException:
+            print(flush=True)
+            raise
+        else:
+            print(flush=True)
+
+    def _load(self, name: str) -> str:
+        mark = self._forks.get(_required(name))
+        return self._talk.load(name) if mark is None else self._talk.go_back(mark)
+
+    def _fork(self, name: str) -> str:
+        self._forks[name], told = self._talk.fork(_required(name))
+        return f"{told}; /load {name} comes back to it"
+
+    def _forget(self, count: str) -> str:
+        if count and (not count.isdecimal() or int(count) < 1):
+            raise ConfigError(f"/forget takes a number of questions, got {count!r}; without one it forgets all")
+        dropped = self._talk.forget(int(count) if count else None)
+        return f"forgot {dropped} question{'' if dropped == 1 else 's'}"
+
+
+def _required(name: str) -> str:
+    if not name or " " in name:
+        raise ConfigError(f"This command needs a name without spaces, got {name!r}; /help shows how it is written")
+    return name
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,209 @@
+"""RemoteTalk: a conversation with a server that has OpenAI's API; contexts are saved where the server is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from retrieval_attn.answer import Sampling
+from retrieval_attn.cli.chat.conversation import Conversation
+from retrieval_attn.cli.chat.talk import Message
+from retrieval_attn.cli.chat.waiting import Waiting
+from retrieval_attn.errors import InputDataError, RemoteError
+from retrieval_attn.remote.delta import Usage, read_delta
+from retrieval_attn.remote.endpoint import Endpoint, http_client, refusal
+
+__all__ = ["RemoteTalk"]
+
+CONNECT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """document: what the first message begins with, "" for nothing. context: a saved one that messages continue."""
+
+    document: str
+    context: str | None
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of an answer: seconds to its first text and to its end, pieces of text, and what the server counted."""
+
+    first_seconds: float
+    seconds: float
+    pieces: int
+    usage: Usage | None
+
+
+class RemoteTalk(Conversation):
+    """A `Talk`. The server gets the whole conversation with every question, and reads what it does not know."""
+
+    def __init__(self, endpoint: Endpoint, model: str, sampling: Sampling, document: str = "") -> None:
+        """document: the first message begins with it. Raises ConfigError where httpx is not installed."""
+        super().__init__()
+        self._httpx = http_client()
+        # a long text may be read for minutes before the first token; Ctrl-C ends the waiting
+        timeout = self._httpx.Timeout(None, connect=CONNECT_SECONDS)
+        self._client = self._httpx.Client(headers=endpoint.headers, timeout=timeout)
+        self._endpoint, self._model, self._sampling = endpoint, model, sampling
+        self._document = document
+        self._context: str | None = None
+        self._cost: Cost | None = None
+
+    @property
+    def about(self) -> str:
+        """See `Talk`."""
+        read = f", about a document of {len(self._document):,} characters" if self._document else ""
+        return f"{self._model} at {self._endpoint.base}{read}"
+
+    def answer(self, question: str) -> Generator[str, None, None]:
+        """See `Talk`."""
+        messages = self._asked(question)
+        began, first, usage, ended = time.perf_counter(), 0.0, None, False
+        pieces: list[str] = []
+        self._cost = None
+        try:
+            with Waiting("the server reads") as waiting, self._stream(messages) as lines:
+                for line in lines:
+                    delta = read_delta(line)
+                    if delta is None:
+                        continue
+                    if delta.error:
+                        raise RemoteError(f"The answer broke off: {delta.error}")
+                    usage = delta.usage or usage
+                    if delta.text:
+                        waiting.end()
+                        first = first or time.perf_counter() - began
+                        pieces.append(delta.text)
+                        yield delta.text
+                    ended = ended or bool(delta.finish)
+                    if delta.done:
+                        break
+            if not ended:
+                raise RemoteError("The answer broke off: the server closed the stream before its end")
+        except self._httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        finally:
+            self._cost = Cost(first, time.perf_counter() - began, len(pieces), usage)
+            self._keep(messages, pieces)
+
+    def fork(self, name: str) -> tuple[Mark, str]:
+        """See `Talk`. A saved context that the conversation continues gets this name, too, at the server, so that its
+        own may go to another. Raises RemoteError for a name that is taken there.
+        """
+        context, told = self._context, f"remembered as {name!r} until the program ends"
+        if context is not None:
+            self._called("POST", f"contexts/{context}/fork", {"name": name})
+            context, told = name, f"{told}; at the server, {name!r} is what {context!r} has read, and stays"
+        return Mark(self._document, context, tuple(self._messages)), told
+
+    def go_back(self, mark: Mark) -> str:
+        """See `Talk`."""
+        self._document, self._context, self._messages = mark.document, mark.context, list(mark.messages)
+        return f"back at {self._turns()}"
+
+    def save(self, name: str) -> str:
+        """See `Talk`. Raises RemoteError for a server that keeps no contexts."""
+        body: dict[str, Any] = {"name": name}
+        path = "contexts" if self._context is None else f"contexts/{self._context}/save"
+        if self._messages:
+            body["messages"] = self._sent(self._messages)
+        elif self._document:
+            body["text"] = self._document
+        elif self._context is not None:
+            path = f"contexts/{self._context}/fork"
+        else:
+            raise InputDataError("There is nothing to save: no document was given, and nothing was said.")
+        found = self._called("POST", path, body)
+        return f"saved {found.get('tokens', 0):,} tokens as {name!r} at the server; /load {name} goes on from it"
+
+    def load(self, name: str) -> str:
+        """See `Talk`."""
+        found = self._called("GET", f"contexts/{name}")
+        self._document, self._context, self._messages = "", name, []
+        return f"loaded {name!r}: {found.get('tokens', 0):,} tokens"
+
+    def stats(self) -> str:
+        """See `Talk`."""
+        context = "" if self._context is None else f" behind the context {self._context!r}"
+        told = f"{self._turns()}{context}"
+        cost = self._cost
+        if cost is None or not cost.pieces:
+            return told
+        counted = "" if cost.usage is None else (
+            f"{cost.usage.prompt_tokens:,} tokens of prompt, {cost.usage.cached_tokens:,} of them not read again, "
+            f"{cost.usage.answer_tokens} generated, "
+        )  # fmt: skip
+        tokens = cost.pieces if cost.usage is None else cost.usage.answer_tokens
+        gap = (cost.seconds - cost.first_seconds) / max(1, tokens - 1)
+        return (
+            f"{told}\nlast answer: {counted}first after {cost.first_seconds:.2f} s, then {1000 * gap:.1f} ms per token"
+        )
+
+    def close(self) -> None:
+        """See `Talk`."""
+        self._client.close()
+
+    def _stream(self, messages: list[Message]) -> _Lines:
+        sampling = self._sampling
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": self._sent(messages),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        if self._context is not None:
+            body["context"] = self._context
+        url = self._endpoint.at("chat/completions")
+        return _Lines(self._client.stream("POST", url, json=body), url)
+
+    def _sent(self, messages: list[Message]) -> list[Message]:
+        """With the document at the start of the first message."""
+        if not self._document:
+            return messages
+        first = messages[0]
+        return [{**first, "content": f"{self._document}\n\n{first['content']}"}, *messages[1:]]
+
+    def _called(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        url = self._endpoint.at(path)
+        try:
+            with Waiting("the server works"):
+                response = self._client.request(method, url, json=body)
+        except self._httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if response.status_code != 200:
+            raise RemoteError(f"{url} answered {response.status_code}: {refusal(response.content)}")
+        found = response.json()
+        return found if isinstance(found, dict) else {}
+
+    def _unreachable(self, error: Exception) -> RemoteError:
+        return RemoteError(
+            f"{self._endpoint.base} could not be asked ({type(error).__name__}: {error}); see that a server runs there"
+        )
+
+
+class _Lines:
+    """The lines of a streamed answer, while its `with` block is open: left early, the server stops."""
+
+    def __init__(self, opened: Any, url: str) -> None:
+        """opened: what `httpx.Client.stream` gave."""
+        self._opened, self._url = opened, url
+
+    def __enter__(self) -> Any:
+        response = self._opened.__enter__()
+        if response.status_code != 200:
+            said = refusal(response.read())
+            self._opened.__exit__(None, None, None)
+            raise RemoteError(f"{self._url} answered {response.status_code}: {said}")
+        return response.iter_lines()
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)

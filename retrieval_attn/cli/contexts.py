@@ -1,0 +1,92 @@
+"""`retrieval-attn contexts ls|verify|gc|rm`: the saved contexts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from retrieval_attn.cli.model_args import add_store_argument
+from retrieval_attn.memory.units import show_bytes
+
+if TYPE_CHECKING:
+    from retrieval_attn.store import ContextStore
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the subcommand."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    texts = {
+        "ls": "names, tokens, bytes, when they were saved, by which model",
+        "verify": "read everything and compare checksums; exit status 1 and a line for what is damaged",
+        "gc": "remove what no name needs and what ended processes left",
+        "rm": "forget names, and what only they needed",
+    }
+    for name, text in texts.items():
+        action = actions.add_parser(name, help=text, description=text)
+        add_store_argument(action)
+        if name in ("verify", "rm"):
+            more = "+" if name == "rm" else "*"
+            action.add_argument(
+                "names", nargs=more, metavar="NAME", help="saved contexts" + (" (default: all)" * (more == "*"))
+            )
+
+
+def run(args: argparse.Namespace) -> int:
+    """One action; `verify` returns 1 if anything is damaged."""
+    from retrieval_attn.store import ContextStore
+
+    store = ContextStore(args.store)
+    return int({"ls": _list, "verify": _verify, "gc": _gc, "rm": _remove}[args.action](store, args))
+
+
+def _list(store: ContextStore, args: argparse.Namespace) -> int:
+    contexts = store.list()
+    if not contexts:
+        print(f"no contexts in {store.folder}; retrieval-attn read FILE --save NAME", file=sys.stderr)
+        return 0
+    rows = [("name", "tokens", "bytes", "saved", "model")]
+    for one in contexts:
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved_at))
+        rows.append(
+            (one.name, f"{_plain(one, 'tokens', 0):,}", show_bytes(one.nbytes), saved, _plain(one, "model", ""))
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _plain(one: Any, name: str, otherwise: Any) -> Any:
+    value = one.plain.get(name, otherwise)
+    return value if isinstance(value, type(otherwise)) else otherwise
+
+
+def _verify(store: ContextStore, args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, delay=2.0, leave=False, desc="comparing checksums") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        found = store.verify(args.names or None, show)
+    for one in found:
+        print(f"{', '.join(one.names)}: {one.what}")
+    if not found:
+        print("no damage", file=sys.stderr)
+    return 1 if found else 0
+
+
+def _gc(store: ContextStore, args: argparse.Namespace) -> int:
+    freed = store.gc()
+    print(f"removed {freed.nodes} nodes, {show_bytes(freed.nbytes)}", file=sys.stderr)
+    return 0
+
+
+def _remove(store: ContextStore, args: argparse.Namespace) -> int:
+    for name in args.names:
+        store.remove(name)
+    return _gc(store, args)

@@ -1,0 +1,125 @@
+"""The command `retrieval-attn`: one subcommand per module, errors as one line, help that is instant."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import gc
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.imports import quiet
+
+COMMANDS = {
+    "read": ("retrieval_attn.cli.read", "read a text file once and save the context"),
+    "ask": ("retrieval_attn.cli.ask", "answer a question about a text file or a saved context"),
+    "serve": ("retrieval_attn.cli.serve", "answer over HTTP, as OpenAI's API does"),
+    "contexts": ("retrieval_attn.cli.contexts", "the saved contexts: list, verify, remove"),
+    "chat": ("retrieval_attn.cli.chat.command", "talk in a terminal, with a model or a server, about a document"),
+    "plan": ("retrieval_attn.cli.plan", "what fits in how much GPU and host memory, before anything is loaded"),
+    "warm": ("retrieval_attn.cli.warm", "compile ahead, once per machine, what a first answer would wait for"),
+    "verify": ("retrieval_attn.cli.verify", "compare a model's retrieval attention with its eager attention"),
+}
+"""Subcommands of this package: the module with add_arguments(parser) and run(args), and a line of help."""
+
+COMMAND_GROUP = "retrieval_attn.commands"
+"""Entry points of other distributions that add subcommands: modules with add_arguments, run and HELP."""
+
+EVALUATION = ("bench", "extract", "infinitebench", "lm-eval", "load", "needle", "record", "reproduce", "ruler")
+"""Subcommands of the distribution retrieval-attn-eval, named in an error if it is not installed."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. Importing and building it loads neither torch nor transformers."""
+    parser = argparse.ArgumentParser(
+        prog="retrieval-attn", description="Long contexts on one ordinary GPU: keys in host memory, retrieved."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, text) in available_commands().items():
+        sub = commands.add_parser(name, help=text, description=text)
+        importlib.import_module(module).add_arguments(sub)
+    return parser
+
+
+def available_commands() -> dict[str, tuple[str, str]]:
+    """Module and help line of every subcommand: this package's, then those of installed distributions by name."""
+    found = dict(COMMANDS)
+    for point in sorted(importlib.metadata.entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
+        found.setdefault(point.name, (point.module, importlib.import_module(point.module).HELP))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Exit code 0 done, 1 the command found a failure, 2 bad input or no access, 130 interrupted.
+
+    141: nobody reads the output any more.
+    """
+    # torch's OpenMP reads it when it is loaded: threads that spin while they wait take the processor from each other,
+    # and from searches, wherever anything else runs
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    quiet()
+    given = sys.argv[1:] if argv is None else list(argv)
+    found = available_commands()
+    if given and given[0] in EVALUATION and given[0] not in found:
+        print(
+            f"retrieval-attn {given[0]}: needs the package retrieval-attn-eval, which is not installed; in a checkout: "
+            "pip install ./eval",
+            file=sys.stderr,
+        )
+        return 2
+    args = build_parser().parse_args(given)
+    module, _ = found[args.command]
+    try:
+        return int(importlib.import_module(module).run(args))
+    except RetrievalAttentionError as error:
+        print(f"retrieval-attn {args.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # who read the output has gone, as `head` does: nothing to say, here or when Python flushes it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(f"retrieval-attn {args.command}: {_about(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"retrieval-attn {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def program() -> NoReturn:
+    """`main` as a process, which ends with it.
+
+    To look for garbage in all that transformers and torch made takes Python a second and more, so that at the end it
+    does not. Interrupted it ends at once.
+    """
+    code = main()
+    if code == INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    gc.freeze()
+    sys.exit(code)
+
+
+def _about(error: OSError) -> str:
+    """One line: which file, what is wrong with it, what to do."""
+    if error.filename is None:
+        return f"{error}; see that the files and folders given are there, may be used, and have room"
+    cure = {
+        errno.ENOENT: "give one that is there",
+        errno.EACCES: "change its permissions, or give another one",
+        errno.EPERM: "change its permissions, or give another one",
+        errno.EROFS: "give a folder that can be written to",
+        errno.ENOSPC: "free some space, or give a folder on another disk",
+        errno.ENAMETOOLONG: "give a shorter name",
+    }.get(error.errno or 0, "give another file or folder")
+    name = str(error.filename)
+    return f"{name if len(name) <= 120 else name[:117] + '...'}: {error.strerror}; {cure}"

@@ -1,0 +1,89 @@
+"""`retrieval-attn plan MODEL`: what fits in how much GPU and host memory, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from retrieval_attn.cli.model_args import HOST_DTYPE_FLAG, INDEX_FLAG, index_fields
+from retrieval_attn.config import QUANTIZATIONS, Config
+from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.split import SPLITS
+from retrieval_attn.memory.units import parse_tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `retrieval-attn plan`."""
+    usual = Config()
+    parser.add_argument("model", help="folder with a config.json, or a model in the local hub cache")
+    parser.add_argument(
+        "--context",
+        default="128k",
+        metavar="TOKENS",
+        help="tokens per sequence; k and m count 1024s (default: %(default)s)",
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
+    parser.add_argument(
+        "--gpu-memory", default="24GiB", metavar="SIZE", help="such as 24GiB or 24GB (default: %(default)s)"
+    )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of that size (default: %(default)s)")
+    parser.add_argument(
+        "--split",
+        choices=SPLITS,
+        default="layers",
+        help="how several GPUs share the model: device_map or tensor parallel (default: %(default)s)",
+    )
+    parser.add_argument("--host-memory", default="auto", metavar="SIZE", help="such as 64GiB; auto: this machine's")
+    parser.add_argument(
+        "--dtype", default="auto", help="of weights and KV: bfloat16, float16 or float32 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("none", *QUANTIZATIONS),
+        default="none",
+        help="of the weights when they are loaded; none: as the checkpoint has them (default: %(default)s)",
+    )
+    for name, text in (
+        ("prefill_chunk", "prompt tokens that go through a layer at once"),
+        ("sink", "first tokens, kept on the GPU"),
+        ("window", "last tokens, kept on the GPU"),
+    ):
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(
+            flag, default=str(getattr(usual, name)), metavar="TOKENS", help=f"{text} (default: %(default)s)"
+        )
+    parser.add_argument("--host-dtype", **HOST_DTYPE_FLAG)
+    whose = (
+        "index over the host's keys, with options as in device:key_bytes=40:int8_rows=True; auto: what a read on "
+        "one such GPU would take (default: %(default)s)"
+    )
+    parser.add_argument("--index", **{**INDEX_FLAG, "help": whose})
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 0 if it fits, 1 if it does not. Raises RetrievalAttentionError on bad input."""
+    answer = plan(
+        args.model,
+        context=parse_tokens(args.context, "--context"),
+        gpu_memory=args.gpu_memory,
+        host_memory=None if args.host_memory == "auto" else args.host_memory,
+        batch=args.batch,
+        dtype=args.dtype,
+        quantization=None if args.quantization == "none" else args.quantization,
+        gpus=(args.gpus, args.split),
+        config=Config(
+            prefill_chunk=parse_tokens(args.prefill_chunk, "--prefill-chunk"),
+            sink=_tokens_or_none(args.sink, "--sink"),
+            window=_tokens_or_none(args.window, "--window"),
+            host_dtype=args.host_dtype,
+            **index_fields(args.index),
+        ),
+    )
+    print(json.dumps(answer.to_dict(), indent=2) if args.json else answer)
+    return 0 if answer.fits else 1
+
+
+def _tokens_or_none(text: str, flag: str) -> int:
+    """As `parse_tokens`, or 0."""
+    return 0 if text.strip() == "0" else parse_tokens(text, flag)

@@ -1,0 +1,215 @@
+"""`retrieval-attn serve MODEL`: a server that OpenAI's clients know how to use."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrieval_attn.cli.model_args import add_config_arguments, add_model_arguments, add_store_argument, config_of
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.memory.units import parse_bytes, parse_tokens
+from retrieval_attn.model.bundled import model_path
+
+if TYPE_CHECKING:
+    from retrieval_attn.server.spec import EngineSpec
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the subcommand."""
+    add_model_arguments(parser, positional=True)
+    parser.add_argument("--max-context", metavar="N", help="tokens of a prompt with its answer (default: the model's)")
+    add_config_arguments(parser)
+    add_store_argument(parser)
+    where = parser.add_argument_group("where it listens, and to whom")
+    where.add_argument(
+        "--host", default="127.0.0.1", help="address; others than this machine's need a key (default: %(default)s)"
+    )
+    where.add_argument("--port", type=int, default=8000, help="0: one that is free (default: %(default)s)")
+    where.add_argument(
+        "--name", metavar="NAME", help="of the model, for clients (default: MODEL, a folder's last part)"
+    )
+    where.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="lines KEY, KEY NAME or KEY NAME admin; $RETRIEVAL_ATTN_API_KEY, too, an admin's (default: no keys)",
+    )
+    where.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="name of this server in requests without keys, several times; '*': any (default: this machine's names)",
+    )
+    where.add_argument(
+        "--cors",
+        action="append",
+        metavar="ORIGIN",
+        help="web pages that may use it from a browser, such as https://chat.example; several times (default: none)",
+    )
+    where.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="words of special tokens in prompts of /v1/completions and /tokenize become these tokens (default: they "
+        "are text, as in messages)",
+    )
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--rows", type=int, metavar="N", help="requests that are answered at once (default: 16)")
+    limits.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that wait (%(default)s)")
+    limits.add_argument("--max-waiting-tokens", default="4M", metavar="N", help="of their prompts (%(default)s)")
+    limits.add_argument(
+        "--max-wait", type=float, default=60.0, metavar="S", help="seconds to a first token, as expected (%(default)s)"
+    )
+    limits.add_argument("--max-body", default="64MiB", metavar="SIZE", help="of a request (%(default)s)")
+    limits.add_argument("--max-connections", type=int, default=512, metavar="N", help="of one address (%(default)s)")
+    limits.add_argument(
+        "--answer-tokens", default="1024", metavar="N", help="where a request does not say (%(default)s)"
+    )
+    limits.add_argument("--deadline", type=float, default=600.0, metavar="S", help="seconds to an answer (%(default)s)")
+    limits.add_argument("--drain", type=float, default=30.0, metavar="S", help="seconds, at the end (%(default)s)")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--engine",
+        choices=("auto", "here", "process"),
+        default="auto",
+        help="in the server's process, or in one of its own, which is started again when it fails; auto: the latter "
+        "on a GPU (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--shared-memory", metavar="SIZE", help="for texts that nobody asks about now (default: an eighth)"
+    )
+    engine.add_argument(
+        "--shared-gpu-memory",
+        metavar="SIZE",
+        help="for what such texts have on the GPU (default: a quarter of what the model, rows and reading leave)",
+    )
+    engine.add_argument(
+        "--reuse-generated",
+        action="store_true",
+        help="a follow-up turn does not read the answer before it (default: it does)",
+    )
+    engine.add_argument(
+        "--generation-config",
+        choices=("auto", "none", "vllm"),
+        default="auto",
+        help="sampling values for what requests do not say: auto: those of the model's generation_config.json; none, "
+        "vllm: neutral ones, temperature 1 (default: %(default)s)",
+    )
+    engine.add_argument("--exact-tokens", default="0", metavar="N", help="see Engine(exact_tokens) (%(default)s)")
+    engine.add_argument(
+        "--warm-up",
+        default="16k",
+        metavar="N",
+        help="make ready for prompts of so many tokens; 0: do not (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer until SIGTERM or Ctrl-C. Logs are lines of JSON on the error output."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'retrieval-attn[serve]'")
+
+    from retrieval_attn.server.heap import set_allocator
+
+    set_allocator()
+    import asyncio
+
+    from retrieval_attn.compile.collection import no_collection
+    from retrieval_attn.server.address import Address, listening, require_safe_host
+    from retrieval_attn.server.child import Child
+    from retrieval_attn.server.keys import Keys
+    from retrieval_attn.server.settings import Settings
+
+    settings = Settings(
+        name=args.name or _name_of(args.model),
+        body_bytes=parse_bytes(args.max_body, "--max-body"),
+        waiting_requests=args.max_waiting,
+        waiting_tokens=parse_tokens(args.max_waiting_tokens, "--max-waiting-tokens"),
+        wait_seconds=args.max_wait,
+        deadline_seconds=args.deadline,
+        drain_seconds=args.drain,
+        answer_tokens=parse_tokens(args.answer_tokens, "--answer-tokens"),
+        connections=args.max_connections,
+        allowed_hosts=tuple(args.allowed_host or ()),
+        cors=tuple(args.cors or ()),
+        parse_special=args.parse_special,
+    )
+    keys = Keys.of(args.api_key_file)
+    if "*" in settings.cors and not keys:
+        raise ConfigError("--cors '*' lets every web page use a server that needs no key: name origins, or give keys.")
+    require_safe_host(args.host, has_keys=bool(keys))
+    with listening(Address(args.host, args.port)) as sock:  # before the model: a port that is taken is said at once
+        signal.signal(signal.SIGINT, _end_at_once)
+        spec = _spec(args)
+        child = Child.start() if _apart(args) else None
+        with no_collection():
+            from uvicorn.loops.auto import auto_loop_factory
+
+            from retrieval_attn.server.logs import log_to
+            from retrieval_attn.server.run import serve
+
+        log_to()
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
+            runner.run(serve(spec, sock, settings, keys, child))
+    return 0
+
+
+def _end_at_once(*_: object) -> None:
+    """While it starts there is nothing to lose; KeyboardInterrupt may come where Python ignores what is raised, in the
+    end of an object, say, and the server would go on.
+    """
+    print("retrieval-attn serve: interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + signal.SIGINT)
+
+
+def _spec(args: argparse.Namespace) -> EngineSpec:
+    from retrieval_attn.server.spec import EngineSpec
+
+    loading = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "quantization": None if args.quantization == "none" else args.quantization,
+        "yarn": args.yarn,
+        "gpu_memory": args.gpu_memory,
+        "max_context": None if args.max_context is None else parse_tokens(args.max_context, "--max-context"),
+    }
+    return EngineSpec(
+        model_path(args.model),
+        loading,
+        config_of(args).to_dict(),
+        rows=args.rows,
+        shared_bytes=_bytes(args.shared_memory, "--shared-memory"),
+        shared_device_bytes=_bytes(args.shared_gpu_memory, "--shared-gpu-memory"),
+        exact_tokens=_tokens(args.exact_tokens, "--exact-tokens"),
+        store=args.store,
+        warm_tokens=_tokens(args.warm_up, "--warm-up"),
+        reuse_generated=args.reuse_generated,
+        generation_config=args.generation_config,
+    )
+
+
+def _apart(args: argparse.Namespace) -> bool:
+    """Whether the engine gets a process of its own: on a GPU, its steps must not wait for the server's Python."""
+    if args.engine != "auto":
+        return bool(args.engine == "process")
+    from retrieval_attn.model.loading import choose_device
+
+    return choose_device(args.device).type == "cuda"
+
+
+def _bytes(value: str | None, name: str) -> int | None:
+    return None if value is None else parse_bytes(value, name)
+
+
+def _tokens(value: str, name: str) -> int:
+    return 0 if value == "0" else parse_tokens(value, name)
+
+
+def _name_of(model: str) -> str:
+    return Path(model).resolve().name if Path(model).is_dir() else model

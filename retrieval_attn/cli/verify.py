@@ -1,0 +1,28 @@
+"""`retrieval-attn verify MODEL`: is retrieval attention exact on this model?"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the subcommand."""
+    parser.add_argument("model", help="folder or hub name of the model")
+    parser.add_argument(
+        "--tokens", default="64", metavar="N", help="random tokens to compare on (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model, compare, print one line. Exit code 1 when it is not exact."""
+    from retrieval_attn.memory.units import parse_tokens
+    from retrieval_attn.model.loading import load_model
+    from retrieval_attn.runner.verify import verify
+
+    tokens = parse_tokens(args.tokens, "--tokens")
+    model = load_model(args.model, device=args.device, dtype=args.dtype)
+    report = verify(model, tokens=tokens)
+    print(report)
+    return 0 if report.ok else 1

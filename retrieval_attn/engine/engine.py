@@ -1,0 +1,358 @@
+"""Engine: many requests at once over one model; each joins the running batch at a step, and leaves when it is done.
+
+One thread plans and steps (Orca's iteration-level scheduling); long prompts are read between steps, cell by cell; what
+requests begin with is read once, and kept in a tree for those that come later (RadixAttention). Steps are replays of
+graphs on a GPU, where they can be (`engine/bucket.py`), and eager elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from retrieval_attn.answer_loop import AnswerLoop
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.config import Config
+from retrieval_attn.cpu.windows import compile_windows
+from retrieval_attn.engine.counts import Counts
+from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.exact import ExactPool
+from retrieval_attn.engine.expected import Expected
+from retrieval_attn.engine.held import HeldCache
+from retrieval_attn.engine.intake import Intake, begun_again
+from retrieval_attn.engine.limits import Limits
+from retrieval_attn.engine.outbox import Outbox
+from retrieval_attn.engine.readings import Readings
+from retrieval_attn.engine.request import Reason, Request
+from retrieval_attn.engine.row import Row, damage_of
+from retrieval_attn.engine.saved_text import SavedTexts
+from retrieval_attn.engine.scheduler import Results, Scheduler, StepPlan
+from retrieval_attn.engine.sizes import Sizes
+from retrieval_attn.engine.stepper import Stepper
+from retrieval_attn.engine.ticket import Ticket
+from retrieval_attn.engine.tree import Tree, TreeStats
+from retrieval_attn.engine.warm_up import DRAWS, WarmUp, WarmUps
+from retrieval_attn.errors import ConfigError, EngineFullError, InputDataError, RetrievalAttentionError
+from retrieval_attn.memory.host import HostSize
+from retrieval_attn.memory.host_room import available_host_bytes
+from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.memory.shared_room import shared_device_bytes
+from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.offload.transfer import host_format
+from retrieval_attn.runner.kept_pages import let_go
+from retrieval_attn.saving.save import Saved, template_digest
+from retrieval_attn.store import ContextStore
+from retrieval_attn.template import PromptTemplate, Question
+
+__all__ = ["Engine", "default_limits"]
+
+log = logging.getLogger(__name__)
+
+ROWS = 16
+"""Rows of a step, unless limits say otherwise."""
+HOST_SHARE = 0.5
+"""Of the memory that is free at the start, what requests may have; a quarter of that again is for shared prefixes."""
+INTER_TOKEN_SECONDS = 0.1
+READ_TOKENS = 2048
+"""Of a prompt, in a layer, between two steps at most: 8,192 behind 128K others take longer than rows should wait."""
+
+
+class Loaded(Protocol):
+    """What an engine needs of an `LLM`."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def config(self) -> Config: ...
+
+
+def default_limits(model: PreTrainedModel, config: Config) -> Limits:
+    """For a machine that does nothing else."""
+    shape, chunk = model_shape(model), min(config.prefill_chunk, READ_TOKENS)
+    return Limits(
+        rows=ROWS,
+        pages=ROWS + 2,
+        row_pages=1,
+        host_bytes=int(available_host_bytes() * HOST_SHARE),
+        token_bytes=max(1, HostSize(shape, config).token_bytes),
+        row_seconds=0.0,
+        step_seconds=1.0,
+        inter_token_seconds=INTER_TOKEN_SECONDS,
+        chunk_tokens=chunk,
+        layers=shape.layers,
+        shared_device_bytes=shared_device_bytes(model, config.replace(prefill_chunk=chunk), ROWS + 2),
+    )
+
+
+def _require_equal_windows(config: Config) -> None:
+    if config.keeps_all:
+        raise ConfigError(
+            'index="full" gives each text a window of its own size, and an engine\'s rows have windows of one size: '
+            "use window=..., as many tokens as rows have at most, or Engine(exact_tokens=...) for what they share."
+        )
+
+
+class Engine:
+    """See the module. Use it in a `with` block, or call `close`.
+
+    An answer is the one that its request gets alone: load decides when something is computed, and not what.
+    """
+
+    def __init__(
+        self, llm: Loaded, *, limits: Limits | None = None, shared_bytes: int | None = None,
+        store: ContextStore | str | Path | None = None, exact_tokens: int = 0, exact_pages: int | None = None,
+        exact_int8: bool = False, reuse_generated: bool = False,
+    ) -> None:  # fmt: skip
+        """llm: an `LLM`. shared_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth of the
+        host memory that is free; of a GPU's, the limits say. store: of the saved contexts that requests name, as in
+        `LLM.open`. exact_tokens: prefixes of prompts that end there or before have their keys beside the model, in
+        pages of 64 tokens, and no index: all of them are attended to, by the requests over one prefix together.
+        exact_pages: of all such prefixes; None: as many as all rows can need, in at most half of what their windows
+        leave of a GPU's free memory, or a quarter of the requests'. exact_int8: these are int8: half the bytes of
+        16-bit ones, slower to attend to. reuse_generated: see `HeldAnswer`. Raises ConfigError."""
+        _require_equal_windows(llm.config)
+        self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
+        let_go(llm.model)  # rows retrieve, and have the room
+        self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
+        self._config = llm.config.replace(prefill_chunk=min(llm.config.prefill_chunk, self._limits.chunk_tokens))
+        self._template = PromptTemplate.of(llm.tokenizer)
+        digest = template_digest(self._template.opening, self._template.middle, self._template.closing)
+        self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts)
+        self._empty = RetrievalCache(self._loop.model, self._config)
+        self._scheduler = Scheduler(self._limits)
+        self._shared_bytes = self._limits.host_bytes // 4 if shared_bytes is None else shared_bytes
+        self._tree = Tree() if self._shared_bytes else None
+        self._answers = self._tree if reuse_generated else None
+        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model, self._config, exact_int8)
+        self._outbox = Outbox()
+        self._intake = Intake(
+            self._loop, self._outbox, self._saved, (self._tree, self._exact), self._empty.require_room
+        )
+        self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail, self._counts)
+        self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)
+        self._rows: dict[str, Row] = {}
+        self._numbers, self._changed = itertools.count(), threading.Condition()
+        caches = self._config, self._tree
+        self._readings = Readings(self._rows, self._scheduler, self._changed, caches, self._fail, self._counts)
+        self._warm_ups = WarmUps()
+        self._closing = self._replays = False  # replays: the next step likely is one
+        self.died: BaseException | None = None  # what ended it in the middle of its work
+        self._thread = threading.Thread(target=self._run, name="retrieval_attn-engine", daemon=True)
+        self._thread.start()
+        self._at_exit = functools.partial(self.close, drain=False)  # Python must not end inside a compiled function
+        atexit.register(self._at_exit)
+
+    def submit(self, request: Request) -> Ticket:
+        """Take a request in. Any thread. Raises ContextLengthError or AdmissionError for one that never fits,
+        EngineFullError if too many wait or the engine is closed, and for a saved context what `LLM.open` raises: what
+        is found only when its layers are opened ends the request as its error.
+        """
+        ticket = Ticket(str(next(self._numbers)), lambda: self._abort(ticket))
+        self._enter(self._intake.row(request, ticket))
+        return ticket
+
+    def _enter(self, row: Row) -> None:
+        number = row.ticket.id if row.before is None else str(next(self._numbers))
+        job, context = self._intake.job(number, row), None if row.lost else row.request.context
+        with self._changed:
+            self._require_open()
+            self._scheduler.submit(job, time.monotonic())
+            self._rows[number] = row
+            if context is not None and len(self._rows) > self._limits.decoding_rows:  # it waits
+                self._expected.add(number, context)
+            self._changed.notify_all()
+
+    def ask(self, text: str | Sequence[int], question: Question, *, raw: bool = False, **options: Any) -> Ticket:
+        """Submit a question about a text, put as `Context.ask` puts it; equal texts are read once.
+
+        options: of `Request`. Raises as `submit`, and InputDataError for a question that is empty.
+        """
+        template = self._template
+        document = template.context_ids(text) if isinstance(text, str) else text
+        return self.submit(Request((tuple(document), tuple(template.question_ids(question, raw))), **options))
+
+    def ask_saved(self, name: str, question: Question, *, raw: bool = False, **options: Any) -> Ticket:
+        """Submit a question about a saved context; otherwise as `ask`. It is opened once, and while requests use it."""
+        asked = tuple(self._template.question_ids(question, raw))
+        return self.submit(Request((asked,), context=name, **options))
+
+    def save(
+        self, name: str, text: str | Sequence[int], *, namespace: str | None = "", context: str | None = None,
+        wait: bool = True,
+    ) -> Saved:  # fmt: skip
+        """Keep a text that was asked about under a name, as `Context.save` does; nothing is read for it.
+
+        context: the saved one that the text, token ids then, continues. Raises InputDataError for a text that no
+        request of the namespace asked about, or that was given up since.
+        """
+        document = self._template.context_ids(text) if isinstance(text, str) else text
+        ids = self._intake.whole_ids(document, context)
+        match = (self._tree or Tree()).match([*ids, 0], namespace, in_memory=True, leased=True)
+        assert match.lease is not None
+        with match.lease:
+            node = match.node
+            if match.length != len(ids) or match.tokens != len(node) or not isinstance(node.held, HeldCache):
+                raise InputDataError(
+                    f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
+                    "shared_bytes, or read it with LLM.read(text, save=name)."
+                )
+            return self._saved.save(name, node.held.fork(), node.held.opened, node.rebuild_seconds, wait=wait)
+
+    def warm_up(
+        self, *, rows: int | None = None, tokens: int | None = None, draws: Sequence[RowDraw] = DRAWS,
+        progress: bool = True,
+    ) -> None:  # fmt: skip
+        """Make now what the first requests would wait for: kernels, and the graphs of steps; leaves nothing behind.
+
+        rows: of a step at most; None: as limits say. tokens: of the longest prompt and answer that is expected: graphs
+        that are made for it serve shorter ones, too; None: they are made anew as rows get longer. draws: one for each
+        way in which requests will choose. Graphs are made for one shape of rows: with `index="auto"`, for the index
+        that so many tokens get. Waits until no request is there; requests that come meanwhile wait. progress: with a
+        bar, if it takes longer than two seconds. Raises ConfigError for rows or tokens below 1 or beyond the limits or
+        the model, EngineFullError if the engine is closed, and what reading raises.
+        """
+        self._empty.require_room(tokens or 1)
+        warm_up = WarmUp.of(rows, tokens, draws, progress, most=self._limits.decoding_rows)
+        with self._changed:
+            self._require_open()
+            done = self._warm_ups.add(warm_up)
+            self._changed.notify_all()
+        done.result()
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """waiting, rows: now; filled: share of slots filled in steps; shared: the tree's counts; and `Counts.plain`."""
+        with self._changed:
+            filled = self._counts.filled / max(1, self._counts.steps * self._limits.decoding_rows)
+            now = {"waiting": self._scheduler.waiting, "rows": self._scheduler.filled, "filled": filled}
+            return {**now, **self._counts.plain, "shared": TreeStats() if self._tree is None else self._tree.stats}
+
+    def check(self) -> None:
+        """Raise AssertionError unless pages, bytes, slots and references add up."""
+        with self._changed:
+            self._scheduler.check()
+            if self._tree is not None:
+                self._tree.check()
+            if self._exact is not None:
+                self._exact.check()
+
+    def close(self, *, drain: bool = True) -> None:
+        """End: once all are answered, or at once, and those that are there end as "cancelled"."""
+        with self._changed:
+            self._closing = True
+            self._scheduler.drain()
+            if not drain:
+                for number in self._rows:
+                    self._scheduler.abort(number)
+            self._changed.notify_all()
+        self._thread.join()
+        atexit.unregister(self._at_exit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(drain=kind is None)
+
+    def _require_open(self) -> None:
+        if self._closing or self.died is not None:
+            raise EngineFullError("The engine is closed; make another.") from self.died
+
+    def _abort(self, ticket: Ticket) -> None:
+        with self._changed:
+            for number in [number for number, row in self._rows.items() if row.ticket is ticket]:
+                self._scheduler.abort(number)
+            self._changed.notify_all()
+
+    # -- the engine's thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        results, model = Results(), self._loop.model
+        try:
+            compile_windows(host_format(self._config.host_dtype, model.dtype))  # the first step would wait for it
+            while True:
+                with self._changed:
+                    while self._scheduler.idle and not (self._closing or self._warm_ups):
+                        self._changed.wait()
+                    idle = self._scheduler.idle
+                    if idle and not self._warm_ups:
+                        return
+                    plan = None if idle else self._scheduler.tick(results, time.monotonic())
+                if plan is None:
+                    if self._warm_ups.run_next(self._loop, self._config, self._stepper, self._exact):
+                        self._readings.made_ready()
+                else:
+                    results = self._do(plan)
+        except BaseException as error:  # nobody is left waiting for a thread that is gone
+            log.exception("the engine ends")
+            with self._changed:
+                self.died = error
+                for row in self._rows.values():
+                    row.finish("error", error)
+                    row.leave()
+                self._rows.clear()
+        finally:
+            self._warm_ups.close()
+            self._outbox.close()
+            self._stepper.close()
+            self._expected.close()
+
+    def _do(self, plan: StepPlan) -> Results:
+        failed: list[str] = []
+        for number in plan.leave:
+            row = self._rows[number]
+            self._expected.remove(number)
+            reason: Reason = "length" if len(row.tokens) >= row.request.max_tokens else "cancelled"
+            if reason == "length" and (damage := damage_of(row)) is not None:
+                self._fail(number, damage, failed)
+            row.finish(reason)
+            self._rows.pop(number).leave(self._answers)
+        for number in plan.start:
+            self._expected.remove(number)
+        if not self._replays:
+            self._outbox.send()
+        found = self._stepper.decode({number: self._rows[number] for number in plan.decode}, failed, not plan.read)
+        self._replays = bool(found.replayed and found.tokens and not plan.read)
+        if not self._replays:  # else the next replay, soon, leaves time for it
+            self._outbox.send()
+        progress = self._readings.go_on(dict(plan.read), failed, alone=not plan.decode)
+        self._give_up()
+        return Results(
+            tuple(found.ended), tuple(found.tokens), tuple(failed), progress.cells, progress.done, found.seconds,
+            progress.cell_seconds, progress.at_end,
+        )  # fmt: skip
+
+    def _fail(self, number: str, error: BaseException, failed: list[str]) -> None:
+        """This request ends with its error, or begins again without what was damaged; the others go on."""
+        row = self._rows[number]
+        failed.append(number)
+        if not begun_again(row, error, self._intake, self._enter):
+            known = isinstance(error, RetrievalAttentionError | MemoryError | torch.OutOfMemoryError)
+            log.warning("request %s failed: %s: %s", number, type(error).__name__, error, exc_info=not known and error)
+            row.finish("error", error)
+
+    def _give_up(self) -> None:
+        """Prefixes that nobody uses, where they or requests need more than there is."""
+        if self._tree is None:
+            return
+        with self._changed:
+            lacking = self._scheduler.lacking_bytes
+        held, most = self._tree.sizes, self._limits.shared_device_bytes
+        over = max(held.host - self._shared_bytes, min(lacking, held.host)), 0 if most is None else held.device - most
+        self._tree.evict(Sizes(*over))
+        with self._changed:
+            self._scheduler.set_outside(self._tree.sizes.host)

@@ -1,0 +1,236 @@
+"""Node: a span of token ids whose keys and values, index and codes were made once. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from retrieval_attn.engine.ids import Ids
+from retrieval_attn.engine.sizes import Sizes
+
+__all__ = ["Branches", "Held", "Namespace", "Node", "Place"]
+
+Namespace = str | None
+"""Whose prefix it is, an API key for instance; None: everybody's. No text can be mistaken for None."""
+
+
+class Held(Protocol):
+    """What a node keeps in memory. The tree only counts its bytes; it never cuts, copies or changes it."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes that are free once nobody has it."""
+        ...
+
+
+class Place(NamedTuple):
+    """A token boundary: behind the first `at` tokens of a node's span. The root's only place is at 0."""
+
+    node: Node
+    at: int
+
+    @property
+    def length(self) -> int:
+        """Tokens from the beginning of the text to here."""
+        return self.node.start + self.at
+
+
+class Node:
+    """A span of ids behind a place of its parent. Compared by identity; only the tree writes to it.
+
+    ids: int32 (tokens,), read-only. start: tokens before the span. held: None where the node is known, but not in
+    memory. sizes: of held, as it was when it came. rebuild_seconds: what it would take to make held anew. used: the
+    tree's clock at its last use. refs: leases on this node and on all nodes below it; leases: on this node alone. name,
+    digest: text by which an engine finds the node in its store, "" without; opaque here. gone: no longer in the tree.
+    """
+
+    __slots__ = (
+        "at",
+        "branches",
+        "digest",
+        "gone",
+        "held",
+        "held_children",
+        "ids",
+        "leases",
+        "name",
+        "namespace",
+        "number",
+        "parent",
+        "rebuild_seconds",
+        "refs",
+        "sizes",
+        "start",
+        "used",
+    )
+
+    def __init__(self, parent: Place | None, ids: Ids, namespace: Namespace, number: int) -> None:
+        """parent: None for the root alone. number: counts nodes in the order in which they came; breaks ties."""
+        self.parent: Node | None = None if parent is None else parent.node
+        self.at = 0 if parent is None else parent.at
+        self.start = 0 if parent is None else parent.length
+        self.ids = ids
+        self.namespace = namespace
+        self.number = number
+        self.held: Held | None = None
+        self.held_children = 0
+        self.sizes = Sizes()
+        self.rebuild_seconds = 0.0
+        self.used = 0.0
+        self.refs = 0
+        self.leases = 0
+        self.name = ""
+        self.digest = ""
+        self.gone = False
+        self.branches: Branches | None = None
+
+    def __repr__(self) -> str:
+        return f"Node({self.number}: tokens {self.start} to {self.end}, {self.sizes.total} bytes, {self.refs} refs)"
+
+    def __len__(self) -> int:
+        """Tokens of the span."""
+        return len(self.ids)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def end(self) -> int:
+        """Tokens from the beginning of the text to the end of the span."""
+        return self.start + len(self.ids)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether held is there; the root has nothing to hold."""
+        return self.held is not None or self.parent is None
+
+    @property
+    def stored(self) -> bool:
+        """Whether an engine can bring it from a store."""
+        return bool(self.digest or self.name)
+
+    def path(self) -> list[Node]:
+        """Nodes from the first below the root to this one."""
+        nodes = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def prefix(self, at: int) -> Ids:
+        """All ids from the beginning of the text to a place of this node, int32 (start + at,)."""
+        ids = np.empty(self.start + at, np.int32)
+        node, stop = self, at
+        while node.parent is not None:
+            ids[node.start : node.start + stop] = node.ids[:stop]
+            node, stop = node.parent, node.at
+        return ids
+
+    def children(self) -> Iterator[Node]:
+        """Nodes that begin at any place of the span."""
+        return iter(()) if self.branches is None else iter(self.branches)
+
+
+class Branches:
+    """The children of one node, found by namespace, place and the first tokens of their spans.
+
+    A child of more than key_tokens is found by that many, a shorter one by all of its tokens. A child *doubles* the
+    span where its first token is the one that the span goes on with: two requests read the same text at the same time.
+    """
+
+    __slots__ = ("_children", "_key_tokens", "_seen")
+
+    def __init__(self, key_tokens: int) -> None:
+        self._key_tokens = key_tokens
+        self._children: dict[Node, bool] = {}
+        self._seen: dict[Namespace, _Seen] = {}
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._children)
+
+    def add(self, child: Node, *, doubles: bool) -> None:
+        """The child begins at child.at."""
+        seen = self._seen.setdefault(child.namespace, _Seen({}, {}, {}))
+        key = child.ids[: self._key_tokens]
+        self._children[child] = doubles
+        seen.found.setdefault((child.at, key.tobytes()), []).append(child)
+        _count(seen.lengths.setdefault(child.at, {}), len(key), 1)
+        if doubles:
+            _count(seen.doubled, child.at, 1)
+
+    def remove(self, child: Node) -> None:
+        """Raises KeyError for a node that is not a child."""
+        doubles = self._children.pop(child)
+        seen = self._seen[child.namespace]
+        key = child.ids[: self._key_tokens]
+        same = seen.found[child.at, key.tobytes()]
+        same.remove(child)
+        if not same:
+            del seen.found[child.at, key.tobytes()]
+        _count(seen.lengths[child.at], len(key), -1)
+        if not seen.lengths[child.at]:
+            del seen.lengths[child.at]
+        if doubles:
+            _count(seen.doubled, child.at, -1)
+        if not seen.found:
+            del self._seen[child.namespace]
+
+    def behind(self, namespace: Namespace, tokens: int, rest: Ids) -> list[Node]:
+        """Children of a namespace that may go on with ids of which the span has the first `tokens`, and no more.
+
+        rest: the ids from the span's beginning. A child that begins before that place and does not double the span
+        differs from it, and so from the ids, in its first token: only children at the place, which come last here,
+        and doubling ones before it are looked at.
+        """
+        seen = self._seen.get(namespace)
+        if seen is None:
+            return []
+        found: list[Node] = []
+        if seen.doubled:
+            for at in sorted(at for at in seen.doubled if at < tokens):
+                found += seen.at(at, rest)
+        found += seen.at(tokens, rest)
+        return found
+
+    def finds(self, child: Node) -> bool:
+        """Whether a child can be found where it begins, by its own ids."""
+        seen = self._seen.get(child.namespace)
+        key = child.ids[: self._key_tokens]
+        return (
+            seen is not None
+            and child in seen.found.get((child.at, key.tobytes()), ())
+            and len(key) in seen.lengths.get(child.at, ())
+            and (not self._children[child] or child.at in seen.doubled)
+        )
+
+    def doubles(self, child: Node) -> bool:
+        """Whether a child was added as one that doubles the span. Raises KeyError for a node that is not a child."""
+        return self._children[child]
+
+
+class _Seen(NamedTuple):
+    """Children that one namespace sees: by place and first tokens; how long these are; places where some double."""
+
+    found: dict[tuple[int, bytes], list[Node]]
+    lengths: dict[int, dict[int, int]]
+    doubled: dict[int, int]
+
+    def at(self, at: int, rest: Ids) -> list[Node]:
+        """Children that begin at a place and whose first tokens are those of rest[at:], short ones before long ones."""
+        found: list[Node] = []
+        for length in sorted(self.lengths.get(at, ())):
+            if at + length <= len(rest):
+                found += self.found.get((at, rest[at : at + length].tobytes()), ())
+        return found
+
+
+def _count(counts: dict[int, int], key: int, more: int) -> None:
+    counts[key] = counts.get(key, 0) + more
+    if not counts[key]:
+        del counts[key]

@@ -1,0 +1,115 @@
+"""Request, and what becomes of it: events while it is answered, and the whole at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from retrieval_attn.engine.draw import MAX_LOGPROBS, RowDraw
+from retrieval_attn.engine.job import PRIORITIES, Priority
+from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.runner.decode import TokenScore
+from retrieval_attn.sampling.options import is_encodable, is_int
+
+__all__ = ["Event", "Finished", "Reason", "Request"]
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and how it is answered.
+
+    parts: token ids in pieces, each of which is read by itself: a document, then a question, or the turns of a chat.
+    Requests share what they begin with by whole pieces, and an answer is the same whether something was shared or not.
+    A plain list of ids is one piece. max_tokens: most that are generated. stop: strings at which an answer ends.
+    stop_ids: tokens that end it; None: the model's. namespace: what it reads is shared within it, as by requests with
+    one API key; None: by all requests. owner: with whom the engine's time is shared evenly. context: the name of a
+    saved context of the engine's store, which the prompt continues: it is opened once for all requests that name it,
+    and only these have it, of whatever namespace. min_tokens: tokens before which neither a stop token nor a stop
+    string ends the answer. prompt_logprobs: 0 to 20: at the end, the log-probability of each token of the prompt is
+    told, with so many of the likeliest tokens in its place; what was read for other requests is not used then. None:
+    it is not. Raises InputDataError for an empty prompt or piece, ConfigError for anything else that is wrong.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    max_tokens: int = 128
+    draw: RowDraw = RowDraw()
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] | None = None
+    namespace: str | None = ""
+    owner: str = ""
+    priority: Priority = "interactive"
+    context: str | None = None
+    min_tokens: int = 0
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        given: Sequence[Any] = self.parts
+        pieces = [given] if all(isinstance(one, int) for one in given) else given
+        if not pieces or not all(len(piece) for piece in pieces):
+            raise InputDataError("A prompt, and each of its parts, needs at least one token id; got an empty one.")
+        object.__setattr__(self, "parts", tuple(tuple(int(token) for token in piece) for piece in pieces))
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be an integer >= 1, got {self.max_tokens!r}.")
+        if isinstance(self.stop, str) or not all(isinstance(one, str) and one for one in self.stop):
+            raise ConfigError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if any(not is_encodable(one) for one in self.stop):
+            raise ConfigError(f"stop must have valid Unicode, got a lone surrogate in {self.stop!r}.")
+        if not is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
+            raise ConfigError(
+                f"min_tokens must be an integer in [0, {self.max_tokens}], the most tokens of the answer; got "
+                f"{self.min_tokens!r}."
+            )
+        scored = self.prompt_logprobs
+        if scored is not None and (not is_int(scored) or not 0 <= scored <= MAX_LOGPROBS or self.context is not None):
+            raise ConfigError(
+                f"prompt_logprobs must be None or an integer from 0 to {MAX_LOGPROBS}, for a prompt without a saved "
+                f"context; got {scored!r} and context={self.context!r}."
+            )
+        if self.context is not None and not (isinstance(self.context, str) and self.context):
+            raise ConfigError(f"context must be the name of a saved context, got {self.context!r}.")
+        if self.priority not in PRIORITIES:
+            raise ConfigError(f"priority must be one of {', '.join(PRIORITIES)}; got {self.priority!r}.")
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole prompt."""
+        return [token for part in self.parts for token in part]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many."""
+        return sum(map(len, self.parts))
+
+
+class Event(NamedTuple):
+    """One more token. text: what is certain with it, which may be "". logprob, top: see `RowDraw.logprobs`; top has
+    pairs of an id and its log-probability.
+    """
+
+    token: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Finished(NamedTuple):
+    """The end. reason: "stop" (a stop token or string), "length", "cancelled", or "error", which `error` tells.
+
+    tokens: all that were chosen, without a stop token. prompt_tokens: with a saved context's. cached_tokens: of these,
+    what was not read for it.
+    seconds: from submission to the first token, and to the end. prompt: scores of the prompt's tokens but the first
+    one, if the request has `prompt_logprobs`.
+    """
+
+    reason: Reason
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: tuple[float, float]
+    error: BaseException | None = None
+    prompt: tuple[TokenScore, ...] = ()

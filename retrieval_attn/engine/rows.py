@@ -1,0 +1,374 @@
+"""One forward for rows that each have a `RetrievalCache` of their own: `step`.
+
+The model runs once: its linear parts, norms and output see all rows together. At a cache layer, queries, keys and
+values part, and every row goes through the layer of its own cache, which counts, spills and indexes its tokens as if it
+were alone. A row joins by being in the list and leaves by not being in it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.layer import CacheLayer
+from retrieval_attn.attention.reread import goes_on
+from retrieval_attn.attention.retrieval import RetrievalLayer, decodes_plainly
+from retrieval_attn.attention.state import StateLayer
+from retrieval_attn.attention.together import NewTokens, StepPlans, decode_together
+from retrieval_attn.engine.counts import StepClock
+from retrieval_attn.engine.row_states import RowsState
+from retrieval_attn.errors import CacheMismatchError, RowsFailedError, ShapeError, UnsupportedModelError
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.index.forked import use_threads
+from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
+from retrieval_attn.model.placement import input_device
+from retrieval_attn.model.rope import Factors, length_rope
+from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.decode import forward
+
+_plans: weakref.WeakKeyDictionary[PreTrainedModel, StepPlans] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def step(
+    model: PreTrainedModel,
+    caches: Items[RetrievalCache],
+    tokens: Items[int] | Tensor,
+    positions: Items[int] | Tensor,
+    clock: StepClock | None = None,
+) -> Tensor:
+    """Logits (rows, vocabulary) float32 after one new token in each cache, which hold it then.
+
+    caches: of one sequence each, filled by this model. tokens, positions: (rows,), the new token of each and its
+    position; int64 on the model's input device, or numbers. No rows give (0, vocabulary). clock: is told the seconds.
+
+    Raises CacheMismatchError before anything happens for a cache that cannot take part, ShapeError for lists of
+    different lengths. Raises RowsFailedError, with the logits, where some rows' search failed: the others have their
+    token. After any other exception no cache of the list can be used any more, but for those refused before.
+    """
+    device = input_device(model)
+    token_ids, places = (torch.as_tensor(given, dtype=torch.int64, device=device) for given in (tokens, positions))
+    model = unwrapped(model)
+    if not token_ids.shape == places.shape == (len(caches),):
+        raise _not_one_each(caches, tuple(token_ids.shape), tuple(places.shape))
+    require_rows(caches)
+    if not caches:
+        return torch.empty(0, model.get_output_embeddings().weight.shape[0], device=device)
+    logits: list[tuple[list[int], Tensor]] = []
+    errors: dict[int, Exception] = {}
+    plans = _plans.setdefault(model, StepPlans())
+    before, began = plans.host_seconds, time.perf_counter()
+    try:
+        with using_retrieval(model, caches[0].config.prefill_chunk):
+            again = _read_again(model, caches, token_ids, places, errors)
+            logits += [([row], one) for row, one in again.items()]
+            left = [row for row in range(len(caches)) if row not in again and row not in errors]
+            for group in position_groups(model, places[left]) if left else []:
+                rows = [left[place] for place in group]
+                together = RowsCache([caches[row] for row in rows], plans)
+                own = (token_ids, places) if len(rows) == len(caches) else (token_ids[rows], places[rows])
+                found = forward(model, together, own[0][:, None], mask=None, position_ids=own[1][:, None])  # type: ignore[arg-type]
+                together.finish()
+                logits.append((rows, found))
+                errors.update((rows[row], error) for row, error in together.errors.items())
+                if caches[0].rope is not None:
+                    _note_tokens([caches[row] for row in rows], *own)
+    except BaseException as error:  # somewhere in the middle of a layer, or of a token
+        for cache in caches:
+            cache.batch.broken = cache.batch.broken or f"{type(error).__name__}: {error}"
+        raise
+    if clock is not None:
+        clock.host += plans.host_seconds - before
+        clock.device += time.perf_counter() - began
+    if len(logits) == 1 and len(logits[0][0]) == len(caches):
+        result = logits[0][1]
+    else:
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        result = torch.zeros(len(caches), vocabulary, device=device)
+        for rows, found in logits:
+            result[rows] = found
+    if errors:
+        raise RowsFailedError(dict(sorted(errors.items())), result)
+    return result
+
+
+def require_rows(caches: Items[RetrievalCache], inputs: Items[object] | None = None) -> None:
+    """Raise as `step` does for what cannot take part in one. inputs: one for each."""
+    if inputs is not None and len(inputs) != len(caches):
+        raise _not_one_each(caches, len(inputs))
+    seen: set[int] = set()
+    for row, cache in enumerate(caches):
+        _require_usable(row, cache, caches[0], twice=id(cache) in seen)
+        seen.add(id(cache))
+
+
+def _not_one_each(caches: Items[RetrievalCache], *given: object) -> ShapeError:
+    return ShapeError(
+        f"step needs one token and one position for each of {len(caches)} caches, got {' and '.join(map(str, given))}."
+    )
+
+
+def _require_usable(row: int, cache: RetrievalCache, first: RetrievalCache, *, twice: bool) -> None:
+    """Raise CacheMismatchError for a cache that cannot be a row. twice: it is one already."""
+    problem = None
+    if not isinstance(cache, RetrievalCache):
+        problem = f"is a {type(cache).__name__}: rows are RetrievalCaches"
+    elif cache.batch.broken:
+        problem = f"failed before ({cache.batch.broken}): take it out of the list"
+    elif len(cache.batch.sequences) != 1 or not cache.batch.columns:
+        problem = (
+            f"holds {len(cache.batch.sequences)} sequences of {cache.batch.columns} tokens: a row is one sequence that "
+            "has been read"
+        )
+    elif len(cache.layers) != len(first.layers) or cache.model_type != first.model_type:
+        problem = (
+            f"was made for a {cache.model_type} model of {len(cache.layers)} layers, the first for a "
+            f"{first.model_type} model of {len(first.layers)}: rows belong to one model"
+        )
+    elif twice:
+        problem = "is in the list twice: fork it"
+    if problem is not None:
+        raise CacheMismatchError(f"Row {row} {problem}.")
+
+
+def position_groups(model: PreTrainedModel, positions: Tensor) -> list[list[int]]:
+    """Rows that may share a forward: all, unless the model turns keys by its longest position.
+
+    Long RoPE takes other factors for the whole forward when one position lies beyond the original length; a row alone
+    would not.
+    """
+    rows = list(range(len(positions)))
+    rope = length_rope(model)
+    if len(rows) < 2 or rope is None:
+        return [rows]
+    groups: dict[Factors, list[int]] = {}
+    for row, position in enumerate(positions.tolist()):
+        groups.setdefault(rope.factors(position + 1), []).append(row)
+    return list(groups.values())
+
+
+def _read_again(
+    model: PreTrainedModel,
+    caches: Items[RetrievalCache],
+    token_ids: Tensor,
+    places: Tensor,
+    errors: dict[int, Exception],
+) -> dict[int, Tensor]:
+    """Logits (1, vocabulary) of rows whose text passes a switch of the rotary factors with its new token, by row: each
+    is read again by itself. errors: gets those of rows that failed.
+    """
+    found: dict[int, Tensor] = {}
+    if caches[0].rope is None:
+        return found
+    for row, (cache, position) in enumerate(zip(caches, places.tolist(), strict=True)):
+        if goes_on(cache, position + 1, decoding=True):
+            continue
+        own = slice(row, row + 1)
+        try:
+            found[row] = forward(
+                model, cache, token_ids[own, None], mask=None, position_ids=places[own, None], decoding=True
+            )
+        except Exception as error:
+            errors[row] = error
+            cache.batch.broken = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _note_tokens(caches: Items[RetrievalCache], token_ids: Tensor, places: Tensor) -> None:
+    """Ids and rotary factors of new tokens, one for each cache of a model whose factors depend on the length."""
+    for cache, token, position in zip(caches, token_ids.tolist(), places.tolist(), strict=True):
+        if cache.rope is not None and not cache.batch.broken:
+            (sequence,) = cache.batch.sequences
+            if len(sequence.token_ids) == cache.batch.columns - 1:
+                sequence.token_ids.append(token)
+            cache.batch.factors = cache.rope.after_token(cache.batch.factors, position + 1)
+
+
+class RowsCache(Cache):
+    """`past_key_values` of one forward of one new token for each row: input_ids and position_ids (rows, 1), no mask.
+
+    Made anew for every forward; `finish` ends it. errors: what went wrong with a row, by its number. Its part of the
+    logits means nothing then, and its cache is not used again.
+    """
+
+    def __init__(self, caches: Items[RetrievalCache], plans: StepPlans | None = None) -> None:
+        """caches: of each row, of one model, one sequence each. plans: of the searches of the steps before; None: new.
+
+        Raises UnsupportedModelError, the layer named.
+        """
+        self.caches = list(caches)
+        self.plans = StepPlans() if plans is None else plans
+        self.errors: dict[int, Exception] = {}
+        self._specs: dict[tuple[int, int | None], MaskSpec] = {}
+        super().__init__(layers=[self._layer(number) for number in range(len(self.caches[0].layers))])
+        for row, cache in enumerate(self.caches):
+            try:
+                cache.require_room(1)
+            except Exception as error:
+                self.fail(row, error)
+
+    def _layer(self, number: int) -> Any:
+        layers: list[Any] = [cache.layers[number] for cache in self.caches]
+        if all(isinstance(layer, StateLayer) for layer in layers):
+            return RowsState(layers)
+        if all(isinstance(layer, CacheLayer) for layer in layers):
+            return RowsLayer(self, number, layers)
+        raise UnsupportedModelError(
+            f"Layer {number} is of kinds {sorted({type(layer).__name__ for layer in layers})} in the caches of these "
+            "rows; a forward for several rows serves layers of one kind. Make the caches for one model."
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, RowsLayer):
+            raise CacheMismatchError(
+                f"These rows have no keys for layer {layer_idx}, where the model stores some; make their caches for "
+                "this model."
+            )
+        use_threads()
+        return layer.update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row."""
+        return max(cache.batch.columns for cache in self.caches)
+
+    def spec_of(self, row: int, columns: int, spec: MaskSpec) -> MaskSpec:
+        """The recipe `spec` of a layer for a row that holds so many columns; layers of one kind share it."""
+        own = self._specs.get((row, spec.window))
+        if own is None or own.q_offset != columns:
+            own = self._specs[row, spec.window] = replace(
+                spec, q_offset=columns, q_length=self.new_tokens(row), padding=None
+            )
+        return own
+
+    def new_tokens(self, row: int) -> int:
+        """How many a row has in this forward."""
+        return 1
+
+    def attend_exact(self, number: int, query: Tensor, scoring: Scoring) -> Partial | None:
+        """query (rows, q_heads, 1, head_dim) over what rows have in pages, for all at once; None without any."""
+        return self.plans.exact.attend(number, [cache.batch.exact for cache in self.caches], query, scoring)
+
+    def fail(self, row: int, error: Exception) -> None:
+        """This row goes no further; the others do."""
+        self.errors[row] = error
+        self.caches[row].batch.broken = f"{type(error).__name__}: {error}"
+
+    def finish(self) -> None:
+        """The forward is over: states go back to the rows they belong to."""
+        for layer in self.layers:
+            if isinstance(layer, RowsState):
+                layer.give_back()
+        self.layers = []  # they refer back: what a row holds would stay until the garbage collector comes
+
+
+class RowsLayer(CacheLayerMixin, AttendingLayer):
+    """One layer of all rows: takes what is new, attends row by row."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, rows: RowsCache, number: int, layers: list[CacheLayer]) -> None:
+        super().__init__()
+        self._rows, self._number, self._layers = rows, number, layers
+        self.is_sliding = layers[0].is_sliding
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Note the new keys and values (rows, kv_heads, 1, dim) and return handles. Raises CacheMismatchError."""
+        if key_states.shape[0] != len(self._layers) or key_states.shape[2] != 1:
+            raise CacheMismatchError(
+                f"A forward with a RowsCache is one new token for each of its {len(self._layers)} rows, got keys "
+                f"{tuple(key_states.shape)}. Read more tokens with each row's own cache."
+            )
+        self._pending = (key_states, value_states)
+        return KVView(self, key_states), KVView(self, value_states)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        spec: MaskSpec,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Each row's new token to its own tokens: query (rows, q_heads, 1, head_dim), float32 of value_dim out."""
+        key, value = self._take_pending(module)
+        out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
+        together: list[tuple[int, RetrievalLayer]] = []
+        on_host = query.device.type == "cpu"
+        exact = self._rows.attend_exact(self._number, query, Scoring(scale, softcap)) if not self.is_sliding else None
+        for row, layer in enumerate(self._layers):
+            if row in self._rows.errors:
+                continue
+            if on_host and isinstance(layer, RetrievalLayer) and decodes_plainly(layer):
+                together.append((row, layer))
+                continue
+            own = slice(row, row + 1)
+            try:
+                layer.update(key[own], value[own])
+                if exact is not None and isinstance(layer, RetrievalLayer):
+                    layer.exact_part = Partial(exact.out[own], exact.lse[own])
+                place, before = self._rows.spec_of(row, layer.columns, spec), layer.stats.host_seconds
+                out[own] = layer.attend(
+                    module, query[own], place, scale=scale, softcap=softcap, sink_logits=sink_logits
+                )
+                self._rows.plans.host_seconds += layer.stats.host_seconds - before
+            except Exception as error:
+                self._rows.fail(row, error)
+        if together:
+            found, errors = decode_together(
+                self._rows.plans,
+                together,
+                module,
+                NewTokens(query, key, value, spec),
+                Scoring(scale, softcap),
+                sink_logits,
+                exact,
+            )
+            for row, problem in errors.items():
+                self._rows.fail(row, problem)
+            if len(together) == len(self._layers):
+                return found
+            rows = [row for row, _ in together]
+            out[rows] = found[rows]
+        return out
+
+    def _take_pending(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """What `update` noted. Raises UnsupportedModelError."""
+        if self._pending is None:
+            raise UnsupportedModelError(
+                f"Layer {self._number} ({type(module).__name__}) attends to another layer's keys without storing its "
+                "own; models that share keys and values between layers are not served."
+            )
+        pending, self._pending = self._pending, None
+        return pending
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._rows.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._rows.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True

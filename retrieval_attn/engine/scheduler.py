@@ -1,0 +1,336 @@
+"""Scheduler: which jobs read, decode, wait or leave in the next step. Deterministic; time is given; imports no torch.
+
+Batches change between steps, as in Orca (OSDI 2022): a job joins at the next tick and leaves when it is done. A job is
+admitted only with everything that it may ever need (no preemption by recomputing, as vLLM has it); so no job can wait
+for what another waiting job holds. The load decides when a job runs, and never what it computes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
+
+from retrieval_attn.engine.conservation import check_conservation
+from retrieval_attn.engine.entry import Entry
+from retrieval_attn.engine.fairness import FairQueue
+from retrieval_attn.engine.grants import Grants
+from retrieval_attn.engine.job import Job, State
+from retrieval_attn.engine.limits import Limits
+from retrieval_attn.engine.places import Places
+from retrieval_attn.errors import AdmissionError, EngineFullError
+
+__all__ = ["Results", "Scheduler", "StepPlan"]
+
+TRIES = 8
+"""Jobs looked at, when the first lacks host memory, for one that fits."""
+OVERTAKES = 16
+"""Jobs that may overtake one that lacks host memory; then all wait until it has it."""
+
+
+class Results(NamedTuple):
+    """What came of plans since the last tick; names of jobs that are gone are ignored.
+
+    ended: rows that chose a stop token or string. tokens: rows that got a token; each row of a plan's `decode` must
+    come here once, or in `ended` or `failed`, be it some ticks later. failed: jobs with an error, in whatever state.
+    read: cells done. read_done: prompts that are read. decode_seconds: of the last step; cell_seconds: of a cell in
+    `read`, on average; 0 where nothing was measured. at_end: of `read`, those whose next cell ends a layer's pass, and
+    is all that they read in the next tick in which they do.
+    """
+
+    ended: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    read: Mapping[str, int] = {}
+    read_done: tuple[str, ...] = ()
+    decode_seconds: float = 0.0
+    cell_seconds: float = 0.0
+    at_end: tuple[str, ...] = ()
+
+
+class StepPlan(NamedTuple):
+    """What is to be done, in this order: leave, park, resume, start, decode and, beside or after it, read.
+
+    leave: ended, failed, aborted, or has all its tokens: give everything back; of a job that only waited there is
+    nothing. park: bring its pages to the host. resume: bring them back. start: admitted; its reading begins, or it is
+    ready at once if only the last token of its prompt is unread. decode: rows of this step in the order of their slots.
+    read: jobs and the most cells of each before the next step.
+    """
+
+    start: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    read: tuple[tuple[str, int], ...] = ()
+    park: tuple[str, ...] = ()
+    resume: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Changes:
+    """What a tick has decided so far."""
+
+    start: list[str] = field(default_factory=list)
+    park: list[str] = field(default_factory=list)
+    resume: list[str] = field(default_factory=list)
+
+
+def _seating_order(entry: Entry) -> tuple[bool, bool, int]:
+    return (not entry.interactive, not entry.interactive and entry.state is not State.PARKED, entry.order)
+
+
+class Scheduler:
+    """Jobs from their submission to their end; `tick` is called before every step.
+
+    A tick takes O(rows + changes), whatever waits. `lacking_bytes`: host bytes that the next job to be admitted lacks;
+    who holds what could be given up, as the tree of prefixes does, frees as many and says so with `set_outside`.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.lacking_bytes = 0
+        self._places = Places(limits)
+        self._queues = {True: FairQueue(limits.quantum_tokens), False: FairQueue(limits.quantum_tokens)}
+        self._batch_by_age: OrderedDict[str, Entry] = OrderedDict()
+        self._grants = Grants(limits)
+        self._leaving: dict[str, None] = {}
+        self._ticks = 0
+        self._order = 0
+        self._now = 0.0
+        self._draining = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is there, and nothing is still to leave."""
+        return not self._places.entries
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait."""
+        return len(self._queues[True]) + len(self._queues[False])
+
+    @property
+    def filled(self) -> int:
+        """Slots taken."""
+        return len(self._places.seated())
+
+    def state(self, job: str) -> State:
+        """Where a job is; gone, too, if it was never submitted."""
+        entry = self._places.entries.get(job)
+        return State.GONE if entry is None else entry.state
+
+    def submit(self, job: Job, now: float) -> None:
+        """Take a job in. now: seconds of any clock that does not go back.
+
+        Raises AdmissionError for a job that can never be admitted, or whose id is taken by one that is still there;
+        EngineFullError if no more may wait, or after `drain`. A refused job leaves nothing behind.
+        """
+        if job.id in self._places.entries:
+            raise AdmissionError(f"A job {job.id!r} is there already: give each its own id.")
+        self.limits.refuse_too_large(job)
+        if self._draining:
+            raise EngineFullError("The engine is draining and takes no new jobs: ask another one, or start it anew.")
+        if self.waiting >= self.limits.waiting:
+            raise EngineFullError(
+                f"{self.waiting:,} jobs wait, of {self.limits.waiting:,} that may: try again later, or raise waiting."
+            )
+        self._now = max(self._now, now)
+        self._order += 1
+        interactive = job.priority == "interactive"
+        entry = Entry(
+            job, self._now, self._order, self.limits.job_bytes(job), self.limits.is_long(job), interactive=interactive
+        )
+        self._places.enter(entry)
+        self._queues[interactive].add(job.id, job.owner, is_long=entry.is_long)
+        if not interactive:
+            self._batch_by_age[job.id] = entry
+
+    def abort(self, job: str) -> bool:
+        """Let a job leave at the next tick, whatever its state. False if it is gone already: that is no error."""
+        if job not in self._places.entries:
+            return False
+        self._leaving[job] = None
+        return True
+
+    def drain(self) -> None:
+        """Take no new jobs; those that are there are served to their end."""
+        self._draining = True
+
+    def set_cached(self, job: str, cached_tokens: int) -> None:
+        """Tokens of a job's prompt that the tree holds from now on, as where an equal prompt was read before it.
+
+        A waiting job may gain or lose some; what became too large raises AdmissionError and stays as it was. An
+        admitted one gives back what it had reserved for tokens that are now the tree's; to lose some is a ConfigError.
+        One that is gone is left alone.
+        """
+        if (entry := self._places.entries.get(job)) is None:
+            return
+        changed = replace(entry.job, cached_tokens=cached_tokens)
+        self.limits.refuse_too_large(changed)
+        if entry.state is State.WAITING:
+            entry.host_bytes = self.limits.job_bytes(changed)
+        else:
+            self._places.shrink(entry, changed)
+        _renew(entry, changed, self._queues[entry.interactive], self.limits)
+
+    def set_known(self, job: str, known_tokens: int) -> None:
+        """Tokens of a job's prompt that the tree has now, as where an equal text was just read: see `Job`."""
+        if (entry := self._places.entries.get(job)) is not None:
+            job_now = replace(entry.job, known_tokens=known_tokens)
+            _renew(entry, job_now, self._queues[entry.interactive], self.limits)
+
+    def set_outside(self, host_bytes: int) -> None:
+        """Host bytes, of those in the limits, that something else than a job holds from now on."""
+        self._places.outside_bytes = host_bytes
+
+    def check(self) -> None:
+        """Raise AssertionError unless every page, byte and slot is free or held by one job in one state; O(jobs)."""
+        check_conservation(self.limits, self._places, self._queues)
+
+    def tick(self, results: Results, now: float) -> StepPlan:
+        """Take in what happened, and plan the next step. now: seconds, as in `submit`."""
+        self._now = max(self._now, now)
+        self._ticks += 1
+        self._take_in(results)
+        leave = self._let_go()
+        self._promote()
+        changes = _Changes()
+        self._seat(changes)
+        if self._admit(changes):
+            self._seat(changes)
+        rows = [entry for entry in self._places.seated() if entry.wants_step]
+        for entry in rows:
+            entry.in_flight += 1
+        return StepPlan(
+            start=tuple(changes.start),
+            decode=tuple(entry.job.id for entry in rows),
+            read=self._grants.plan(self._places.held[State.READING].values(), len(rows), now),
+            park=tuple(changes.park),
+            resume=tuple(changes.resume),
+            leave=leave,
+        )
+
+    def _take_in(self, results: Results) -> None:
+        self._grants.measured(results.read, self._places.entries, results.cell_seconds)
+        self._grants.measured_step(len(results.tokens), results.decode_seconds)
+        for name, cells in results.read.items():
+            if entry := self._places.entries.get(name):
+                entry.cells_done += cells
+                entry.at_end = name in results.at_end
+        for name in results.read_done:
+            entry = self._places.entries.get(name)
+            if entry is not None and entry.state is State.READING:
+                self._places.move(entry, State.READY)
+        for name in results.tokens:
+            if entry := self._places.entries.get(name):
+                entry.in_flight = max(entry.in_flight - 1, 0)
+                entry.generated += 1
+                self._queues[entry.charged].charge(entry.job.owner, 1)
+                if entry.generated >= entry.job.max_tokens:
+                    self._leaving[name] = None
+        for name in chain(results.ended, results.failed):
+            if name in self._places.entries:
+                self._leaving[name] = None
+
+    def _let_go(self) -> tuple[str, ...]:
+        leave = tuple(self._leaving)
+        self._leaving.clear()
+        for name in leave:
+            entry = self._places.entries[name]
+            if entry.state is State.WAITING:
+                self._queues[entry.interactive].remove(name, entry.job.owner, is_long=entry.is_long)
+                self._batch_by_age.pop(name, None)
+            self._places.move(entry, State.GONE)
+        return leave
+
+    def _promote(self) -> None:
+        """Batch jobs that are old enough count as interactive from now on."""
+        due = self._now - self.limits.promote_seconds
+        while self._batch_by_age:
+            name, entry = next(iter(self._batch_by_age.items()))
+            if entry.submitted > due:
+                break
+            del self._batch_by_age[name]
+            self._queues[False].remove(name, entry.job.owner, is_long=entry.is_long)
+            entry.interactive = True
+            self._queues[True].add(name, entry.job.owner, is_long=entry.is_long)
+        for entry in self._places.admitted():
+            entry.interactive = entry.interactive or entry.submitted <= due
+
+    def _seat(self, changes: _Changes) -> None:
+        """Give slots: to interactive jobs, even a batch row's; then to parked rows; then to batch jobs; each by age."""
+        unseated = chain(self._places.held[State.READY].values(), self._places.held[State.PARKED].values())
+        for entry in sorted(unseated, key=_seating_order):
+            parked = entry.state is State.PARKED
+            fits = self._places.free_slots and (not parked or self._places.has_free_pages)
+            if not fits and not (entry.interactive and self._park_one(changes)):
+                continue
+            if parked:
+                changes.resume.append(entry.job.id)
+            entry.since = self._ticks
+            self._places.move(entry, State.DECODING)
+
+    def _park_one(self, changes: _Changes) -> bool:
+        """Take slot and pages from the batch row that came last; not from one that just got them."""
+        rows = [e for e in self._places.seated() if not e.interactive and e.since < self._ticks]
+        if not rows:
+            return False
+        entry = max(rows, key=lambda e: e.order)
+        self._places.move(entry, State.PARKED)
+        changes.park.append(entry.job.id)
+        return True
+
+    def _admit(self, changes: _Changes) -> bool:
+        """Admit what may be; whether anything was."""
+        room = self._places.room()
+        while (entry := self._next(room, changes)) is not None:
+            job = entry.job
+            room[False] -= 1
+            room[True] -= entry.interactive
+            entry.charged = entry.interactive
+            self._queues[entry.interactive].serve(job.id, job.owner, job.unread_tokens, is_long=entry.is_long)
+            self._batch_by_age.pop(job.id, None)
+            changes.start.append(job.id)
+            self._places.move(entry, State.READING)
+            if job.is_there:
+                self._places.move(entry, State.READY)
+        return bool(changes.start)
+
+    def _next(self, room: Mapping[bool, int], changes: _Changes) -> Entry | None:
+        """The job to be admitted now, or None. One that lacks host memory is overtaken a bounded number of times."""
+        self.lacking_bytes = 0
+        blocked: Entry | None = None
+        for interactive in (True, False):
+            if room[interactive] <= 0:
+                continue
+            with_long = not any(
+                e.is_long and e.interactive >= interactive for e in self._places.held[State.READING].values()
+            )
+            for count in (1, TRIES):
+                for name in self._queues[interactive].heads(count, with_long=with_long)[count > 1 :]:
+                    entry = self._places.entries[name]
+                    if entry.host_bytes > self._places.free_bytes:
+                        blocked = blocked or entry
+                        coming = self._places.free_bytes + self._places.promised_bytes
+                        self.lacking_bytes = max(blocked.host_bytes - coming, 0)
+                        if blocked.overtaken >= OVERTAKES:
+                            return None
+                    elif self._places.has_free_pages or (interactive and self._park_one(changes)):
+                        if blocked is not None:
+                            blocked.overtaken += 1
+                        return entry
+                    else:
+                        return None
+                if blocked is None:
+                    break
+        return None
+
+
+def _renew(entry: Entry, job: Job, queue: FairQueue, limits: Limits) -> None:
+    """The entry's job is this one from now on; what is left of it to be read decides whether it is a long one."""
+    is_long = limits.is_long(job)
+    if entry.state is State.WAITING and is_long != entry.is_long:
+        queue.remove(job.id, job.owner, is_long=entry.is_long)
+        queue.add(job.id, job.owner, is_long=is_long)
+    entry.job, entry.is_long = job, is_long

@@ -1,0 +1,1 @@
+"""Fused decode layers: which modules of transformers they replace, and how."""

@@ -1,0 +1,339 @@
+"""The token loop: one forward for what is new, then one forward per generated token.
+
+Shared by `retrieval_attn.generate` (inside transformers' generate) and `Context`. It feeds positions explicitly, so
+that padded rows and rows whose padding lies in the middle continue where they stopped. On a GPU the forwards of
+generated tokens are replays of one graph (`runner/graph/launch.py`), where the model allows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.reread import whole_text
+from retrieval_attn.attention.sequence import add_ids
+from retrieval_attn.config import GraphMode
+from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.model.placement import agreed, input_device
+from retrieval_attn.model.rope import counting_as
+from retrieval_attn.runner.graph.binding import WindowsGrownError
+from retrieval_attn.runner.graph.launch import Launcher
+from retrieval_attn.runner.graph.registry import bind, runtime_for, unbind
+from retrieval_attn.runner.lookahead import Lookahead, TokenCopy
+
+logger = logging.getLogger(__name__)
+
+
+class TokenScore(NamedTuple):
+    """A token's log-probability, and the likeliest tokens in its place: pairs of an id and its log-probability."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptState:
+    """What the token loop continues: a cache holds the prompt's tokens, and this is the rest.
+
+    sequences: (batch, columns) ids so far, which processors and criteria see. logits: (batch, vocabulary) float32 of
+    the next token. position: int64 (batch,) of the last real token. mask: (batch, cached columns) bool, None without
+    padding. All on the model's input device. scores: see `PromptRows.scored`.
+    """
+
+    sequences: Tensor
+    logits: Tensor
+    position: Tensor
+    mask: Tensor | None = None
+    scores: Sequence[TokenScore] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class TokenChoice:
+    """How a token is chosen from logits, and when a row ends.
+
+    do_sample: draw with `generator` (None: torch's own) instead of taking the likeliest token. pad_id: fills rows that
+    have ended. keep_scores, keep_logits: collect them, after and before the processors, in `Generated`.
+    """
+
+    criteria: StoppingCriteriaList
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    do_sample: bool = False
+    generator: torch.Generator | None = None
+    pad_id: int = 0
+    keep_scores: bool = False
+    keep_logits: bool = False
+
+
+@dataclass
+class Generated:
+    """What a token loop produced.
+
+    sequences: (batch, prompt + new) ids; rows that stopped early are filled with the pad id.
+    how: "graph" where every forward after the prompt's was a replay, "eager", or "eager: " and why there was no graph.
+    """
+
+    sequences: Tensor
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    how: str = "eager"
+
+
+def positions(valid: Tensor) -> Tensor:
+    """Position of every column of a (batch, columns) mask: real tokens count 0, 1, ...; padding gets 1.
+
+    transformers gives padded columns position 1; nothing attends to them.
+    """
+    counted = valid.long().cumsum(dim=1) - 1
+    return counted.masked_fill(~valid.bool(), 1)
+
+
+def forward(
+    model: PreTrainedModel,
+    cache: RetrievalCache,
+    ids: Tensor | None,
+    *,
+    mask: Tensor | None,
+    position_ids: Tensor,
+    inputs_embeds: Tensor | None = None,
+    every: bool = False,
+    decoding: bool = False,
+) -> Tensor:
+    """Run `model` on new tokens and return the last column's logits, (batch, vocabulary) float32.
+
+    mask: (batch, all columns) bool or None without padding; position_ids: (batch, new). every: return the logits of all
+    new columns, (batch, new, vocabulary), in the model's dtype. decoding: the new tokens are generated ones, one for
+    each row. A text that passes a switch of the model's rotary factors is read again, whole
+    (`attention/reread.py`): raises CacheMismatchError if its ids are not known.
+    """
+    changes = isinstance(cache, RetrievalCache) and cache.rope is not None
+    if changes:
+        ids, position_ids = whole_text(cache, ids, mask, position_ids, decoding=decoding)
+    arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": mask}
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters:
+        arguments["position_ids"] = position_ids
+    if "logits_to_keep" in parameters:
+        arguments["logits_to_keep"] = 0 if every else 1  # 0 is all of them
+    if inputs_embeds is not None:
+        arguments["inputs_embeds"] = inputs_embeds
+    else:
+        arguments["input_ids"] = ids
+    with counting_as(cache.prompt_length) if changes else contextlib.nullcontext():
+        logits: Tensor = model(**arguments, return_dict=True).logits
+    if changes and ids is not None:
+        add_ids(cache.batch, ids)
+    return logits if every else logits[:, -1].float()
+
+
+class Steps:
+    """Forwards of one new token per row, as replays of a graph where that can be, else eagerly. Close it at the end.
+
+    replays: how many were. reason: why there was no graph, or "".
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, graph: GraphMode | None = None) -> None:
+        """graph: as `Config.graph`; None: what the cache's options say. Nothing is captured before the first step."""
+        self._model, self._cache = model, cache
+        self._graph = cache.config.graph if graph is None else graph
+        self.launcher: Launcher | None = None
+        self._eager = self._graph is False
+        self.replays = 0
+        self.reason = ""
+
+    def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits (batch, vocabulary) float32 after token (batch,) at position (batch,). mask: as `forward` takes it.
+
+        They may be overwritten by the next step, before which the caller reads something that was computed from them,
+        and calls `confirm`. Raises CaptureError if a graph was demanded and cannot be.
+        """
+        if not self._eager and self.launcher is None:
+            self._bind()
+        if self.launcher is not None:
+            try:
+                logits = self._replayed(self.launcher, token, position)
+            except CaptureError as error:
+                self._fail(str(error))
+            else:
+                self.replays += 1
+                return logits
+        place = position[:, None]
+        return forward(self._model, self._cache, token[:, None], mask=mask, position_ids=place, decoding=True)
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """The likeliest token (batch,) after the last step, the same memory at every step; None after an eager one."""
+        return None if self.launcher is None else self.launcher.chosen
+
+    def launch_next(self) -> bool:
+        """As `step` for `chosen`, before that is read and confirmed; False where that cannot be. One step goes ahead.
+
+        `confirm` then confirms one after the other. Raises BackendError as `step` does.
+        """
+        launched = self.launcher is not None and self.launcher.launch_next()
+        self.replays += launched
+        return launched
+
+    def discard(self) -> None:
+        """What is not confirmed did not happen."""
+        if self.launcher is not None:
+            self.launcher.discard()
+
+    def confirm(self) -> None:
+        """Commit the oldest step that is not confirmed. Raises BackendError if a host search in it failed, the layer
+        named.
+        """
+        if self.launcher is not None:
+            self.launcher.confirm()
+
+    def close(self) -> None:
+        """Put every confirmed token into the cache. Safe at any time, also after an interrupted step."""
+        if self.launcher is not None:
+            launcher, self.launcher = self.launcher, None
+            unbind(self._model, launcher)
+
+    def _replayed(self, launcher: Launcher, token: Tensor, position: Tensor) -> Tensor:
+        """The step of a graph, or of another one where windows have outgrown its memory. Raises CaptureError."""
+        try:
+            return launcher.step(token, position)
+        except WindowsGrownError:
+            self.close()
+            self._bind()
+            if self.launcher is None:
+                raise
+            return self.launcher.step(token, position)
+
+    def _bind(self) -> None:
+        try:
+            runtime = runtime_for(self._model)
+            if runtime is None:
+                if self._graph == "auto":
+                    self._eager = True  # on a CPU a graph gains nothing: nothing to report
+                    return
+                raise CaptureError(f"the model runs on {input_device(self._model)}, a graph needs a CUDA device")
+            self.launcher = bind(self._model, self._cache, runtime)
+        except (CaptureError, BackendError) as error:
+            self._fail(str(error))
+
+    def _fail(self, reason: str) -> None:
+        """Go on eagerly, logged once for a model and reason; or raise, where a graph was demanded."""
+        self._eager, self.reason = True, reason
+        self.close()
+        if self._graph is True:
+            raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
+        note_eager(self._model, reason)
+
+
+def note_eager(model: PreTrainedModel, reason: str) -> None:
+    """Say in the log, once for a model and reason, why there is no graph."""
+    logged = _logged.setdefault(model, set())
+    if reason not in logged:
+        logged.add(reason)
+        logger.warning("decoding eagerly, without a CUDA graph: %s", reason)
+
+
+_logged: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def run(
+    model: PreTrainedModel,
+    cache: RetrievalCache,
+    prompt: PromptState,
+    choice: TokenChoice,
+    *,
+    on_token: Callable[[list[int]], None] | None = None,
+    cancelled: threading.Event | None = None,
+    graph: GraphMode | None = None,
+) -> Generated:
+    """Generate until every row meets a criterion, or until `cancelled` is set.
+
+    on_token gets the new id of every row, pad for rows that stopped. cancelled: looked at after each token, when
+    `on_token` has it; the loop then ends as if every row had met a criterion. The last token is not fed back:
+    the cache then holds one column less than `sequences`, as transformers leaves it. graph: see `Config.graph`; None:
+    what the cache's options say. Raises BackendError if the host's search failed, CaptureError for graph=True without
+    one.
+    """
+    started = time.perf_counter()
+    sequences, logits, position, mask = prompt.sequences, prompt.logits, prompt.position, prompt.mask
+    processors, criteria = choice.processors, choice.criteria
+    cancelled = cancelled or threading.Event()
+    batch = sequences.shape[0]
+    running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
+    result = Generated(sequences, 0, 0.0, 0.0)
+    steps, token_copy = Steps(model, cache, graph), TokenCopy(sequences.device)
+    own_memory = bool(processors) or choice.keep_scores or choice.keep_logits
+    plain = not (own_memory or choice.do_sample) and Lookahead.serves(criteria)
+    lookahead = Lookahead(steps, token_copy, criteria, cancelled, sequences) if plain else None
+
+    def emit(token: list[int]) -> None:
+        result.new_tokens += 1
+        if on_token is not None:
+            on_token(token)
+
+    try:
+        while True:
+            # processors may return, or write to, what they are given, which the next replay overwrites
+            own = logits.clone() if own_memory else logits
+            scores: Tensor = processors(sequences, own)  # type: ignore[arg-type]  # declared LongTensor, FloatTensor
+            if choice.keep_scores:
+                result.scores.append(scores)
+            if choice.keep_logits:
+                result.logits.append(logits.clone() if processors else own)
+            if choice.do_sample:
+                probabilities = torch.softmax(scores, dim=-1)
+                chosen = agreed(torch.multinomial(probabilities, 1, generator=choice.generator).squeeze(1), model)
+            else:
+                chosen = scores.argmax(dim=-1)
+            chosen = torch.where(running, chosen, choice.pad_id)
+            sequences = torch.cat([sequences, chosen[:, None]], dim=1)
+            running = running & ~criteria(sequences, None)
+            # here, and where the lookahead reads a token, the CPU waits for the device
+            token_copy.send(torch.cat([chosen, running.to(chosen.dtype)]))
+            numbers = token_copy.read()
+            steps.confirm()
+            emit(numbers[:batch])
+            if not any(numbers[batch:]) or cancelled.is_set():
+                break
+            position = position + 1
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
+            logits = steps.step(chosen, position, mask)
+            if lookahead is None:
+                continue
+            lookahead.note(numbers[:batch])
+            while (next_token := steps.chosen) is not None and all(numbers[batch:]) and not lookahead.stopped.any():
+                new = lookahead.follow(next_token, emit).to(sequences.device)
+                sequences = torch.cat([sequences, new], dim=1)
+                if lookahead.stopped.all():
+                    break
+                running, position = ~lookahead.stopped.to(sequences.device), position + new.shape[1]
+                if mask is not None:
+                    mask = torch.cat([mask, mask.new_ones(new.shape)], dim=1)
+                logits = steps.step(sequences[:, -1], position, mask)
+            if lookahead.stopped.all():
+                break
+    finally:
+        steps.close()
+    if steps.reason:
+        result.how = f"eager: {steps.reason}"
+    elif steps.replays:
+        result.how = "graph"
+    result.sequences = sequences
+    result.decode_seconds = time.perf_counter() - started
+    return result

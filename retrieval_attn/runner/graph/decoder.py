@@ -1,0 +1,149 @@
+"""What a model keeps for decoding by graphs: buffers, and the graphs that were captured over them.
+
+A decoder serves every cache of the same shape: caches are bound to it in turn (`binding.py`), so that a captured
+graph outlives the context, fork or question that it was captured for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.prefix import ExactPrefix
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.state import StateLayer
+from retrieval_attn.cpu.pool import default_pool
+from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.capture.exchange import Replay
+from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.runner.graph.host import HostResources
+from retrieval_attn.runner.graph.memory import StepMemory, ordinary_tensors
+from retrieval_attn.runner.graph.pages import StepPages
+from retrieval_attn.runner.graph.reached import Reads
+from retrieval_attn.runner.graph.signature import signature
+from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, SlotPlace
+from retrieval_attn.runner.graph.states import StateMemory, StepStates
+from retrieval_attn.runner.graph.support import hooks_of
+
+
+class StepKind(NamedTuple):
+    """What a graph is captured for, beside the shapes.
+
+    retrieves: some row has keys between sinks and window. padded: some window has padding. max_coded_keys: keys that
+    searches of codes on the device are recorded for; 0: none is searched. levels: spans in pages that a row may lie
+    over; 0: no row has any. reads: who reads host memory (`graph/reached.py`), of each host part; none: the host.
+    """
+
+    retrieves: bool
+    padded: bool
+    max_coded_keys: int
+    levels: int = 0
+    reads: tuple[int, ...] = ()
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether the host has a part in such steps: otherwise it leaves neither work nor errors."""
+        return self.retrieves and (not self.reads or any(one != Reads.DEVICE for one in self.reads))
+
+
+class CapturedStep(NamedTuple):
+    """A graph, and the logits (batch, vocabulary) float32 that a replay writes."""
+
+    replay: Replay
+    logits: Tensor
+
+
+class GraphDecoder:
+    """See the module. It holds neither model nor cache.
+
+    graphs: one per kind of step. captures, replays: how many there were. capture_failure: why no graph can be captured,
+    once a capture has failed. pages: what steps attend to there, made for the first cache with tokens in pages.
+    """
+
+    @ordinary_tensors
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: RetrievalCache,
+        runtime: Runtime,
+        buffers: Sequence[Buffers] | None = None,
+        resources: HostResources | None = None,
+        states: StepStates | None = None,
+    ) -> None:
+        """For caches shaped as `cache`, which holds tokens. Nothing is bound or captured yet.
+
+        buffers: of each layer that attends, for as many rows as a step has; None: new ones, for the rows of `cache`.
+        resources: shared with other decoders of the runtime, whose steps do not run at the same time; None: its own.
+        states: of all rows; None: new ones, as those of `cache`.
+        """
+        layers = attending(cache)
+        key = layers[0][1].window.buffers[0] if buffers is None else buffers[0][0]
+        self.signature = signature(model, cache, runtime)
+        self.runtime = runtime
+        self.captures = self.replays = 0
+        self.capture_failure: str | None = None
+        self.graphs: dict[StepKind, CapturedStep] = {}
+        self.pages: StepPages | None = None
+        resources = (HostResources(runtime, default_pool()) if resources is None else resources).for_step()
+        self.upload_tables, self._stage = resources.upload, resources.stage
+        self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device)
+        self.slots = [
+            LayerSlot(SlotPlace(number, row), layer, resources, self.memory, None if buffers is None else buffers[row])
+            for row, (number, layer) in enumerate(layers)
+        ]
+        self.states: StepStates = states or StateMemory(
+            [layer for _, layer in keeping_state(cache)], key.device, runtime
+        )
+        # kept, so that the signature's ids stay taken and what they recorded stays in memory
+        self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
+
+    def begin_step(self) -> None:
+        """Record: the pass begins."""
+        self.states.begin_step()
+        self._stage.begin_step()
+
+    def write_pages(self, prefixes: Sequence[ExactPrefix | None], layers: Iterable[Any], levels: int) -> None:
+        """Tell the device what the rows, one for each place, have in pages. layers: of one that has some. levels: spans
+        that a row lies over at most, at least 1. Raises CaptureError for a prefix in the pages of others.
+        """
+        if self.pages is None:
+            rows, held = len(self.memory.token), [layer for layer in layers if isinstance(layer, RetrievalLayer)]
+            owner = next(one.layers for one in prefixes if one is not None)
+            self.pages = StepPages(rows, owner, {layer.number: layer.q_heads for layer in held})
+        self.pages.write(prefixes, levels)
+
+    def paged(self, number: int, query: Tensor, scoring: Scoring) -> Callable[[], Partial] | None:
+        """Records what the rows of query (batch, q_heads, 1, head_dim) attend to in pages of layer `number`, as the
+        graph that is captured finds it there; None: nothing.
+        """
+        if self.pages is None:
+            return None
+        return functools.partial(self.pages.attend, number, query, scoring, self.runtime.opaque)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """See `StepKind`, of the steps that are planned now."""
+        found = tuple(one for slot in self.slots for one in slot.reads)
+        return found if any(found) else ()
+
+    def raise_host_error(self) -> None:
+        """Raise what the last replay left as a host step's status; BackendError names the layer."""
+        if self.memory.host_failed:
+            for host in (host for slot in self.slots for host in slot.hosts):
+                host.raise_error()
+
+
+def attending(cache: RetrievalCache) -> list[tuple[int, Any]]:
+    """The layers that attend, retrieving or sliding, each with its number."""
+    return [(number, layer) for number, layer in enumerate(cache.layers) if not isinstance(layer, StateLayer)]
+
+
+def keeping_state(cache: RetrievalCache) -> list[tuple[int, StateLayer]]:
+    """The layers that keep a state instead, each with its number."""
+    return [(number, layer) for number, layer in enumerate(cache.layers) if isinstance(layer, StateLayer)]

@@ -1,0 +1,283 @@
+"""What the first answer would wait for, done while a context is read: kernels compiled, the decode step captured.
+
+Whoever adds something that is made once for a model, device or machine adds it here: kernels of the host to
+`cpu/ahead.kernel_jobs`, which other processes compile while the model reads; what a device launches to `prepared`,
+whose threads compile and load it meanwhile; and what needs the context's end to REHEARSALS, which run then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.coded_part import coded_range
+from retrieval_attn.attention.held import HeldTokens
+from retrieval_attn.attention.host_part import HostPart
+from retrieval_attn.attention.layer_uploads import LayerUploads
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.uploaded_part import least_positions
+from retrieval_attn.compile.jobs import Compilation, missing, wait_until_compiled
+from retrieval_attn.config import Config
+from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
+from retrieval_attn.cpu.serve import compile_server
+from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
+from retrieval_attn.gpu.attention.merge import empty_partial, merge
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.capture.exchange import requested_host_callback
+from retrieval_attn.gpu.capture.polling import load_flags
+from retrieval_attn.gpu.capture.probe import load_probe
+from retrieval_attn.gpu.norm import rms_norm
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.model.fused.layers import load_layer_kernels
+from retrieval_attn.model.placement import input_device
+from retrieval_attn.offload.codes import beside, load_coder
+from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, pack, unpack
+from retrieval_attn.offload.work import overlaps
+from retrieval_attn.runner.beside import forms_for_all
+from retrieval_attn.runner.graph.ahead import LayerLaunches
+from retrieval_attn.runner.graph.registry import bind, has_captured, runtime_for, unbind
+from retrieval_attn.runner.preparation import Preparation
+
+logger = logging.getLogger(__name__)
+
+Rehearsal = Callable[[PreTrainedModel, RetrievalCache], None]
+"""Does once what answers do later. The cache holds a context and is as it was afterwards; no token is appended."""
+
+
+def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, progress: bool = True) -> Compilation:
+    """Begin to compile, in other processes, what reading up to `tokens` tokens into `cache` and decoding need.
+
+    Used as a context around the read. Decides the index.
+    """
+    config, spec = cache.config, cache.index.decide(tokens)
+    return Compilation(
+        kernel_jobs(
+            host_format(config.host_dtype, model.dtype),
+            spec,
+            tokens,
+            retrieve_all=config.retrieve == "all",
+            serves_graphs=config.graph is not False and input_device(model).type == "cuda",
+        ),
+        progress=progress,
+    )
+
+
+@contextlib.contextmanager
+def compiling_early(config: Config, dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
+    """Meanwhile, while weights load, other processes begin to compile what a read of any length needs.
+
+    dtype: of the model that is loaded; None: not known, and nothing begins. What is not done at the end goes on, and a
+    read waits for it (`compilation`); an error ends the processes.
+    """
+    if dtype is None:
+        yield
+        return
+    fmt, spec = host_format(config.host_dtype, dtype), IndexSpec.of(config.index, config.index_options)
+    serves_graphs = config.graph is not False and device.type == "cuda"
+    jobs = early_jobs(fmt, spec, retrieve_all=config.retrieve == "all", serves_graphs=serves_graphs)
+    compiling = Compilation(jobs, progress=False)
+    try:
+        yield
+    except BaseException:
+        compiling.close()
+        raise
+
+
+@contextlib.contextmanager
+def prepared(model: PreTrainedModel, cache: RetrievalCache, compiling: Compilation) -> Iterator[None]:
+    """Meanwhile threads load what `compiling` compiles, and compile and load what the device will launch.
+
+    Beside a GPU only: elsewhere they would take the cores from the model.
+    """
+    device = input_device(model)
+    if not overlaps(device):
+        yield
+        return
+    with Preparation() as preparation:
+        fmt = host_format(cache.config.host_dtype, model.dtype)
+        for what, work in _preparations(model, cache, compiling, device):
+            if _is_first((what, device, model.dtype, fmt, cache.index.spec)):
+                preparation.begin(what, functools.partial(_on, device, work))
+        watch, before = _LayerWatch(preparation, model, cache, _processors(device)), cache.on_layer
+        cache.on_layer = functools.partial(watch, before)
+        try:
+            yield
+        finally:
+            cache.on_layer = before
+
+
+def _preparations(
+    model: PreTrainedModel, cache: RetrievalCache, compiling: Compilation, device: torch.device
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What the shape of no layer is needed for, by what it is."""
+    config, spec = cache.config, cache.index.spec
+    fmt = host_format(config.host_dtype, model.dtype)
+    yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, _sizes(model)[0])
+    stored = {fmt, Format.INT8} if spec.host_reads.rows else {fmt}
+    yield "kernels of each layer", functools.partial(_load_layers, device, model.dtype, fmt, stored, *_sizes(model))
+    yield "the host's kernels", functools.partial(_load_compiled, compiling, fmt, spec)
+    if config.graph is not False:
+        yield "kernels of a step", functools.partial(load_layer_kernels, model)
+    if config.graph is not False and requested_host_callback() != "host_node":
+        yield "the exchange with the host", functools.partial(_load_exchange, device)
+
+
+def _load_layers(
+    device: torch.device, dtype: torch.dtype, fmt: Format, stored: Iterable[Format], head_dim: int, width: int
+) -> None:
+    """Merge partials, normalise hidden states, pack rows as they are stored, unpack the host's: all over zeros."""
+    part = empty_partial(torch.zeros(1, 1, 1, head_dim, device=device), head_dim)
+    merge([part, part])
+    weight = torch.zeros(width, dtype=dtype, device=device)
+    rms_norm(weight[None], weight, 1e-5)
+    for one in stored:
+        pack(torch.zeros(1, head_dim, dtype=dtype, device=device), one)
+    unpack(torch.zeros(1, fmt.width(head_dim), dtype=TORCH_DTYPE[fmt], device=device), fmt, dtype)
+
+
+def _load_compiled(compiling: Compilation, fmt: Format, spec: IndexSpec) -> None:
+    """Load the host's kernels, if other processes compile all of them."""
+    wait_until_compiled()
+    if not missing(compiling.jobs):
+        load_kernels(fmt, spec, {spec.kind})
+
+
+def _load_exchange(device: torch.device) -> None:
+    """Load what a trial of the exchange launches. Made later, the trial itself has the device to itself."""
+    load_probe(device)
+    load_flags(device, mapped=requested_host_callback() != "polling")
+    compile_server()
+
+
+def _sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """Of a head, and of a hidden state."""
+    text = model.config.get_text_config(decoder=True)
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads), int(text.hidden_size)
+
+
+class _LayerWatch:
+    """Has kernels launched for each shape of layers, once the first of that shape is read."""
+
+    def __init__(
+        self, preparation: Preparation, model: PreTrainedModel, cache: RetrievalCache, processors: int
+    ) -> None:
+        self._preparation, self._model, self._cache = preparation, model, cache
+        self._graphs = cache.config.graph is not False
+        self._processors, self._read = processors, 0
+
+    def __call__(self, before: Callable[[], object] | None) -> None:
+        """A layer was read. before: who else watches."""
+        for layer in self._cache.layers[self._read : self._read + 1]:
+            if isinstance(layer, RetrievalLayer) and layer.held is not None and layer.held.retrieves:
+                forms = forms_for_all(self._model, self._cache, layer.held.columns)
+                launches = LayerLaunches(layer, self._processors, forms)
+                if _is_first(launches.shape):
+                    for work in launches.works(self._graphs):
+                        self._preparation.begin(work.__name__, functools.partial(_on, layer.held.device, work))
+        self._read += 1
+        if before is not None:
+            before()
+
+
+_begun: set[tuple[object, ...]] = set()
+
+
+def _is_first(key: tuple[object, ...]) -> bool:
+    """Whether this is prepared for the first time in this process."""
+    first = key not in _begun
+    _begun.add(key)
+    return first
+
+
+def _on(device: torch.device, work: Callable[[], object]) -> None:
+    with beside(device):
+        work()
+
+
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def make_ready(model: PreTrainedModel, cache: RetrievalCache) -> None:
+    """Load what was compiled, and rehearse, so that the first answer after `cache` costs what the second does."""
+    load_kernels(host_format(cache.config.host_dtype, model.dtype), cache.index.spec, cache.index_kinds())
+    for rehearsal in REHEARSALS:
+        rehearsal(model, cache)
+
+
+def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
+    """Make the trial of the exchange, capture the step of one token, launch it once. Nothing on a CPU.
+
+    Nothing, too, where an earlier context's graph will do: to bind a context takes a third of a second of 32 layers,
+    and its first answer binds it after its first token; and in a batch, which has graphs of its own and steps others
+    meanwhile. Where no step can be captured, the first answer says why.
+    """
+    if cache.config.graph is False or cache.in_batch:
+        return
+    try:
+        runtime = runtime_for(model)
+        if runtime is None or has_captured(model, cache, runtime):
+            return
+        launcher = bind(model, cache, runtime)
+        try:
+            launcher.rehearse()
+        finally:
+            unbind(model, launcher)
+    except (CaptureError, BackendError, ContextLengthError, torch.OutOfMemoryError) as error:
+        logger.info("no step was captured while reading: %s", error)
+
+
+def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:
+    """Search codes on a CUDA device as questions do, in one layer of each shape: all questions run those kernels.
+
+    Once in a process for a model and a shape.
+    """
+    if input_device(model).type != "cuda":
+        return
+    rehearsed = _searched.setdefault(model, set())
+    for layer in cache.layers:
+        if not isinstance(layer, RetrievalLayer) or not layer.index.spec.keeps_device_keys:
+            continue
+        held = layer.held
+        if held is None or not held.retrieves:
+            continue
+        key, value = held.window.buffers
+        shape = layer.q_heads, key.shape, value.shape, key.device, tuple(held.ranges)
+        if shape not in rehearsed:
+            rehearsed.add(shape)
+            uploads = LayerUploads(layer.batch, layer.number, key.device)
+            for tokens in question_lengths(layer, held):
+                query = key.new_ones(key.shape[0], layer.q_heads, tokens, key.shape[3])
+                part = HostPart(held, query, Scoring(1.0, None), layer.index.spec, uploads)
+                part.begin(layer.config)
+                part.attend(layer.config, value.shape[3], LayerStats())
+            uploads.clear()
+
+
+_searched: weakref.WeakKeyDictionary[PreTrainedModel, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def question_lengths(layer: RetrievalLayer, held: HeldTokens) -> list[int]:
+    """Tokens of questions, one for each way that they take through the codes of a layer."""
+    host, (start, stop) = held.hosts[0], held.ranges[0]
+    k = layer.config.retrieve_count(stop - start)
+    over = (
+        None
+        if k is None or stop <= start
+        else coded_range(host, start, stop, k, layer.index.spec, layer.config.estimates)
+    )
+    return [2] if over is None else [2, least_positions(over, layer.q_heads)]
+
+
+REHEARSALS: tuple[Rehearsal, ...] = (capture_step, search_codes)
+"""In this order."""

@@ -1,0 +1,148 @@
+"""Which models retrieval attention runs: tested exactly, refused by name, or verified once on first use."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from retrieval_attn.errors import UnsupportedModelError
+from retrieval_attn.memory.shape import splits_heads
+from retrieval_attn.model.multimodal import is_multimodal, text_decoder
+from retrieval_attn.model.placement import tensor_ranks
+from retrieval_attn.runner.compare import NewCache, Report, compare
+
+log = logging.getLogger(__name__)
+
+# Compared with eager full attention: same logits to 1e-5 with retrieve="all". tests/test_models.py, test_hybrid.py and
+# test_multimodal.py do so.
+TESTED = frozenset(
+    {
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "lfm2",
+        "llama",
+        "mistral",
+        "nemotron_h",
+        "phi3",
+        "qwen2",
+        "qwen2_5_vl_text",
+        "qwen2_vl_text",
+        "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_vl_text",
+    }
+)
+# Models for text and images around such a decoder, compared in tests/test_multimodal.py.
+TESTED_WITH_IMAGES = frozenset({"gemma3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
+
+_LATENT = "its cache holds latents that are expanded after the cache (multi-head latent attention)"
+_SPARSE = "it was trained with its own sparse attention, which selects keys itself"
+_SHARED = "later layers reuse another layer's keys"
+_CROSS = "some of its layers attend to an image, whose keys they keep in the cache"
+_OWN_LAYERS = "its cache layers are its own and would silently ignore retrieval"
+REFUSED = {
+    "axk1": _LATENT,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "kimi_linear": _LATENT,
+    "longcat_flash": _LATENT,
+    "minicpm3": _LATENT,
+    "mistral4": _LATENT,
+    "youtu": _LATENT,
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "hy_v4": _SPARSE,
+    "minimax_m3_vl_text": _SPARSE,
+    "deepseek_v4": _OWN_LAYERS,
+    "mllama_text_model": _CROSS,
+    "gemma3n_text": _SHARED,
+    "gemma4_text": _SHARED,
+}
+
+_verified: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+
+
+def require_supported(model: PreTrainedModel, new_cache: NewCache) -> None:
+    """Return for a model that runs exactly; raise UnsupportedModelError with the reason otherwise.
+
+    Model types not on the tested list are verified once per model object: eager attention against retrieval
+    with retrieve="all" on 64 random tokens (see `retrieval_attn.verify`). new_cache: makes the cache for that.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"A transformers PreTrainedModel is needed, got {type(model).__name__}; load the model with "
+            "AutoModelForCausalLM.from_pretrained."
+        )
+    text_config = model.config.get_text_config(decoder=True)
+    model_type = text_config.model_type
+    if model_type in REFUSED:
+        raise UnsupportedModelError(
+            f"{model_type} is not supported: {REFUSED[model_type]}. Use it with its own attention and cache."
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{model_type} is an encoder-decoder; retrieval attention serves decoders only.")
+    if _is_bidirectional(model, text_config):
+        raise UnsupportedModelError(f"{model_type} is bidirectional; retrieval attention serves causal decoders only.")
+    if getattr(text_config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(f"{model_type} is not supported: {_SHARED}.")
+    if not getattr(model, "_supports_sdpa", False) and not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{model_type} has no attention interface in transformers (its attention is written into the model), so "
+            "attn_implementation cannot be set. Use a newer model class."
+        )
+    _check_ranks(model, text_config)
+    tested = model_type in TESTED and (not is_multimodal(model) or model.config.model_type in TESTED_WITH_IMAGES)
+    if tested or model in _verified:
+        return
+    report = compare(model, new_cache)
+    mark_verified(model, report)
+    if not report.ok:
+        raise UnsupportedModelError(f"{model_type} is not supported: {report.reason}")
+
+
+def _check_ranks(model: PreTrainedModel, text_config: PreTrainedConfig) -> None:
+    """Tensor parallel: every rank must have whole heads of its own; one that has all of them is said once."""
+    ranks = tensor_ranks(model)
+    if ranks == 1:
+        return
+    if not splits_heads(text_config):
+        _say_all_heads(text_config.model_type, ranks)
+        return
+    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    if heads % ranks:
+        raise UnsupportedModelError(
+            f"{text_config.model_type} has {heads} key-value heads, which {ranks} ranks cannot share evenly; start a "
+            "number of processes that divides it, or use device_map."
+        )
+
+
+@functools.cache
+def _say_all_heads(model_type: str, ranks: int) -> None:
+    log.warning(
+        "%s: transformers' tensor parallel plan leaves all heads on every rank, so each of the %d processes stores and "
+        "searches all keys; device_map would do so once",
+        model_type,
+        ranks,
+    )
+
+
+def mark_verified(model: nn.Module, report: Report) -> None:
+    """Remember that this model object passed, if it did."""
+    if report.ok:
+        _verified[model] = None
+
+
+def _is_bidirectional(model: nn.Module, text_config: PreTrainedConfig) -> bool:
+    """True when the config or some attention module of the text decoder says that tokens see later tokens."""
+    if getattr(text_config, "is_causal", True) is False or getattr(text_config, "use_bidirectional_attention", False):
+        return True
+    return any(getattr(module, "is_causal", None) is False for module in text_decoder(model).modules())

@@ -1,0 +1,1 @@
+"""Contexts to and from a store: KV, indexes, clusters, token ids."""

@@ -1,0 +1,162 @@
+"""A context is saved while it is read: each layer goes to the disk as soon as its keys are on the host and indexed.
+
+Layer-major reading ends layer l after l/L of the time, so that most of the bytes are written beside the computing of
+later layers (CachedAttention, section 3.2.2, writes beside decoding).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.layer import CacheLayer
+from retrieval_attn.attention.sequence import Forgotten
+from retrieval_attn.model.identity import identity_of
+from retrieval_attn.saving.layers import Marks, ids_array, marks_of, marks_of_layer, saving_fork
+from retrieval_attn.saving.save import (
+    Kept,
+    Saved,
+    SavedPoint,
+    layer_bundle,
+    node_plain,
+    saved_options,
+    saving_bar,
+    write_layer,
+)
+from retrieval_attn.saving.sequence import PathMark
+from retrieval_attn.store import ContextStore, NodeWriter, check_name
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.02
+"""Between two looks at whether a layer is ready."""
+
+
+class ReadingSave:
+    """Saves `cache`, which is empty and about to read `ids`: read within `beside`, then call `finish`."""
+
+    def __init__(
+        self,
+        store: ContextStore,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: RetrievalCache,
+        ids: Sequence[int],
+    ) -> None:
+        check_name(name)
+        self._store, self._cache = store, cache
+        self._ids = ids_array(ids)
+        self.saved = Saved(name, len(self._ids))
+        self._identity, self._options = identity_of(model, tokenizer), saved_options(cache.config, Forgotten())
+        self._read = self._written = 0
+        self._marks: dict[int, PathMark] = {}
+        self._turn = threading.Lock()
+        """Held while a layer's state is taken: then its arrays stay as they are, but not before."""
+        self._complete, self._stop = threading.Event(), threading.Event()
+        self._plain: dict[str, Any] = {}
+        self._kept: Kept | None = None
+        self._waits = True
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Meanwhile the cache reads. Left by an exception, nothing is saved."""
+        before = self._cache.on_layer
+
+        def on_layer() -> None:
+            if before is not None:
+                before()
+            self._read += 1
+
+        self._cache.on_layer = on_layer
+        thread = self.saved._thread = threading.Thread(target=self._run, name="retrieval_attn-save", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            self._stop.set()
+            thread.join()
+            raise
+        finally:
+            self._cache.on_layer = before
+
+    def finish(self, kept: Kept, plain: Mapping[str, Any], *, wait: bool, progress: bool) -> None:
+        """What was read is complete: give it its name once it is on the disk. plain: kept beside the name.
+
+        kept: of the context, which knows of the save as `kept.saving`, and of the node when it is there. wait: return
+        then, or raise StoreError; otherwise a thread goes on, and Python does not end before it.
+        """
+        self._plain, self._kept, kept.saving, self._waits = dict(plain), kept, self.saved, wait
+        thread = self.saved._thread
+        assert thread is not None
+        if not wait:
+            with self._turn:
+                self._cache = saving_fork(self._cache)
+            atexit.register(thread.join)
+        self._complete.set()
+        if wait:
+            with saving_bar(self.saved.name, len(self._cache.layers), show=progress) as bar:
+                while thread.is_alive():
+                    bar.update(self._written - bar.n)
+                    thread.join(LOOK_SECONDS)
+            self.saved.wait()
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        try:
+            with self._store.writer(self._identity, None, self._ids, self._options) as writer:
+                self.saved.digest = writer.digest
+                if not writer.exists and not self._write_layers(writer):
+                    return
+                while not self._complete.is_set():  # the last layer is there; what follows may fail still
+                    if self._stop.wait(LOOK_SECONDS):
+                        return
+                if not writer.exists:
+                    self.saved.new_tokens = len(self._ids)
+                    writer.publish(node_plain(self._cache))
+            self._name(writer.exists)
+        except BaseException as error:  # raised where somebody waits
+            self.saved._error = error
+            if not self._waits:
+                log.warning("saving the context %r failed: %s", self.saved.name, error)
+        finally:
+            self.saved.seconds = time.perf_counter() - began
+            atexit.unregister(threading.current_thread().join)
+
+    def _write_layers(self, writer: NodeWriter) -> bool:
+        """False: reading has failed."""
+        for number in range(len(self._cache.layers)):
+            if not self._wait_for(number):
+                return False
+            with self._turn:
+                self._marks |= marks_of_layer(self._cache, number)
+                layer = layer_bundle(self._cache, number, None)
+            self.saved.nbytes += write_layer(writer, layer)
+            self._written += 1
+        return True
+
+    def _name(self, existed: bool) -> None:
+        """existed: somebody else had written the node."""
+        self._store.name(self.saved.name, self.saved.digest, self._plain)
+        marks = marks_of(self._cache).of_another() if existed else Marks(self._marks)
+        assert self._kept is not None
+        self._kept.note(SavedPoint(str(self._store.folder), self.saved.digest, len(self._ids), Forgotten(), marks))
+
+    def _wait_for(self, number: int) -> bool:
+        """Until layer `number` is on the host and indexed. False: reading has failed."""
+        while not self._stop.is_set():
+            layer = self._cache.layers[number]
+            if self._complete.is_set():
+                return True
+            if self._read > number and (not isinstance(layer, CacheLayer) or layer.check_index()):
+                return True
+            self._stop.wait(LOOK_SECONDS)
+        return False

@@ -1,0 +1,89 @@
+"""A bench for single schedules: plans are carried out at once, with fixed seconds for steps and cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from retrieval_attn.engine.job import Job, State
+from retrieval_attn.engine.limits import Limits
+from retrieval_attn.engine.scheduler import Results, Scheduler, StepPlan
+
+LIMITS = Limits(
+    rows=4,
+    pages=72,
+    row_pages=12,
+    host_bytes=1_000_000,
+    token_bytes=10,
+    row_seconds=0.002,
+    step_seconds=0.06,
+    inter_token_seconds=0.05,
+    waiting=100_000,
+    promote_seconds=60.0,
+    chunk_tokens=100,
+    layers=2,
+    ahead=2,
+    quantum_tokens=1000,
+)
+
+
+class Bench:
+    """Carries plans out at once: each row gets its token, each reading its cells; checks after every tick."""
+
+    def __init__(self, step: float = 0.01, cell: float = 0.01, **changes: Any) -> None:
+        self.limits = replace(LIMITS, **changes)
+        self.scheduler = Scheduler(self.limits)
+        self.step_seconds = step
+        self.cell_seconds = cell
+        self.now = 0.0
+        self.results = Results()
+        self.jobs: dict[str, Job] = {}
+        self.cells: dict[str, int] = {}
+        self.tokens: dict[str, int] = {}
+        self.plans: list[StepPlan] = []
+
+    def submit(self, name: str, prompt: int = 50, tokens: int = 10, **job: Any) -> None:
+        self.jobs[name] = Job(name, prompt, tokens, **job)
+        self.scheduler.submit(self.jobs[name], self.now)
+
+    def tick(self, **results: Any) -> StepPlan:
+        """One tick with what came of the last plan; `results` on top of it."""
+        plan = self.scheduler.tick(self.results._replace(**results), self.now)
+        self.scheduler.check()
+        self.plans.append(plan)
+        read, read_done = {}, []
+        for name, cells in plan.read:
+            done = self.cells.get(name, 0)
+            read[name] = min(cells, self.limits.cells(self.jobs[name]) - done)
+            self.cells[name] = done + read[name]
+            if self.cells[name] == self.limits.cells(self.jobs[name]):
+                read_done.append(name)
+        for name in plan.decode:
+            self.tokens[name] = self.tokens.get(name, 0) + 1
+        seconds = self.step_seconds if plan.decode else 0.0
+        self.results = Results(
+            tokens=plan.decode,
+            read=read,
+            read_done=tuple(read_done),
+            decode_seconds=seconds,
+            cell_seconds=self.cell_seconds if read else 0.0,
+        )
+        self.now += seconds + self.cell_seconds * sum(read.values())
+        return plan
+
+    def until(self, done: Callable[[], bool], most: int = 10_000) -> None:
+        for _ in range(most):
+            if done():
+                return
+            self.tick()
+        raise AssertionError(f"not done after {most} ticks")
+
+    def finish(self, most: int = 100_000) -> None:
+        self.until(lambda: self.scheduler.idle, most)
+
+    def state(self, name: str) -> State:
+        return self.scheduler.state(name)
+
+    def order(self) -> Iterator[str]:
+        return (name for plan in self.plans for name in plan.start)

@@ -1,0 +1,76 @@
+"""Saved contexts of requests that wait come from the disk before their turn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.expected import Expected
+from retrieval_attn.engine.request import Request
+from retrieval_attn.store import ContextStore, Shelf
+from retrieval_attn.store.pages import give_up, resident_bytes
+from tests.test_engine_saved import NEVER, ids, llm_of, read
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What shelves are told to expect."""
+    found: list[list[str]] = []
+    expect = Shelf.expect
+
+    def noted(self: Shelf, names: Sequence[str]) -> None:
+        found.append(list(names))
+        expect(self, names)
+
+    monkeypatch.setattr(Shelf, "expect", noted)
+    return found
+
+
+def test_names_in_the_order_of_their_requests(told: list[list[str]], tmp_path: Path) -> None:
+    store = ContextStore(tmp_path)
+    expected = Expected(lambda: store, 1 << 30)
+    for number, name in enumerate(["b", "a", "b", "c"]):
+        expected.add(str(number), name)
+    expected.remove("0")
+    expected.remove("unknown")
+    expected.add("4", "d")
+    assert told == [["b"], ["b", "a"], ["b", "a", "c"], ["a", "b", "c", "d"]]
+    expected.close()
+    expected.add("5", "e")
+    assert len(told) == 4 and not [one for one in threading.enumerate() if one.name == "context-shelf"]
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_waiting_request_finds_its_files_in_memory(told: list[list[str]], tmp_path: Path) -> None:
+    """One row decodes; the context of the next one, taken out of memory, is there again before it begins."""
+    store, llm = ContextStore(tmp_path), llm_of()
+    read(llm, 900, 1).save("other", store=store)
+    files = store.files(read(llm, 900, 2).save("wanted", store=store).digest)
+    limits = replace(default_limits(llm.model, llm.config), rows=1, pages=1, ahead=0)
+    with Engine(llm, limits=limits, store=store) as engine:
+        long = engine.submit(Request((ids(50, 3),), max_tokens=4000, stop_ids=NEVER))
+        assert soon(lambda: engine.stats["steps"] > 0)
+        for file in files:
+            give_up(file)
+        if any(resident_bytes(file) for file in files):
+            pytest.skip("this disk keeps its files in memory")
+        waiting = [engine.submit(Request((ids(20, seed),), context="wanted", max_tokens=2)) for seed in (5, 6)]
+        assert soon(lambda: all(resident_bytes(file) for file in files)) and told == [["wanted"]]
+        assert engine.stats["waiting"] == 2
+        long.cancel()
+        for one in waiting:
+            one.result()

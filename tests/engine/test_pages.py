@@ -1,0 +1,185 @@
+"""PagePool: pages are conserved, never had and free at once, and what goes wrong changes nothing."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from retrieval_attn.engine.pages import PageCounts, PagePool
+from retrieval_attn.errors import ConfigError, OutOfPagesError, ReleasedError, ShapeError
+
+
+def test_pages_are_taken_shared_and_freed() -> None:
+    pool = PagePool(8)
+    first = pool.take(3)
+    assert first.dtype == np.int32 and first.tolist() == [0, 1, 2]
+    pool.share(first[:2])
+    assert pool.counts() == PageCounts(free=5, held=1, shared=2, total=8)
+    assert pool.free(first) == 1
+    assert pool.free(first[:2]) == 2
+    assert pool.counts() == PageCounts(free=8, held=0, shared=0, total=8)
+    pool.check()
+
+
+def test_the_page_freed_last_is_taken_first() -> None:
+    pool = PagePool(8)
+    ids = pool.take(5)
+    pool.free(ids[[1, 3]])
+    assert pool.take(3).tolist() == [1, 3, 5]
+
+
+def test_out_of_pages_says_the_numbers_and_takes_nothing() -> None:
+    pool = PagePool(10, page_tokens=64)
+    pool.take(7)
+    with pytest.raises(
+        OutOfPagesError, match=r"4 pages of 64 tokens are needed, but 3 of 10 are free and 7 are in use"
+    ):
+        pool.take(4)
+    assert pool.free_pages == 3
+    pool.check()
+
+
+def test_a_shared_page_is_copied_before_it_is_written_to() -> None:
+    pool = PagePool(3)
+    (page,) = pool.take(1).tolist()
+    assert pool.copy_on_write(page) == (page, False)
+    pool.share([page])
+    new, must_copy = pool.copy_on_write(page)
+    assert must_copy and new != page
+    assert pool.copy_on_write(page) == (page, False), "the other one has it alone now"
+    assert pool.counts() == PageCounts(free=1, held=2, shared=0, total=3)
+
+
+def test_copy_on_write_without_a_free_page_changes_nothing() -> None:
+    pool = PagePool(1)
+    page = pool.take(1)
+    pool.share(page)
+    with pytest.raises(OutOfPagesError):
+        pool.copy_on_write(0)
+    assert pool.counts() == PageCounts(free=0, held=0, shared=1, total=1)
+    pool.check()
+
+
+def test_freeing_more_often_than_taken_is_an_error_and_changes_nothing() -> None:
+    pool = PagePool(4)
+    ids = pool.take(2)
+    with pytest.raises(ReleasedError, match=r"\[1\] are freed more often"):
+        pool.free([0, 1, 1])
+    with pytest.raises(ReleasedError, match=r"\[3\] are free and cannot be shared"):
+        pool.share([0, 3])
+    with pytest.raises(ReleasedError, match="page 3 is free"):
+        pool.copy_on_write(3)
+    assert pool.counts() == PageCounts(free=2, held=2, shared=0, total=4)
+    pool.check()
+    pool.free(ids)
+    with pytest.raises(ReleasedError):
+        pool.free(ids)
+
+
+def test_one_call_may_name_a_page_as_often_as_it_is_had() -> None:
+    pool = PagePool(4)
+    pool.take(2)
+    pool.share([1, 1])
+    assert pool.free([1, 0, 1, 1]) == 2
+    pool.check()
+    assert pool.counts() == PageCounts(free=4, held=0, shared=0, total=4)
+
+
+def test_bad_arguments() -> None:
+    pool = PagePool(4)
+    for bad in ([4], [-1], [2**40]):
+        with pytest.raises(ShapeError, match="page ids must"):
+            pool.free(bad)
+    with pytest.raises(ShapeError, match="integers"):
+        pool.share([0.5])  # type: ignore[list-item]
+    with pytest.raises(ShapeError, match="0 or more"):
+        pool.take(-1)
+    with pytest.raises(ConfigError, match="pages"):
+        PagePool(-1)
+    with pytest.raises(ConfigError, match="page_tokens"):
+        PagePool(1, 0)
+    assert pool.take(0).tolist() == [] and pool.free([]) == 0
+    assert [PagePool(0, 64).pages_for(tokens) for tokens in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+def test_check_finds_a_page_that_is_lost_or_free_twice() -> None:
+    for damage in ("lost", "twice"):
+        pool = PagePool(4)
+        pool.free(pool.take(2))
+        if damage == "lost":
+            pool._free -= 1
+        else:
+            pool._stack[0] = pool._stack[1]
+        with pytest.raises(AssertionError):
+            pool.check()
+
+
+def test_random_operations_conserve_pages() -> None:
+    """300 seeds against a count of who has what; owners never see a page of somebody else's."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        pool = PagePool(draw.randint(0, 12))
+        had: Counter[int] = Counter()
+        for _ in range(40):
+            operation = draw.choice(["take", "share", "free", "write"])
+            owned = sorted(had.elements())
+            some = draw.sample(owned, draw.randint(0, len(owned)))
+            if operation == "take":
+                n = draw.randint(0, 4)
+                if n > pool.pages - len(had):
+                    with pytest.raises(OutOfPagesError):
+                        pool.take(n)
+                else:
+                    ids = pool.take(n).tolist()
+                    assert len(set(ids)) == n and not set(ids) & set(had)
+                    had.update(ids)
+            elif operation == "share":
+                pool.share(some)
+                had.update(some)
+            elif operation == "free":
+                before = len(had)
+                had = +(had - Counter(some))
+                assert pool.free(some) == before - len(had)
+            elif some:
+                page = some[0]
+                if had[page] == 1:
+                    assert pool.copy_on_write(page) == (page, False)
+                elif len(had) < pool.pages:
+                    new, must_copy = pool.copy_on_write(page)
+                    assert must_copy and new not in had
+                    had = +(had - Counter([page])) + Counter([new])
+            pool.check()
+            shared = sum(count > 1 for count in had.values())
+            assert pool.counts() == (pool.pages - len(had), len(had) - shared, shared, pool.pages), f"seed {seed}"
+
+
+def test_threads_take_and_free() -> None:
+    """Two threads that take and free never get the same page at once."""
+    pool = PagePool(16)
+    owners = np.zeros(16, np.int64)
+    errors: list[str] = []
+
+    def work(name: int) -> None:
+        draw = random.Random(name)
+        for _ in range(2000):
+            try:
+                ids = pool.take(draw.randint(1, 10))
+            except OutOfPagesError:
+                continue
+            owners[ids] = name
+            if not (owners[ids] == name).all():
+                errors.append(f"pages of {name} were written to by another thread")
+            pool.free(ids)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    pool.check()
+    assert pool.free_pages == 16

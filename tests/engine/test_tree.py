@@ -1,0 +1,375 @@
+"""The tree, case by case: what is found, what stays, what goes, and what is refused."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from retrieval_attn.engine.ids import common, int32_row
+from retrieval_attn.engine.node import Namespace, Node
+from retrieval_attn.engine.sizes import Sizes
+from retrieval_attn.engine.tree import Tree
+from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
+from tests.engine.tree_reference import Bytes
+
+TEXT = np.arange(200, dtype=np.int32)
+
+
+def add(tree: Tree, ids: np.ndarray, nbytes: int = 10, namespace: Namespace = "a", seconds: float = 1.0) -> Node:
+    """As a request does: match, then insert what is left of the text."""
+    found = tree.match(ids, namespace)
+    return tree.insert(found, ids[found.length :], Bytes(nbytes), namespace, rebuild_seconds=seconds)
+
+
+def join(*parts: object) -> np.ndarray:
+    return np.concatenate([np.atleast_1d(np.asarray(part, np.int32)) for part in parts])
+
+
+def test_longest_match_leaves_the_last_token() -> None:
+    tree = Tree()
+    node = add(tree, TEXT)
+    found = tree.match(TEXT, "a")
+    assert (found.node, found.tokens, found.length, found.ready) == (node, 199, 199, 199)
+    assert tree.match(join(TEXT, 5), "a").length == 200
+    assert tree.match(TEXT[:1], "a").length == tree.match([], "a").length == 0
+
+
+def test_a_child_begins_inside_a_span_that_is_not_cut() -> None:
+    tree = Tree()
+    node = add(tree, TEXT)
+    held = node.held
+    other = add(tree, join(TEXT[:120], 7, 7, 7, 7))
+    assert (other.parent, other.at, other.start, len(other)) == (node, 120, 120, 4)
+    assert node.held is held and len(node) == 200, "nothing was cut"
+    assert tree.match(join(TEXT[:120], 7, 7, 7, 7, 1), "a").length == 124
+    assert tree.match(join(TEXT, 1), "a").node is node
+    assert other.prefix(4).tolist() == [*range(120), 7, 7, 7, 7]
+    assert other.path() == [node, other]
+    tree.check()
+
+
+def test_all_ids_are_compared() -> None:
+    """A difference at any place ends the match there, whatever the blocks that are compared."""
+    long = np.arange(20_000, dtype=np.int32)
+    tree = Tree()
+    add(tree, long)
+    for place in (64, 511, 512, 513, 8703, 8704, 19_999):
+        other = long.copy()
+        other[place] = -1
+        assert tree.match(join(other, 0), "a").length == place
+    assert tree.match(join(5, long[1:]), "a").length == 0
+
+
+def test_common_counts_equal_ids() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        first = np.array([draw.randrange(2) for _ in range(draw.choice([0, 1, 5, 600, 9000]))], np.int32)
+        second = first.copy()[: draw.randint(0, len(first))] if draw.random() < 0.5 else first.copy()
+        if len(second):
+            second[draw.randrange(len(second))] ^= draw.randrange(2)
+        agree = [a == b for a, b in zip(first.tolist(), second.tolist(), strict=False)]
+        assert common(first, second) == (agree.index(False) if False in agree else len(agree))
+
+
+def test_few_tokens_in_common_do_not_make_a_shared_parent() -> None:
+    """Every prompt begins with the same tokens: the first document would never leave memory."""
+    tree = Tree(share_tokens=64)
+    first = add(tree, join(TEXT[:63], np.full(100, 1)))
+    second = add(tree, join(TEXT[:63], np.full(100, 2)))
+    third = add(tree, join(TEXT[:63], np.full(50, 1), np.full(50, 3)))
+    assert first.parent is second.parent is tree.root
+    assert third.parent is first and third.at == 113
+
+
+def test_ten_thousand_children_of_one_place_are_told_apart() -> None:
+    tree = Tree(share_tokens=8)
+    texts = np.random.default_rng(0).integers(0, 2, (10_000, 40)).astype(np.int32)
+    for text in texts:
+        add(tree, text)
+    for text in texts[::97]:
+        assert tree.match(join(text, 5), "a").length == 40
+    tree.check()
+
+
+def test_equal_text_is_one_node_however_it_was_cut() -> None:
+    tree = Tree()
+    node = add(tree, TEXT)
+    again = Bytes(10)
+    found = tree.insert(tree.root, TEXT, again, "a")
+    assert found is node and node.held is not again
+    child = add(tree, join(TEXT[:150], np.full(100, 3)))
+    assert tree.insert(tree.root, join(TEXT[:150], np.full(100, 3)), again, "a") is child
+    assert len(tree) == 2 and tree.sizes == Sizes(20)
+
+
+def test_texts_that_were_read_at_the_same_time_are_all_found() -> None:
+    """Two requests read the same beginning at once, so the second doubles a part of the first."""
+    tree = Tree(share_tokens=4)
+    add(tree, TEXT)
+    tree.insert(tree.root, join(TEXT[:100], 7, 7), Bytes(1), "a")
+    inside = tree.insert(tree.split(tree.match(TEXT, "a").node, 50), join(TEXT[50:60], 8, 8), Bytes(1), "a")
+    assert tree.match(join(TEXT, 0), "a").length == 200
+    assert tree.match(join(TEXT[:100], 7, 7, 7), "a").length == 102
+    assert tree.match(join(TEXT[:60], 8, 8, 8), "a").node is inside
+    tree.check()
+
+
+def test_namespaces_are_apart_unless_public() -> None:
+    tree = Tree()
+    system = add(tree, TEXT, namespace=None)
+    mine = add(tree, join(TEXT, TEXT), namespace="a")
+    assert mine.parent is system
+    assert tree.match(join(TEXT, TEXT, 1), "a").length == 400
+    assert tree.match(join(TEXT, TEXT, 1), "b").length == 200
+    assert tree.match(join(TEXT, TEXT, 1), None).length == 200
+    secret = np.full(100, 5, np.int32)
+    node = add(tree, secret, namespace="a")
+    assert tree.match(join(secret, 1), "b").length == tree.match(join(secret, 1), None).length == 0
+    assert add(tree, secret, namespace="b") is not node, "the other's node is neither used nor told of"
+    for namespace in ("b", None):
+        with pytest.raises(ConfigError, match="namespace"):
+            tree.insert(node, [1, 2], Bytes(1), namespace)
+    tree.check()
+
+
+def test_a_lease_holds_all_before_it() -> None:
+    tree = Tree()
+    first = add(tree, TEXT)
+    second = add(tree, join(TEXT, TEXT))
+    with tree.lease(second) as lease:
+        assert (first.refs, second.refs, second.leases) == (1, 1, 1)
+        add(tree, join(TEXT, TEXT, TEXT))
+        assert tree.evict(Sizes(2**40)) == Sizes(10), "only what is not leased"
+        assert tree.sizes == Sizes(20)
+    assert not lease.open and (first.refs, second.refs, tree.root.refs) == (0, 0, 0)
+    lease.release()
+    assert first.refs == 0
+    assert tree.evict(Sizes(2**40)) == Sizes(20) and len(tree) == 0
+
+
+def test_a_lease_is_released_once_by_many_threads() -> None:
+    tree = Tree()
+    node = add(tree, TEXT)
+    keep = tree.lease(node)
+    for _ in range(50):
+        lease = tree.lease(node)
+        barrier = threading.Barrier(4)
+
+        def give_back(lease: object = lease, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            lease.release()  # type: ignore[attr-defined]
+
+        threads = [threading.Thread(target=give_back) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert node.refs == 1
+    keep.release()
+    tree.check()
+
+
+def test_match_and_lease_leave_no_gap() -> None:
+    tree = Tree()
+    add(tree, TEXT)
+    found = tree.match(TEXT, "a", leased=True)
+    assert tree.evict(Sizes(1)) == Sizes(0)
+    assert found.lease is not None
+    found.lease.release()
+    assert tree.evict(Sizes(1)) == Sizes(10)
+    with pytest.raises(ReleasedError, match="evicted"):
+        tree.lease(found.node)
+    with pytest.raises(ReleasedError, match="evicted"):
+        tree.insert(found, [1], Bytes(1), "a")
+
+
+def test_the_least_worth_goes_first() -> None:
+    """By seconds to make a byte anew, over the seconds since its last use."""
+    now = [0.0]
+    gone: list[object] = []
+    tree = Tree(clock=lambda: now[0], on_drop=gone.append)
+    big = add(tree, np.full(100, 1, np.int32), nbytes=1000, seconds=10)
+    dear = add(tree, np.full(100, 2, np.int32), nbytes=1000, seconds=100)
+    small = add(tree, np.full(100, 3, np.int32), nbytes=10, seconds=1)
+    held = [node.held for node in (big, small, dear)]
+    now[0] = 10.0
+    assert tree.evict(Sizes(1)) == Sizes(1000) and big.gone
+    tree.lease(dear).release()
+    now[0] = 10.5
+    assert tree.evict(Sizes(1)) == Sizes(10) and small.gone, "used longest ago, of equal cost by byte"
+    assert tree.evict(Sizes(5000)) == Sizes(1000) and dear.gone
+    assert gone == held
+    assert tree.stats.evicted == 3 and tree.stats.evicted_bytes == 2010
+
+
+def test_parents_go_after_their_last_child() -> None:
+    tree = Tree()
+    parent = add(tree, TEXT, nbytes=100, seconds=0.001)
+    children = [add(tree, join(TEXT, np.full(100, fill)), nbytes=10, seconds=100) for fill in (1, 2)]
+    assert tree.evict(Sizes(100), keep=[children[0]]) == Sizes(10) and not parent.gone
+    assert tree.evict(Sizes(100), keep=[parent]) == Sizes(10) and not parent.gone
+    assert tree.evict(Sizes(100)) == Sizes(100) and parent.gone
+
+
+def test_nothing_needed_nothing_goes() -> None:
+    tree = Tree()
+    add(tree, TEXT)
+    assert tree.evict(Sizes()) == tree.evict(Sizes(-5, -5, -5)) == Sizes() and len(tree) == 1
+
+
+def test_a_saved_text_is_known_and_brought() -> None:
+    tree = Tree()
+    first = tree.insert(tree.root, TEXT, None, "a", name="book", digest="d1")
+    second = tree.insert(first, TEXT, None, "a", digest="d2")
+    found = tree.match(join(TEXT, TEXT, 1), "a")
+    assert (found.length, found.ready, found.missing) == (400, 0, (first, second))
+    assert tree.match(join(TEXT, TEXT, 1), "a", in_memory=True).length == 0
+    with pytest.raises(ReleasedError, match="bring it before"):
+        tree.bring(second, Bytes(5))
+    with pytest.raises(ReleasedError, match="bring it, and what is before it"):
+        tree.insert(first, [1, 2, 3], Bytes(1), "a")
+    tree.bring(first, Bytes(50), 2.0)
+    kept = first.held
+    tree.bring(first, Bytes(60))
+    assert first.held is kept
+    found = tree.match(join(TEXT, TEXT, 1), "a")
+    assert (found.length, found.ready, found.missing) == (400, 200, (second,))
+    assert tree.evict(Sizes(1)) == Sizes(50) and not first.gone, "still known"
+    assert tree.match(join(TEXT, 1), "a").ready == 0
+    tree.check()
+
+
+def test_a_text_that_is_read_again_or_saved_later_is_the_same_node() -> None:
+    tree = Tree()
+    node = tree.insert(tree.root, TEXT, None, "a", digest="d")
+    assert tree.insert(tree.root, TEXT, Bytes(9), "a", rebuild_seconds=3.0) is node
+    assert (node.sizes, node.rebuild_seconds, node.digest, tree.sizes) == (Sizes(9), 3.0, "d", Sizes(9))
+    other = add(tree, np.full(100, 4, np.int32))
+    assert tree.insert(tree.root, other.ids, None, "a", digest="e", name="n") is other
+    assert (other.digest, other.name) == ("e", "n")
+    everybodys = add(tree, np.full(100, 5, np.int32), namespace=None)
+    assert tree.insert(tree.root, everybodys.ids, None, "a", name="mine") is not everybodys
+    assert everybodys.name == ""
+    tree.check()
+
+
+def test_a_forgotten_text_leaves_when_nothing_needs_it() -> None:
+    tree = Tree()
+    first = tree.insert(tree.root, TEXT, None, "a", digest="1")
+    second = tree.insert(first, TEXT, None, "a", digest="2")
+    tree.forget(first)
+    assert not first.gone, "the way to the second"
+    lease = tree.lease(second)
+    tree.forget(second)
+    assert not second.gone
+    lease.release()
+    assert second.gone and first.gone and len(tree) == 0
+    tree.forget(second)
+    node = add(tree, TEXT)
+    tree.forget(node)
+    assert not node.gone, "it is in memory"
+    with pytest.raises(ReleasedError, match="evicted"):
+        tree.bring(second, Bytes(1))
+    with pytest.raises(ReleasedError, match="evicted"):
+        tree.split(second, 100)
+
+
+def test_bad_input() -> None:
+    tree = Tree()
+    node = add(tree, TEXT)
+    with pytest.raises(ShapeError, match="at least one token"):
+        tree.insert(node, [], Bytes(1), "a")
+    with pytest.raises(ConfigError, match="name or digest"):
+        tree.insert(node, [1], None, "a")
+    for at in (0, 63, 201, -1):
+        with pytest.raises(ShapeError, match="64 to 200"):
+            tree.split(node, at)
+    for bad in (np.zeros((2, 2), np.int32), np.array([0.5]), ["a"], [2**31]):
+        with pytest.raises(ShapeError, match="token ids"):
+            tree.match(bad, "a")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="share_tokens"):
+        Tree(share_tokens=0)
+    assert int32_row(TEXT) is TEXT and int32_row(range(3)).dtype == np.int32
+    tree.check()
+
+
+def test_ids_are_the_trees_own() -> None:
+    """A caller may reuse its buffer: what was inserted stays as it was."""
+    tree = Tree()
+    ids = TEXT.copy()
+    node = add(tree, ids)
+    ids[:] = 0
+    assert tree.match(join(TEXT, 1), "a").length == 200
+    with pytest.raises(ValueError, match="read-only"):
+        node.ids[0] = 1
+
+
+def test_stats_count_requests_once() -> None:
+    tree = Tree()
+    tree.match(TEXT, "a")
+    add(tree, TEXT)
+    tree.match(TEXT, "a")
+    tree.match(TEXT, "a", again=True)
+    stats = tree.stats
+    assert (stats.nodes, stats.in_memory, stats.nbytes) == (1, 1, 10)
+    assert (stats.asked, stats.hits, stats.tokens_asked, stats.tokens_hit) == (3, 1, 600, 199)
+
+
+def test_every_operation_waits_for_the_one_that_another_thread_does() -> None:
+    """Threads interleave too seldom for a race to show up in every run: so the lock itself is looked at."""
+    tree = Tree()
+    node = add(tree, TEXT)
+    lease = tree.lease(node)
+    known = tree.insert(tree.root, np.full(100, 9, np.int32), None, "a", digest="d")
+    operations: list[Callable[[], object]] = [
+        lambda: tree.match(TEXT, "a"),
+        lambda: tree.insert(node, [1], Bytes(1), "a"),
+        lambda: tree.pending(node, [2], "a"),
+        lambda: tree.bring(known, Bytes(1)),
+        lambda: tree.lease(node).release(),
+        lambda: tree.split(node, 100),
+        lambda: tree.evict(Sizes(host=1)),
+        lambda: tree.forget(known),
+        lambda: tree.stats,
+        tree.check,
+        lease.release,
+    ]
+    threads = [threading.Thread(target=operation) for operation in operations]
+    with tree._lock:
+        for thread in threads:
+            thread.start()
+        threads[0].join(0.1)
+        waiting = [thread.is_alive() for thread in threads]
+    for thread in threads:
+        thread.join()
+    assert all(waiting)
+    tree.check()
+
+
+def test_check_finds_what_does_not_add_up() -> None:
+    def damaged(name: str) -> Tree:
+        tree = Tree()
+        node = add(tree, TEXT)
+        child = add(tree, join(TEXT, TEXT))
+        if name == "refs":
+            node.refs += 1
+        elif name == "bytes":
+            child.sizes = child.sizes.plus(Sizes(device=1))
+        elif name == "count":
+            tree._count += 1
+        elif name == "start":
+            child.start += 1
+        elif name == "held":
+            child.held = None
+        elif name == "namespace":
+            node.namespace = "b"
+        return tree
+
+    damaged("none").check()
+    for name in ("refs", "bytes", "count", "start", "held", "namespace"):
+        with pytest.raises(AssertionError):
+            damaged(name).check()

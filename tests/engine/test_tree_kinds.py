@@ -1,0 +1,84 @@
+"""What nodes hold is of several kinds, and each may run short: who goes then, and who need not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from retrieval_attn.engine.node import Node
+from retrieval_attn.engine.sizes import Sizes
+from retrieval_attn.engine.tree import Tree
+from tests.engine.tree_reference import Bytes
+
+
+def add(tree: Tree, fill: int, sizes: Bytes, seconds: float = 1.0, parent: Node | None = None) -> Node:
+    """A text of its own behind a parent."""
+    return tree.insert(parent or tree.root, np.full(100, fill), sizes, "a", rebuild_seconds=seconds)
+
+
+def tree_of() -> Tree:
+    """Whose clock stands still, so that seconds and bytes alone decide."""
+    return Tree(clock=lambda: 10.0)
+
+
+def test_who_has_what_is_short_goes() -> None:
+    """However little it is worth, a node that has none of it stays."""
+    tree = tree_of()
+    host = add(tree, 1, Bytes(1000, 0), seconds=0.001)
+    device = add(tree, 2, Bytes(10, 50), seconds=100)
+    assert tree.evict(Sizes(device=1)) == Sizes(10, 50) and device.gone and not host.gone
+    assert tree.evict(Sizes(device=1)) == Sizes(), "nothing that could go has any"
+    assert tree.evict(Sizes(host=1)) == Sizes(1000) and host.gone
+    tree.check()
+
+
+def test_bytes_of_the_kind_that_is_short_decide_who_is_worth_least() -> None:
+    """As dear as each other: the one goes that gives most of what is lacking."""
+    tree = tree_of()
+    much_host = add(tree, 1, Bytes(1000, 10))
+    much_device = add(tree, 2, Bytes(10, 1000))
+    assert tree.evict(Sizes(device=5)) == Sizes(10, 1000) and much_device.gone
+    much_device = add(tree, 2, Bytes(10, 1000))
+    assert tree.evict(Sizes(host=5)) == Sizes(1000, 10) and much_host.gone and not much_device.gone
+
+
+def test_until_both_are_free() -> None:
+    """When one kind is enough, the other alone decides."""
+    tree = tree_of()
+    both = add(tree, 1, Bytes(100, 100), seconds=1)
+    host = [add(tree, fill, Bytes(60, 0), seconds=fill) for fill in (3, 4, 5)]
+    device = [add(tree, fill, Bytes(0, 60), seconds=fill - 3) for fill in (6, 7)]
+    assert tree.evict(Sizes(250, 90)) == Sizes(280, 100)
+    assert both.gone and all(node.gone for node in host) and not any(node.gone for node in device)
+    assert tree.sizes == Sizes(0, 120) and tree.stats.evicted_bytes == 380
+    tree.check()
+
+
+def test_children_without_go_for_what_is_before_them_and_last() -> None:
+    tree = tree_of()
+    parent = add(tree, 1, Bytes(10, 100))
+    child = add(tree, 2, Bytes(10, 0), seconds=0.0, parent=parent)
+    other = add(tree, 3, Bytes(10, 20), seconds=1000)
+    assert tree.evict(Sizes(device=1)) == Sizes(10, 20) and other.gone and not child.gone
+    assert tree.evict(Sizes(device=1)) == Sizes(20, 100) and child.gone and parent.gone
+
+
+def test_a_child_does_not_go_in_vain() -> None:
+    """Its parent has what is short, but is leased, or kept, or stands before what is."""
+    tree = tree_of()
+    parent = add(tree, 1, Bytes(10, 100))
+    child = add(tree, 2, Bytes(10, 0), parent=parent)
+    sibling = add(tree, 3, Bytes(10, 0), parent=parent)
+    for keep in ([child], [parent]):
+        assert tree.evict(Sizes(device=1), keep=keep) == Sizes()
+    with tree.lease(sibling):
+        assert tree.evict(Sizes(device=1)) == Sizes()
+        assert tree.evict(Sizes(host=1)) == Sizes(10) and child.gone, "it has host bytes"
+    assert tree.evict(Sizes(device=1)) == Sizes(20, 100) and len(tree) == 0
+
+
+def test_pages_are_a_kind_of_their_own() -> None:
+    tree = tree_of()
+    pages = add(tree, 1, Bytes(1, 1, 64), seconds=100)
+    add(tree, 2, Bytes(1000, 1000), seconds=0.1)
+    assert tree.evict(Sizes(pages=1)) == Sizes(1, 1, 64) and pages.gone
+    assert tree.evict(Sizes(pages=1)) == Sizes()

@@ -1,7 +1,7 @@
 """How the package may grow: no import cycle, few levels of rooms, and counts that may fall but not rise.
 
-A limit on size alone is obeyed by cutting: each count of size here has a count of fragmentation next to it. BOUNDS holds
-the counts as they are: a change that lowers one lowers its bound in the same commit.
+A limit on size alone is obeyed by cutting: each limit of size here has a count of fragmentation next to it. BOUNDS
+holds the counts as they are: a change that lowers one lowers its bound in the same commit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_structure import EVAL, PACKAGE, ROOT, imported_names, modules
+from tests.test_structure import EVAL, ROOT, imported_names, modules
 
 MAX_LEVELS = 12
 MAX_FILE_LINES = 700
@@ -198,7 +198,11 @@ def prose() -> Iterator[tuple[str, str]]:
     """Docstrings and comments of the package, each with its module."""
     for path in modules():
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 yield dotted(path), node.value.value
         for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
             if token.type == tokenize.COMMENT:

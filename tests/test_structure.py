@@ -247,8 +247,7 @@ def test_no_file_is_too_long() -> None:
     too_long = {
         str(path.relative_to(ROOT)): lines
         for path in text_files()
-        if path.suffix == ".py"
-        and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
+        if path.suffix == ".py" and (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_LINES
     }
     assert not too_long, f"files with too many lines: {too_long}"
 

@@ -29,7 +29,7 @@ TEST_PROCESSES ?= 2
 MODEL ?= bundled
 PORT ?= 8000
 
-.PHONY: help venv lm-eval serve serve-demo needle test avx2-test lint format check cuda-test clean
+.PHONY: help venv lm-eval serve serve-demo needle test avx2-test wheels-test lint format check cuda-test clean
 
 help:
 	@echo "make needle     install into $(VENV) and run the needle test with the bundled model"
@@ -40,6 +40,7 @@ help:
 	@echo "make format     let ruff format the code and rewrite the help text in README.md"
 	@echo "make lm-eval    install lm-evaluation-harness as well, for its tests"
 	@echo "make avx2-test  kernels and captured steps, as on a processor without AVX-512"
+	@echo "make wheels-test  both wheels, installed without this checkout"
 	@echo "make cuda-test  only the tests that need a CUDA device"
 
 venv: $(INSTALLED)
@@ -77,6 +78,17 @@ AVX2_TESTS := tests/index/test_scan.py \
 	eval/tests/test_bench_fidelity.py::test_captured_steps_are_fed_the_same
 avx2-test: $(INSTALLED)
 	$(RUN) tools.without_avx512 pytest --timeout=$(TEST_TIMEOUT) -q $(AVX2_TESTS)
+
+# Both distributions as wheels, without this checkout: installed into an environment of their own over the libraries of
+# $(VENV), the commands of both are listed, and the bundled model answers.
+WHEELS := build/wheels
+wheels-test: $(INSTALLED)
+	rm -rf build eval/build && mkdir -p $(WHEELS)
+	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w $(WHEELS)/dist . ./eval
+	$(VENV)/bin/python -m venv $(WHEELS)/venv
+	$(WHEELS)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(WHEELS)/dist/*.whl
+	cd $(WHEELS) && PYTHONPATH=$$(cd $(CURDIR) && $(VENV)/bin/python -c 'import numpy, pathlib; print(pathlib.Path(numpy.__file__).parents[1])') \
+		venv/bin/python $(CURDIR)/tools/check_wheels.py
 
 lint: $(INSTALLED)
 	$(RUN) ruff check $(CODE)

@@ -219,7 +219,7 @@ async def looked(served: Served, client: LoadClient) -> Look:
         rss += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         threads += len(os.listdir(f"/proc/{pid}/task"))
         files += len(os.listdir(f"/proc/{pid}/fd"))
-    return Look(rss, threads, files, int(values["prefix_nodes"]), int(values["prefix_nbytes"]))
+    return Look(rss, threads, files, int(values["prefix_cache_entries"]), int(values["prefix_cache_bytes"]))
 
 
 def grown(looks: Sequence[Look]) -> list[str]:

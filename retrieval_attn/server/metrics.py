@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' form, with the names that vLLM's have behind the colon where they mean the same."""
+"""Prometheus metrics; a metric with vLLM's meaning has vLLM's name after the colon."""
 
 from __future__ import annotations
 
@@ -14,78 +14,92 @@ PREFIX = "retrieval_attn:"
 FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 TOKEN_SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
-SHARED = {
-    "nodes": "Texts that the tree of prefixes knows",
-    "in_memory": "Of these, in memory",
-    "nbytes": "Bytes that the tree of prefixes holds",
-    "host_nbytes": "Of these, in host memory",
-    "device_nbytes": "Of these, in the memory of GPUs",
-    "page_nbytes": "Of these, in the engine's pages for exact prefixes",
-    "evicted": "Texts that the tree gave up since the start",
-    "evicted_bytes": "Bytes that the tree gave up since the start",
-    "tokens_asked": "Tokens that were looked up in the tree since the start",
-    "tokens_hit": "Of these, found",
+PREFIX_CACHE = {
+    "nodes": ("prefix_cache_entries", "Entries of the prefix cache"),
+    "in_memory": ("prefix_cache_resident_entries", "Entries of the prefix cache with their KV in memory"),
+    "nbytes": ("prefix_cache_bytes", "Bytes of the prefix cache"),
+    "host_nbytes": ("prefix_cache_host_bytes", "Bytes of the prefix cache in host memory"),
+    "device_nbytes": ("prefix_cache_device_bytes", "Bytes of the prefix cache in GPU memory"),
+    "page_nbytes": ("prefix_cache_page_bytes", "Bytes of the prefix cache in KV pages of paged prefixes"),
 }
+"""Gauges: name and help by the key of the engine's statistics."""
+PREFIX_CACHE_EVENTS = {
+    "evicted": ("prefix_cache_evictions", "Prefix-cache entries evicted"),
+    "evicted_bytes": ("prefix_cache_evicted_bytes", "Bytes of prefix-cache entries evicted"),
+    "tokens_asked": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    "tokens_hit": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+}
+"""Counters, in the same form."""
 ENGINE = {
-    "steps": "Steps of the engine, each a token of every row",
-    "step_seconds": "Seconds of the engine's steps",
-    "host_seconds": "Of these, the host searched and attended",
-    "waiting_seconds": "Of these, no model ran, or it may have waited for the host",
-    "spills": "Rows whose full window moved tokens to the host, in a step each",
+    "steps": ("engine_steps", "Decode steps; each generates one token of every running sequence"),
+    "step_seconds": ("engine_step_seconds", "Seconds of decode steps"),
+    "host_seconds": ("engine_host_seconds", "Seconds of decode steps in which the host searched or attended"),
+    "waiting_seconds": (
+        "host_stall_seconds",
+        "Upper bound of the seconds of decode steps in which the device was idle or stalled on the host",
+    ),
+    "spills": ("window_evictions", "Evictions of a full window's oldest block to the host"),
 }
 TIERS = {
-    "hits": "Requests that found a beginning of their prompt, by where",
-    "hit_tokens": "Tokens of prompts that were found, by where",
+    "hits": ("tier_hits", "Requests with a cached prefix, by tier"),
+    "hit_tokens": ("tier_hit_tokens", "Prompt tokens with cached KV, by tier"),
 }
 
 
 class Following:
-    """A counter that follows one of the engine's, which begins anew when the engine's process does."""
+    """A counter set from the engine's count, which restarts from 0 with the engine's process."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter, self._last = counter, 0.0
 
     def follow(self, value: float) -> None:
-        """The engine's shows this now."""
+        """Add the difference to the engine's last count."""
         self._counter.inc(value - self._last if value >= self._last else value)
         self._last = value
 
 
 class Metrics:
-    """Of one server, in a registry of its own."""
+    """The metrics of one server, in their own registry."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._http = self._counter("http_requests", "HTTP requests", "method", "path", "status")
-        self._success = self._counter("request_success", "Answers that ended by themselves", "finished_reason")
-        self._prompt = self._counter("prompt_tokens", "Tokens of prompts, with those of saved contexts")
-        self._cached = self._counter("prompt_tokens_cached", "Of these, not read for their request")
-        self._generated = self._counter("generation_tokens", "Tokens of answers")
-        self._disconnected = self._counter("request_disconnected", "Requests whose client went before the end")
-        self._first = self._histogram("time_to_first_token_seconds", "To the first token", FIRST_TOKEN_SECONDS)
-        self._between = self._histogram("time_per_output_token_seconds", "Mean, between tokens", TOKEN_SECONDS)
-        self._whole = self._histogram("e2e_request_latency_seconds", "To the end of an answer", REQUEST_SECONDS)
-        self._running = self._gauge("num_requests_running", "Rows of the engine's steps now")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait in the engine now")
-        self._first_waiting = self._gauge("num_requests_without_token", "Requests that wait for their first token now")
-        self._filled = self._gauge("slots_filled_ratio", "Share of rows that were filled in the steps so far")
+        self._success = self._counter(
+            "request_success",
+            "Choices that finished with a stop token, a stop string or at their length",
+            "finished_reason",
+        )
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens, with the tokens of saved contexts")
+        self._cached = self._counter("prompt_tokens_cached", "Prompt tokens whose KV was cached")
+        self._generated = self._counter("generation_tokens", "Generated tokens")
+        self._disconnected = self._counter("request_disconnected", "Requests whose client disconnected before the end")
+        self._first = self._histogram("time_to_first_token_seconds", "Seconds to the first token", FIRST_TOKEN_SECONDS)
+        self._between = self._histogram("time_per_output_token_seconds", "Mean seconds per later token", TOKEN_SECONDS)
+        self._whole = self._histogram("e2e_request_latency_seconds", "Seconds to the end of a request", REQUEST_SECONDS)
+        self._running = self._gauge("num_requests_running", "Sequences in the running batch")
+        self._waiting = self._gauge("num_requests_waiting", "Requests waiting in the engine")
+        self._first_waiting = self._gauge("num_requests_without_token", "Requests without their first token")
+        self._utilization = self._gauge("slot_utilization", "Share of batch slots in use, mean over the decode steps")
         self._up = self._gauge("engine_up", "1 while the engine answers")
-        self._engine = {name: Following(self._counter(f"engine_{name}", text)) for name, text in ENGINE.items()}
-        self._damaged = Following(self._counter("damaged_blocks", "Blocks of saved contexts that were found damaged"))
-        tiers = {name: self._counter(f"tier_{name}", text, "tier") for name, text in TIERS.items()}
+        self._engine = {key: Following(self._counter(name, text)) for key, (name, text) in ENGINE.items()}
+        self._damaged = Following(self._counter("damaged_blocks", "Blocks of saved contexts with a wrong checksum"))
+        tiers = {key: self._counter(name, text, "tier") for key, (name, text) in TIERS.items()}
         self._tiers = {
             (name, tier): Following(counter.labels(tier))
             for name, counter in tiers.items()
             for tier in TierTokens._fields
         }
-        self._shared = {name: self._gauge(f"prefix_{name}", text) for name, text in SHARED.items()}
+        self._cache = {key: self._gauge(name, text) for key, (name, text) in PREFIX_CACHE.items()}
+        self._cache_events = {
+            key: Following(self._counter(name, text)) for key, (name, text) in PREFIX_CACHE_EVENTS.items()
+        }
 
     def http(self, method: str, path: str, status: int) -> None:
-        """A request is over. path: the route's, not the request's."""
+        """Count a finished HTTP request. path: the route's, not the request's."""
         self._http.labels(method, path, str(status)).inc()
 
     def answered(self, tokens: tuple[int, int, int], first_seconds: float | None, seconds: float) -> None:
-        """A request has its answer. tokens: of the prompt, cached of these, generated; seconds: since it came."""
+        """Count an answer. tokens: prompt, cached, generated tokens; seconds: since the request arrived."""
         prompt, cached, generated = tokens
         self._prompt.inc(prompt)
         self._cached.inc(cached)
@@ -97,28 +111,30 @@ class Metrics:
                 self._between.observe((seconds - first_seconds) / (generated - 1))
 
     def finished(self, reason: str) -> None:
-        """One choice has ended by itself: "stop" or "length"."""
+        """Count a finished choice. reason: "stop" or "length"."""
         self._success.labels(reason).inc()
 
     def disconnected(self) -> None:
-        """A client went before its answer was over."""
+        """Count a request whose client disconnected."""
         self._disconnected.inc()
 
     def text(self, stats: dict[str, Any] | None, waiting: int) -> bytes:
-        """All of it. stats: the engine's, or None for one that is lost. waiting: requests without a token."""
+        """Return all metrics as text. stats: the engine's, None if it is down. waiting: requests without a token."""
         self._up.set(stats is not None)
         self._first_waiting.set(waiting)
         if stats is not None:
             self._running.set(stats["rows"])
             self._waiting.set(stats["waiting"])
-            self._filled.set(stats["filled"])
+            self._utilization.set(stats["filled"])
             self._damaged.follow(stats["damaged_blocks"])
             for name, counter in self._engine.items():
                 counter.follow(stats[name])
             for (name, tier), counter in self._tiers.items():
                 counter.follow(stats[name][tier])
-            for name, gauge in self._shared.items():
+            for name, gauge in self._cache.items():
                 gauge.set(stats["shared"][name])
+            for name, counter in self._cache_events.items():
+                counter.follow(stats["shared"][name])
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -9,12 +9,12 @@ import httpx
 import numpy as np
 
 from retrieval_attn.engine.counts import Counts, TierTokens
-from retrieval_attn.server.metrics import SHARED, Metrics
+from retrieval_attn.server.metrics import PREFIX_CACHE, PREFIX_CACHE_EVENTS, Metrics
 from retrieval_attn.store import ContextStore
 from tests.server.process import QUESTION, document, serving
 
 CHAT = "/v1/chat/completions"
-SECONDS = ("engine_step_seconds_total", "engine_waiting_seconds_total", "engine_host_seconds_total")
+SECONDS = ("engine_step_seconds_total", "host_stall_seconds_total", "engine_host_seconds_total")
 
 
 def samples(http: httpx.Client) -> dict[str, float]:
@@ -52,7 +52,7 @@ def test_steps_spills_and_tiers(tmp_path: Path) -> None:
     store = "--store", str(tmp_path / "store"), "--warm-up", "0"
     with serving(*store, "--window", "64") as served, served.client() as http:
         first = samples(http)
-        assert first["engine_steps_total"] == first["engine_spills_total"] == first["damaged_blocks_total"] == 0
+        assert first["engine_steps_total"] == first["window_evictions_total"] == first["damaged_blocks_total"] == 0
         assert cached(asked(http)) == 0 and not any(moved(http, first, "hits").values())
         known = cached(asked(http))
         assert known > 800
@@ -61,11 +61,11 @@ def test_steps_spills_and_tiers(tmp_path: Path) -> None:
         some = samples(http)
         step, waiting, host = (some[name] for name in SECONDS)
         assert some["engine_steps_total"] >= 10 and 0 < host <= waiting < step
-        assert some["engine_spills_total"] == 0
+        assert some["window_evictions_total"] == 0
         # 512 tokens gather behind the window, then they move to the host
         body = {"model": "bundled", "prompt": document(), "max_tokens": 600, "temperature": 0}
         tokens = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
-        assert tokens > 512 and samples(http)["engine_spills_total"] == tokens // 512
+        assert tokens > 512 and samples(http)["window_evictions_total"] == tokens // 512
         saved = http.post("/v1/contexts", json={"name": "book", "text": document()}).json()
     with serving(*store, "--exact-tokens", "1024") as served, served.client() as http:
         first = samples(http)
@@ -100,12 +100,12 @@ def test_counters_go_on_when_an_engine_begins_anew() -> None:
         "rows": 0,
         "waiting": 0,
         "filled": 0.0,
-        "shared": dict.fromkeys(SHARED, 0),
+        "shared": dict.fromkeys([*PREFIX_CACHE, *PREFIX_CACHE_EVENTS], 0),
         **Counts().plain,
     }
     for spills, total in ((3, 3), (5, 5), (0, 5), (2, 7)):
         text = metrics.text({**stats, "spills": spills}, 0).decode()
-        assert f"retrieval_attn:engine_spills_total {total}.0" in text
+        assert f"retrieval_attn:window_evictions_total {total}.0" in text
 
 
 def damage(store: ContextStore, name: str, array: str) -> None:

@@ -106,7 +106,7 @@ def test_logs_and_metrics(served: Served) -> None:
             time.sleep(0.01)
         assert metric(http, "generation_tokens_total") == before["generation_tokens_total"] + usage["completion_tokens"]
         assert metric(http, "e2e_request_latency_seconds_count") == before["e2e_request_latency_seconds_count"] + 1
-        assert metric(http, "engine_up") == 1 and metric(http, "prefix_tokens_hit") > 0
+        assert metric(http, "engine_up") == 1 and metric(http, "prefix_cache_hits_total") > 0
     (line,) = lines
     assert line["status"] == 200 and line["completion_tokens"] == usage["completion_tokens"]
     assert 0 < line["first_token_seconds"] <= line["seconds"] and line["key"] == "anybody"

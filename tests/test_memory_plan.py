@@ -94,8 +94,8 @@ def test_prefill_peak_equals_measured_bytes(context: int, chunk: int, measured_g
 def test_the_plan_covers_what_processes_held(
     index: str, context: int, prefill_gib: float, decode_gib: float | None
 ) -> None:
-    """Llama-3-8B's shape on an H100, CUDA context included (docs/results/h100: memory, memory_device, prefill_device).
-    Nothing beyond the plan, which is no more than half a GiB above.
+    """Llama-3-8B's shape on an H100, CUDA context included (docs/archive/results/h100: memory, memory_device,
+    prefill_device). Nothing beyond the plan, which is no more than half a GiB above.
     """
     config = {"index": index, "spill": 128}
     answer = plan(llama3_8b(), context=context, host_memory="64GiB", config=config, embedding="device")

@@ -2,7 +2,7 @@
 
 Sampled queries attend with a few numbers of keys and to all of them. The squared error that is left, sinks and window
 merged, is weighed against keys: heads that gain most per key get more, under one sum for the layer. (By the share that
-is estimated instead, KL to full attention fell less, docs/log.md: a share says nothing about values.)
+is estimated instead, KL to full attention fell less, docs/archive/log.md: a share says nothing about values.)
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ what it costs to score more keys again, and to measure."""
 SCAN_BELOW = 262_144
 """Fewer keys are scanned: the scan of a sketch is faster than a graph. Both were timed on the machines at hand: the
 times were equal at 94,477 to 298,518 keys on two cores, and at some 281,000 on the 16 cores beside an H100
-(docs/log.md). A scan loses no keys, so the constant lies where a graph is clearly faster. `scan_below` overrides it."""
+(docs/archive/log.md). A scan loses no keys, so the constant lies where a graph is clearly faster. `scan_below`
+overrides it."""
 MIN_SKETCH_RECALL = 0.95
 """Least recall of a sketch that is scanned in place of codes of all elements."""
 HELD_OUT = 16

@@ -7,8 +7,9 @@ from retrieval_attn.memory.shape import ModelShape
 SEARCH_MICROSECONDS = {False: 85.0, True: 100.0}
 """What reading a layer's keys and values may take, by the GPU's bandwidth, to be sooner than a search, its transfers
 and the host's answer; True: in int8, of twice as many keys, whose search takes longer. Of Llama-3-8B's shape on an H100
-65,536 and 158,627 tokens, a sixth less than where the ways were equal (docs/log.md, 2026-11-27). Where the GPU reads
-what is named, a token of 128K by retrieval takes 8.9 ms, and 9.2 over all keys in int8, as good as exact: they stay.
+65,536 and 158,627 tokens, a sixth less than where the ways were equal (docs/archive/log.md, 2026-11-27). Where the GPU
+reads what is named, a token of 128K by retrieval takes 8.9 ms, and 9.2 over all keys in int8, as good as exact: they
+stay.
 """
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from retrieval_attn.index.spec import IndexSpec
 
 # CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
-# 1.09 GiB while decoding on an H100 (docs/results/h100/memory_device.md), where the context alone takes 0.6.
+# 1.09 GiB while decoding on an H100 (docs/archive/results/h100/memory_device.md), where the context alone takes 0.6.
 DEVICE_RESERVE = 9 * GIB // 8
 # Copies of all states that a captured step has beside the cache's own: those that it advances, and those of before its
 # newest two steps, which may have to be undone (engine/graph/states.py).

@@ -30,12 +30,12 @@ CHUNKS_FOR_ROWS, WORTH_CHUNKS = 4, 0.8
 """How many chunks may take the place of one for int8 rows, where codes would need finer ones or the host to attend, and
 what share of a search's seconds may be left for it: in 24 GiB 128K tokens of Qwen3-32B's shape take 19.4 ms per token
 by 40 bytes and such rows in chunks of 2,048, which read them in 53 to 69 s, and 25.4 to 30.4 by 24 bytes, finer ones
-and no rows in chunks of 4,096, which take 43 to 53 (H100; docs/log.md, 2026-11-27)."""
+and no rows in chunks of 4,096, which take 43 to 53 (H100; docs/archive/log.md, 2026-11-27)."""
 KEY_SHARE = 0.25
 """Of the keys that a device names those that it reads, see `DeviceOptions`, where the codes by which it names them have
 the usual size. KL to full attention is then what it is with all of them read: 3.90e-4 and 3.68e-4 nats (prose), 5.16e-3
 and 5.12e-3 (code), of the bundled model. By codes of five eighths of that size it is not, 6.3e-4 and 3.8e-4: they are
-more than twice as noisy (docs/log.md, 2026-11-27)."""
+more than twice as noisy (docs/archive/log.md, 2026-11-27)."""
 
 
 def chosen_index(

@@ -2,7 +2,7 @@
 
 Rates are those of one H100, its host of 16 cores and a bus of PCIe 5. Qwen3-32B's shape at 128K took 18.3, 20.3 and
 22.9 ms per token by codes of 40, 32 and 24 bytes with int8 rows, and 24.5 to 29.4 by 24 without; by these rates 18.1,
-20.2, 24.1 and 28.8 (docs/log.md, 2026-11-27). Of another device they tell which options are quicker.
+20.2, 24.1 and 28.8 (docs/archive/log.md, 2026-11-27). Of another device they tell which options are quicker.
 """
 
 from __future__ import annotations

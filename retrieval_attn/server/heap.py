@@ -17,7 +17,7 @@ def set_allocator() -> bool:
     Call it before threads are started. glibc gives threads arenas of their own, up to eight for each core, and raises
     the size from which it maps memory with each array that is freed, up to 32 MiB. What a prefill frees then stays in
     the process, between arrays of the prefix cache. With a fixed threshold such memory returns to the system when it is
-    freed. See docs/numbers.md, memory of a server. Does nothing with another C library. MALLOC_ARENA_MAX and
+    freed. See docs/archive/numbers.md, memory of a server. Does nothing with another C library. MALLOC_ARENA_MAX and
     MALLOC_MMAP_THRESHOLD_ of the environment are left as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -168,7 +168,7 @@ def test_hit_rate_is_the_papers() -> None:
 def test_hit_rates_are_apart_as_the_papers() -> None:
     """Where every node takes a whole window, LRU's is within 4 points of 58 percent, and ours 20 points above it.
 
-    The paper's 48 percent of FIFO come out of neither workload (docs/log.md).
+    The paper's 48 percent of FIFO come out of neither workload (docs/archive/log.md).
     """
     rates = {policy: simulate("windows", 10_000, policy, scale=0.25).rate for policy in POLICIES}
     assert abs(rates["lru"] - PAPER[10_000]["lru"]) < 4

@@ -45,8 +45,8 @@ from retrieval_attn.index.threads import kernel_threads
 SCAN_SHARE = 16
 """More than one key in so many wanted: a scan is faster than a graph."""
 MAX_QUERIES = 8192
-"""With 2,048 of 131,072 tokens, keys that hold nearly all of a query's weight had no edge that led there (docs/log.md);
-more than this take memory and time that are not there beside a model which reads."""
+"""With 2,048 of 131,072 tokens, keys that hold nearly all of a query's weight had no edge that led there
+(docs/archive/log.md); more than this take memory and time that are not there beside a model which reads."""
 
 
 MIN_PER_HIDDEN = 8

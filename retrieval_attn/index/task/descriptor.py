@@ -6,8 +6,8 @@ lie in *ranges* of arrays, each with the function that searches it. Search tasks
 numbers in lists; a task per query then joins the lists of its entry and attends to the best.
 
 Numba reads a record behind an address as it reads a number behind one: fields cost nothing at run time, and compiled
-functions are cached as ever (docs/log.md has the times). A field named `..._at` is an address of what the comment says,
-C-contiguous.
+functions are cached as ever (docs/archive/log.md has the times). A field named `..._at` is an address of what the
+comment says, C-contiguous.
 """
 
 # mypy: allow-untyped-defs

@@ -32,7 +32,7 @@ _COLUMNS = ("context", "method", "ms/token", "tokens/s", "x static", *(heading f
 
 
 def header(report: dict[str, Any]) -> list[str]:
-    """Lines on command, machine, versions and model, as docs/numbers.md wants them."""
+    """Lines on command, machine, versions and model, as docs/benchmarks.md needs them."""
     machine, versions = report["machine"], report["versions"]
     shown = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "numba"))
     cap = "no cap" if report["gpu_memory"] is None else f"cap {report['gpu_memory'] / GIB:.2f} GiB"

@@ -37,7 +37,7 @@ help:
 	@echo "make test       install and run the tests"
 	@echo "make lint       ruff check, ruff format --check, mypy"
 	@echo "make check      lint and test"
-	@echo "make format     let ruff format the code and rewrite the help text in README.md"
+	@echo "make format     let ruff format the code and rewrite the help text in docs/commands.md"
 	@echo "make lm-eval    install lm-evaluation-harness as well, for its tests"
 	@echo "make avx2-test  kernels and captured steps, as on a processor without AVX-512"
 	@echo "make wheels-test  both wheels, installed without this checkout"

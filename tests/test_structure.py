@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "retrieval_attn"
 ROOMS = ("index", "cpu", "gpu")
 EVAL = ROOT / "eval" / "src" / "retrieval_attn_eval"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 MAX_LINES = 700
 """Of any Python file."""
 
@@ -266,7 +267,7 @@ def test_files_need_nothing_outside_the_repository() -> None:
 
 
 def test_help_in_the_documents_is_the_programs_help() -> None:
-    """Help blocks in README.md and docs/commands.md are generated: they equal what the program prints."""
+    """Help blocks in docs/commands.md and eval/docs/commands.md are generated: they equal what the program prints."""
     from retrieval_attn.cli import build_parser
     from tools.update_help import outdated
 
@@ -285,20 +286,22 @@ def test_help_markers_must_be_there() -> None:
             replace_block(broken, "new")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/archive/structure.md"])
-def test_files_named_in_the_documents_exist(document: str) -> None:
+def test_files_named_in_the_architecture_exist() -> None:
     """A map with roads that were renamed is worse than none."""
-    named = re.findall(r"`([\w/]+\.py)`", (ROOT / document).read_text(encoding="utf-8"))
+    named = re.findall(r"`([\w/]+\.py)`", ARCHITECTURE.read_text(encoding="utf-8"))
     assert named
     missing = [name for name in named if not ((ROOT / name).is_file() or (PACKAGE / name).is_file())]
-    assert not missing, f"{document} names {missing}"
+    assert not missing, f"{ARCHITECTURE.name} names {missing}"
 
 
-def test_readme_maps_every_top_module() -> None:
-    """A new module of the package gets its line in the map."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    unnamed = [path.name for path in PACKAGE.glob("[!_]*.py") if f"{path.name}`" not in text]
-    assert not unnamed, f"README.md, map of the code: add {unnamed}"
+def test_architecture_maps_every_room() -> None:
+    """Each folder and each top module of the package has its line in the table of rooms."""
+    text = ARCHITECTURE.read_text(encoding="utf-8").partition("## Rooms")[2].partition("\n## ")[0]
+    rooms = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    unnamed = [
+        name for name in sorted(rooms | {path.name for path in PACKAGE.glob("[!_]*.py")}) if f"`{name}`" not in text
+    ]
+    assert not unnamed, f"{ARCHITECTURE.name}, rooms: add {unnamed}"
 
 
 def test_constraints_satisfy_the_declared_dependencies() -> None:

@@ -1,9 +1,9 @@
-"""Writes the program's own help into the documents, between two markers each.
+"""Write the program's own help into the documents, between two markers each.
 
     python -m tools.update_help [--check]
 
-README.md gets the list of commands, docs/commands.md the options of this package's commands, and
-eval/docs/commands.md the options of the evaluation's.
+docs/commands.md gets the list of commands and the options of this package's commands, eval/docs/commands.md the options
+of the evaluation's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def blocks(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What stands between the markers of each document, by path from the root; WIDTH columns."""
+    """Return the text between the markers of each document, by path from the root, WIDTH columns wide."""
     before = os.environ.get("COLUMNS")
     # argparse takes the width from the environment before it asks the terminal.
     os.environ["COLUMNS"] = str(WIDTH)
@@ -47,11 +47,11 @@ def blocks(parser: argparse.ArgumentParser) -> dict[str, str]:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    found: dict[str, list[str]] = {"docs/commands.md": [], "eval/docs/commands.md": []}
+    found: dict[str, list[str]] = {"docs/commands.md": [_fenced(overview)], "eval/docs/commands.md": []}
     for name, text in details.items():
         document = "docs/commands.md" if name.split()[0] in COMMANDS else "eval/docs/commands.md"
         found[document].append(f"## {parser.prog} {name}\n\n{_fenced(text)}")
-    return {"README.md": _fenced(overview)} | {name: "\n" + "\n".join(some) + "\n" for name, some in found.items()}
+    return {name: "\n" + "\n".join(some) + "\n" for name, some in found.items()}
 
 
 def replace_block(text: str, block: str) -> str:

@@ -36,6 +36,12 @@ def book() -> str:
     return "\n".join(lines)
 
 
+def linked() -> list[Path]:
+    """Return the documents whose links are checked."""
+    others = ["CHANGELOG.md", "docs/archive/README.md", "training/README.md", "retrieval_attn/model/bundled/README.md"]
+    return [*documents(), *(ROOT / name for name in others)]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the blocks name, and contexts saved as `book`."""
@@ -109,9 +115,7 @@ def test_shell_code_is_split_into_commands() -> None:
         list(shell_commands("a 'b"))
 
 
-@pytest.mark.parametrize(
-    "path", [*documents(), ROOT / "CHANGELOG.md"], ids=lambda path: path.relative_to(ROOT).as_posix()
-)
+@pytest.mark.parametrize("path", linked(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_resolve(path: Path) -> None:
     """Relative links name files of the repository, and their anchors headings of these."""
     text = path.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Read a long document once, then ask: `python examples/ask_a_document.py [MODEL [FILE]]`.
+"""Prefill a document once, then ask: `python examples/ask_a_document.py [MODEL [FILE]]`.
 
-Without arguments: the small bundled model, and a text with one fact hidden in the middle. It takes seconds on a CPU.
+MODEL is a hub id or a folder. Defaults to the bundled test model and a text with one fact in the middle.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import retrieval_attn as ra
-
-BUNDLED = Path(ra.__file__).parent / "model" / "bundled"
 
 
 def hidden_fact(words: int = 1500) -> str:
@@ -21,20 +19,22 @@ def hidden_fact(words: int = 1500) -> str:
     return "\n".join(lines)
 
 
-def main(model: str = str(BUNDLED), file: str | None = None) -> None:
+def main(model: str = "bundled", file: str | None = None) -> None:
     text = hidden_fact() if file is None else Path(file).read_text(encoding="utf-8")
-    # keep 256 tokens of every layer on the device, and let each head retrieve 100 of the others per token
+    # keep the last 256 tokens of every layer on the device; each head retrieves 100 earlier keys per token
     llm = ra.LLM(model, window=256, retrieve=100)
     context = llm.read(text)
-    print(f"read {context.num_tokens:,} tokens in {context.read_seconds:.1f} s")
+    print(f"prefilled {context.num_tokens:,} tokens in {context.read_seconds:.1f} s")
 
     question = "What is the special magic Lisbon number?"
     answer = context.ask(question, max_new_tokens=24)
     print(f"{question} {answer.text.strip()}")
     stats = answer.stats
-    print(f"{stats.host_bytes / 2**20:.1f} MiB on the host, {stats.device_bytes / 2**20:.1f} MiB in windows")
+    print(
+        f"{stats.host_bytes / 2**20:.1f} MiB of KV cache on the host, {stats.device_bytes / 2**20:.1f} MiB in windows"
+    )
 
-    # the context stays as it was, and can grow
+    # questions do not change the context; extend() prefills only the new text
     context.extend("\nThe special magic Oslo number is: 2342108.")
     print(f"and in Oslo? {context.ask('What is the special magic Oslo number?', max_new_tokens=24).text.strip()}")
 

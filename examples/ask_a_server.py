@@ -1,7 +1,7 @@
-"""Questions about one document, of a server: `python examples/ask_a_server.py [URL]`, after `make serve`.
+"""Ask a server about one document: `python examples/ask_a_server.py [URL]`, after `make serve`.
 
-Only Python's own library is used; `openai.OpenAI(base_url=URL + "/v1", api_key="none")` does the same. The document is
-read for the first question, and `cached_tokens` tells how much of it the others found.
+Uses the standard library only; `openai.OpenAI(base_url=URL + "/v1", api_key="none")` does the same. The first question
+prefills the document; `cached_tokens` is the number of its tokens that later questions find in the prefix cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NUMBERS = {"Lisbon": 4815162, "Cairo": 7391846, "Quito": 1208934}
 
 
 def text_with(numbers: dict[str, int], lines: int = 100) -> str:
-    """Filler with a sentence for each city, spread over the text."""
+    """Return filler with one sentence per city, spread over the text."""
     text = ["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."] * lines
     for place, (city, number) in enumerate(numbers.items(), start=1):
         text.insert(place * lines // (len(numbers) + 1), f"The special magic {city} number is: {number}.")
@@ -23,7 +23,7 @@ def text_with(numbers: dict[str, int], lines: int = 100) -> str:
 
 
 def asked(url: str, body: dict[str, Any] | None = None) -> Any:
-    """What the server answers, to a GET without a body."""
+    """Return the server's response to `body`, or to a GET request without one."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as reply:
@@ -39,7 +39,7 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
         body = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0}
         answer = asked(f"{url}/v1/chat/completions", body)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        print(f"{question} {answer['choices'][0]['message']['content'].strip()} ({cached} tokens were not read again)")
+        print(f"{question} {answer['choices'][0]['message']['content'].strip()} ({cached} tokens cached)")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
 """transformers' own `generate` with retrieval attention: `python examples/plain_transformers.py [MODEL]`.
 
-The model is transformers', unmodified. `enable` switches its attention and gives `generate` a retrieval cache;
-`disable` switches back, and full attention gives the same tokens.
+The model is an unmodified transformers model. `enable` switches its attention and gives `generate` a retrieval cache;
+`disable` switches back. Full attention generates the same tokens.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
+from retrieval_attn.model.bundled import model_path
 
-BUNDLED = Path(ra.__file__).parent / "model" / "bundled"
 FACT = "The special magic Lisbon number is: 4815162.\n"
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
 
-def main(name: str = str(BUNDLED)) -> None:
+def main(model_name: str = "bundled") -> None:
+    name = model_path(model_name)
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     question = "What is the special magic Lisbon number? The special magic Lisbon number is:"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from retrieval_attn.cli import main
 from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn_eval.lm_eval import command as lm_eval_command
 from retrieval_attn_eval.models import BUNDLED_MODEL
@@ -226,3 +227,12 @@ def test_ruler_tasks_through_lm_evals_command_line(tmp_path: Path) -> None:
     assert results["niah_single_1"]["4096,none"] == 1.0
     assert results["niah_multikey_2"]["4096,none"] == 1.0
     assert results["ruler_vt"]["4096,none"] >= 0.5
+
+
+def test_help_without_lm_eval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help never fails; a run says how to install what it needs."""
+    monkeypatch.setattr("retrieval_attn_eval.lm_eval.command.find_spec", lambda name: None)
+    assert main(["lm-eval", "--help"]) == 0
+    assert "pip install './eval[lm-eval]'" in capsys.readouterr().out
+    assert main(["lm-eval", "--tasks", "niah_single_1"]) == 2
+    assert "pip install './eval[lm-eval]'" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import gc
 import importlib
@@ -10,8 +11,9 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from retrieval_attn import __version__
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.imports import quiet
 
@@ -37,11 +39,46 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """A parser that suggests the nearest command for a misspelled one, and prints its help if a command is missing."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with status 2; if a command is missing, print the list of commands."""
+        if self._subparsers is not None and message.startswith("the following arguments are required"):
+            self.print_help(sys.stderr)
+            raise SystemExit(2)
+        super().error(message)
+
+    def command(self, name: str) -> CommandParser:
+        """Return the parser of a subcommand."""
+        assert self._subparsers is not None, f"{self.prog} has no subcommands"
+        actions = (one for one in self._subparsers._group_actions if isinstance(one, argparse._SubParsersAction))
+        found = next(actions).choices[name]
+        assert isinstance(found, CommandParser)
+        return found
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Exit with status 2 and the nearest known flags."""
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        near = [found for flag in flags for found in difflib.get_close_matches(flag, self._option_string_actions, 1)]
+        self.error(
+            f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {', '.join(near)}?" if near else "")
+        )
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = difflib.get_close_matches(str(value), action.choices, n=3)
+            advice = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(action.choices)}"
+            raise argparse.ArgumentError(None, f"there is no command {value!r}; {advice}")
+        super()._check_value(action, value)
+
+
+def build_parser() -> CommandParser:
     """The whole command line. Importing and building it loads neither torch nor transformers."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="retrieval-attn", description="Long contexts on one ordinary GPU: keys in host memory, retrieved."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in available_commands().items():
         sub = commands.add_parser(name, help=text, description=text)
@@ -75,7 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    args = build_parser().parse_args(given)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        parser.command(args.command).refuse(unknown)
     module, _ = found[args.command]
     try:
         return int(importlib.import_module(module).run(args))

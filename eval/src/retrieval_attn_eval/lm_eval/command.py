@@ -19,6 +19,14 @@ HELP = "lm-evaluation-harness with retrieval attention"
 
 __all__ = ["add_arguments", "command_line", "run"]
 
+INSTALL = "in a checkout: pip install './eval[lm-eval]'; elsewhere: pip install 'retrieval-attn-eval[lm-eval]'"
+WITHOUT = f"""\
+usage: retrieval-attn lm-eval ARGUMENTS...
+
+{HELP}. ARGUMENTS are those of lm_eval, such as: --tasks niah_single_1 --limit 10
+Missing ones are added: --model retrieval_attn, --device auto, and the bundled model as pretrained=PATH.
+
+lm-evaluation-harness is not installed; {INSTALL}"""
 _OTHER = ("ls", "validate", "-h", "--help")
 
 
@@ -31,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """lm_eval's exit code.  Raises ConfigError if lm_eval is not installed."""
     if find_spec("lm_eval") is None:
-        raise ConfigError('needed lm_eval, which is not installed; pip install "lm_eval[ruler]"')
+        if not args.arguments or args.arguments[0] in ("-h", "--help"):
+            print(WITHOUT)
+            return 0
+        raise ConfigError(f"lm-eval needs lm-evaluation-harness, which is not installed; {INSTALL}")
     importlib.import_module("retrieval_attn_eval.lm_eval.model")
     before = sys.argv
     sys.argv = ["lm-eval", *command_line(args.arguments)]

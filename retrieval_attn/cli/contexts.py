@@ -64,9 +64,9 @@ def _plain(one: Any, name: str, otherwise: Any) -> Any:
 
 
 def _verify(store: ContextStore, args: argparse.Namespace) -> int:
-    from tqdm import tqdm
+    from retrieval_attn.compile.progress import ProgressBar
 
-    with tqdm(unit="B", unit_scale=True, delay=2.0, leave=False, desc="comparing checksums") as bar:
+    with ProgressBar(unit="B", unit_scale=True, delay=2.0, leave=False, desc="comparing checksums") as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

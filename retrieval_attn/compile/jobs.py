@@ -23,9 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from retrieval_attn.compile import place
+from retrieval_attn.compile.progress import ProgressBar
 
 MAX_PROCESSES = 8
 REASON = "compiling kernels for this processor, once per machine"
@@ -93,7 +92,7 @@ class Compilation:
             self._waiting, self._left = [], set()
         counted = len(self._waiting) + len(theirs)
         if progress and counted:
-            self._bar = tqdm(total=counted, desc=REASON, unit="kernel", delay=2.0, leave=False)
+            self._bar = ProgressBar(total=counted, desc=REASON, unit="kernel", delay=2.0, leave=False)
         for other, shared in self._elsewhere:
             other._tell(self, shared)
         if not self._waiting:

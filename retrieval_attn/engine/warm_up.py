@@ -14,10 +14,10 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache, seal
+from retrieval_attn.compile.progress import ProgressBar
 from retrieval_attn.config import Config
 from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.exact import ExactPool, RowPages
@@ -66,7 +66,7 @@ class WarmUp(NamedTuple):
         reads = READS if self._cache(loop, config).index.spec.host_reads.rows else READS[:1]
         ways = [(pool, read) for pool in ((None,) if exact is None else (None, exact)) for read in reads]
         total = len(ways) * (1 + len(sizes))
-        with tqdm(
+        with ProgressBar(
             total=total, desc="warming up", delay=BAR_DELAY_SECONDS, leave=False, disable=not self.progress
         ) as bar:
             for pool, read in ways:

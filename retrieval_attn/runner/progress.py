@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from tqdm import tqdm
-
 from retrieval_attn.attention.layer import CacheLayer
+from retrieval_attn.compile.progress import ProgressBar
 
 WAITING = "waiting for the last indexes"
 
@@ -23,7 +22,7 @@ class ReadingBar:
         self._cache = cache
         self._read = 0
         total = len(cache.layers)
-        self._bar = tqdm(
+        self._bar = ProgressBar(
             total=total, desc=what, unit="layer", delay=2.0, leave=False, smoothing=0, disable=not show, mininterval=0.0
         )
 
@@ -44,7 +43,7 @@ class ReadingBar:
 
     def wait(self) -> None:
         """All layers are read: from now on the bar says that their indexes are waited for."""
-        self._bar.set_description(WAITING, refresh=False)
+        self._bar.describe(WAITING)
         self._cache.on_layer = self._watcher
 
     def show(self) -> None:

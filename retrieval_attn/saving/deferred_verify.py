@@ -8,8 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
-from tqdm import tqdm
-
+from retrieval_attn.compile.progress import ProgressBar
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.errors import StoreDamagedError, StoreError
 from retrieval_attn.offload.lock_ahead import lock_ahead
@@ -60,7 +59,9 @@ class LateCheck:
     def wait(self, *, progress: bool) -> None:
         """Until all was compared. Raises StoreDamagedError. progress: show a bar."""
         self._pause.end()
-        with tqdm(total=self.files, desc="comparing", unit="file", delay=2.0, leave=False, disable=not progress) as bar:
+        with ProgressBar(
+            total=self.files, desc="comparing", unit="file", delay=2.0, leave=False, disable=not progress
+        ) as bar:
             while self._thread.is_alive():
                 self._thread.join(LOOK_SECONDS)
                 bar.update(self.compared - bar.n)

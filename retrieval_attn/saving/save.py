@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.sequence import Forgotten
 from retrieval_attn.attention.state import StateLayer
+from retrieval_attn.compile.progress import ProgressBar
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreMismatchError
 from retrieval_attn.model.identity import identity_of
@@ -191,9 +191,9 @@ def saved_options(config: Config, forgotten: Forgotten) -> dict[str, Any]:
     return {**options, "forgotten": list(forgotten)}
 
 
-def saving_bar(name: str, layers: int, *, show: bool) -> tqdm[Any]:
+def saving_bar(name: str, layers: int, *, show: bool) -> ProgressBar:
     """Shown only when saving takes longer than two seconds."""
-    return tqdm(total=layers, desc=f"saving {name}", unit="layer", delay=2.0, leave=False, disable=not show)
+    return ProgressBar(total=layers, desc=f"saving {name}", unit="layer", delay=2.0, leave=False, disable=not show)
 
 
 class Kept:

@@ -38,15 +38,18 @@ logger = logging.getLogger(__name__)
 def default_folder() -> Path:
     """The store's folder where nobody names one: RETRIEVAL_ATTN_STORE, else in the user's data folder."""
     given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given).expanduser().absolute()
+    return Path(given).expanduser().absolute() if given else user_folder() / "contexts"
+
+
+def user_folder() -> Path:
+    """Return this package's folder in the user's data folder; nothing is created."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":
         base = "~/Library/Application Support"
     else:
         base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(base).expanduser().absolute() / "retrieval_attn" / "contexts"
+    return Path(base).expanduser().absolute() / "retrieval_attn"
 
 
 @dataclass(frozen=True)

@@ -89,12 +89,12 @@ class Terminal:
 
 
 @contextmanager
-def chatting(*arguments: str) -> Iterator[Terminal]:
-    """`retrieval-attn chat` with these arguments, killed at the end if it still runs."""
+def chatting(*arguments: str, **variables: str) -> Iterator[Terminal]:
+    """`retrieval-attn chat` with these arguments and environment variables, killed at the end if it still runs."""
     pid, file = pty.fork()
     if pid == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background starts what it runs with it ignored
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200", **variables}
         command = [sys.executable, "-m", "retrieval_attn.cli", "chat", *arguments]
         os.execve(sys.executable, command, environment)
     terminal = Terminal(pid, file)

@@ -14,9 +14,9 @@ import pytest
 
 import retrieval_attn as ra
 from eval.tests.load.tiny_server import TinyServer
-from retrieval_attn.cli.chat import waiting
+from retrieval_attn.cli import waiting
 from retrieval_attn.cli.chat.remote import RemoteTalk
-from retrieval_attn.cli.chat.waiting import Waiting
+from retrieval_attn.cli.waiting import Waiting
 from retrieval_attn.errors import InputDataError, RemoteError
 from retrieval_attn.remote.endpoint import Endpoint
 from tests.cli.terminal import CTRL_C, Terminal, chatting
@@ -94,14 +94,12 @@ def test_an_answer_that_breaks_off_without_a_word(talking: Callable[..., RemoteT
         assert talk._messages[-1]["content"] == " ".join(["word"] * 6)
 
 
-def test_waiting_is_said_at_a_terminal_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waiting_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.05)
     monkeypatch.setattr(waiting, "EVERY_SECONDS", 0.05)
     with Waiting("the server reads"):
         time.sleep(0.2)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "the server reads: 0 s\n"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with Waiting("the server reads") as shown:
         time.sleep(0.3)
@@ -137,13 +135,13 @@ def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> Non
     with chatting("--url", server.url, "--document", str(path), "--max-new-tokens", "12") as terminal:
         terminal.wait_for(r"at http://127.0.0.1:\d+/v1, about a document of [\d,]+ characters\r\nAsk, or /help")
         for keys, shown in (
-            (f"{BERGEN}\n", r" 7391846\r\n"),
+            (f"{BERGEN}\n", r"7391846\r\n"),
             ("/save turn\n", r"saved [\d,]+ tokens as 'turn' at the server; /load turn goes on"),
-            (f"{OSLO}\n", r" 1234567\r\n"),
+            (f"{OSLO}\n", r"1234567\r\n"),
             ("/stats\n", r"2 questions answered\r\nlast answer: [\d,]+ tokens of prompt, [1-9][\d,]+ of them not read"),
             ("/load other\n", r"answered 404: "),
             ("/load turn\n", r"loaded 'turn': [\d,]+ tokens\r\n"),
-            (f"{OSLO}\n", r" 1234567\r\n"),
+            (f"{OSLO}\n", r"1234567\r\n"),
             ("/save both\n", r"saved [\d,]+ tokens as 'both'"),
             ("/forget\n", "forgot 1 question"),
             ("/save again\n", r"saved [\d,]+ tokens as 'again'"),
@@ -157,7 +155,7 @@ def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> Non
         for keys, shown in (
             (f"{OSLO}\n", r"answered 404: "),
             ("/load here\n", "back at 0 questions answered"),
-            (f"{OSLO}\n", r" 1234567\r\n"),
+            (f"{OSLO}\n", r"1234567\r\n"),
             ("/stats\n", rf"behind the context 'here'\r\nlast answer: [\d,]+ tokens of prompt, {tokens:,} of them not"),
         ):
             answered(terminal, keys, shown)
@@ -166,7 +164,7 @@ def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> Non
     with chatting("--url", server.url, "--load", "both", "--max-new-tokens", "12") as terminal:
         terminal.wait_for(r"loaded 'both': [\d,]+ tokens")
         terminal.type(f"{BERGEN}\n")
-        terminal.wait_for(r" 7391846\r\n")
+        terminal.wait_for(r"7391846\r\n")
         terminal.type("/quit\n")
         terminal.require_success()
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retrieval_attn.cli.documents import add_encoding_argument, read_documents
 from retrieval_attn.cli.model_args import (
     add_config_arguments,
     add_model_arguments,
     add_store_argument,
+    check_model_flags,
     config_of,
     load_llm,
-    text_of,
+    prompt_of,
 )
 from retrieval_attn.compile.collection import no_collection
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 ROOM = "16k"
 """Tokens of questions and answers that memory is planned for."""
+DOCUMENT_SUFFIXES = (".txt", ".md", ".html", ".htm", ".pdf", ".docx", ".odt", ".epub")
 TEST_MODEL = "the bundled test model, which finds planted numbers and can do little else"
 
 
@@ -36,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a server to talk to, such as http://127.0.0.1:8000; MODEL is as it names it (default: its first), its "
         "key is $OPENAI_API_KEY, and flags of model and read are without effect",
     )
-    parser.add_argument("--document", metavar="FILE", help="text to read before the first question, UTF-8")
+    parser.add_argument(
+        "--document", metavar="FILE", help="text to read before the first question; MODEL may be such a file, too"
+    )
+    add_encoding_argument(parser)
     parser.add_argument("--load", metavar="NAME", help="a saved context to go on from")
     add_store_argument(parser)
     parser.add_argument("--max-new-tokens", default="1k", metavar="N", help="longest answer (default: %(default)s)")
@@ -50,23 +57,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until /quit or the end of the input."""
+    _take_document(args)
     if args.document is not None and args.load is not None:
         raise ConfigError("--document and --load both say what the conversation is about; give one of them")
     if args.document == "-":
         raise ConfigError("--document - would take the questions for the document; give a file")
+    if args.url is None:
+        check_model_flags(args)
     from retrieval_attn.answer import Sampling
     from retrieval_attn.cli.chat.loop import ChatLoop
-    from retrieval_attn.cli.chat.terminal import read_line
+    from retrieval_attn.cli.chat.terminal import Terminal
 
     most = parse_tokens(args.max_new_tokens, "--max-new-tokens")
     sampling = Sampling(max_new_tokens=most, temperature=args.temperature, seed=args.seed)
-    text = "" if args.document is None else text_of(args.document)
+    usage = "retrieval-attn chat --document {file}"
+    text = "" if args.document is None else read_documents([args.document], args.encoding, usage)
     talk = _local(args, sampling, text) if args.url is None else _remote(args, sampling, text)
+    terminal = Terminal()
     with closing(talk):
         if args.load is not None:
-            print(talk.load(args.load), file=sys.stderr)
-        print(f"{talk.about}\nAsk, or /help. Ctrl-C stops an answer, /quit ends.", file=sys.stderr)
-        return ChatLoop(talk, read_line).run()
+            terminal.say(talk.load(args.load))
+        terminal.say(f"{talk.about}\nAsk, or /help. Ctrl-C stops an answer, /quit ends.")
+        return ChatLoop(talk, terminal).run()
+
+
+def _take_document(args: argparse.Namespace) -> None:
+    """Use a text file in the place of MODEL as the document. Raises InputDataError for one that does not exist."""
+    path = Path(args.model)
+    if path.is_file() and args.document is None:
+        args.document, args.model = args.model, "bundled"
+        print(
+            f"{args.document} is a file: read as --document, with the bundled test model; for another model: "
+            f"retrieval-attn chat MODEL --document {args.document}",
+            file=sys.stderr,
+        )
+    elif path.suffix.lower() in DOCUMENT_SUFFIXES and not path.exists():
+        raise InputDataError(f"{args.model}: no such file; give a model, or an existing text file with --document")
 
 
 def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:
@@ -75,15 +101,16 @@ def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:
     from retrieval_attn.store import ContextStore
 
     config, store = config_of(args), ContextStore(args.store)
-    tokens = len(text.encode()) + parse_tokens(args.room, "--room")
+    tokens = parse_tokens(args.room, "--room")
     if args.load is not None:
         # a name that is not there is said before a model is loaded
         saved = store.resolve(args.load).plain.get("tokens")
         tokens += saved if isinstance(saved, int) else 0
-    llm = load_llm(args, tokens, config, say=False)
+    ids, read = prompt_of(args, text, [args.document], 0) if text else ([], 0)
+    llm = load_llm(args, read + tokens, config, say=False)
     talk = LocalTalk(llm, TEST_MODEL if args.model == "bundled" else args.model, sampling, store)
-    if text:
-        talk.read(text)
+    if ids:
+        talk.read(ids)
     return talk
 
 

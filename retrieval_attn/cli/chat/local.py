@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from retrieval_attn.answer import Answer, Sampling
@@ -43,15 +43,17 @@ class LocalTalk(Conversation):
         self._last: Answer | None = None
         self._read_tokens, self._first_seconds = 0, 0.0
 
-    def read(self, text: str) -> None:
-        """A document, which the conversation will be about; with a bar if it takes longer than two seconds."""
+    def read(self, text: str | Sequence[int]) -> None:
+        """Read the document of the conversation, a text or its token ids, with a bar after two seconds."""
         self._base, self._reached, self._messages = self._llm.read(text), None, []
 
     @property
     def about(self) -> str:
         """See `Talk`."""
-        read = "" if self._base is None else f", {self._base.num_tokens:,} tokens read"
-        return f"{self._name}, on {self._llm.device}, up to {self._llm.max_context:,} tokens{read}"
+        read = 0 if self._base is None else self._base.num_tokens
+        document = f"document: {read:,} tokens; " if read else ""
+        room = self._llm.max_context - read
+        return f"{self._name}, on {self._llm.device}\n{document}room for {room:,} tokens of conversation (--room)"
 
     def answer(self, question: str) -> Generator[str, None, None]:
         """See `Talk`."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from retrieval_attn.cli.answers import without_leading_space
 from retrieval_attn.cli.chat.talk import Talk
+from retrieval_attn.cli.chat.terminal import Terminal
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 
 __all__ = ["HELP", "ChatLoop"]
@@ -16,26 +17,27 @@ HELP = """\
 /save NAME    keep this conversation, and what it is about, on disk
 /load NAME    go on from what is saved, or was forked, under NAME
 /fork NAME    remember this point while the program runs, and at a server the context behind it; /load NAME comes back
-/forget [N]   drop the last N questions with their answers; without N all of them
+/undo [N]     drop the last N questions with their answers; without N all of them
 /stats        what is held, and what the last answer cost
 /help         this
 /quit         end, as Ctrl-D does
-Ctrl-C stops an answer. A line that ends in \\ goes on in the next one."""
+Ctrl-C stops an answer. Pasted text is one question, with its line breaks.
+A typed line that ends in \\ continues in the next one."""
 STOPPED = " [stopped]"
 
 
 class ChatLoop:
     """Answers go to the standard output, all else to the error output."""
 
-    def __init__(self, talk: Talk, read_line: Callable[[bool], str]) -> None:
-        """read_line: the next line, told whether it continues one; raises EOFError at the end."""
-        self._talk, self._read_line = talk, read_line
+    def __init__(self, talk: Talk, terminal: Terminal) -> None:
+        """terminal: source of the lines."""
+        self._talk, self._terminal = talk, terminal
         self._forks: dict[str, Any] = {}
         self._commands: dict[str, Callable[[str], str | None]] = {
             "/save": lambda name: talk.save(_required(name)),
             "/load": self._load,
             "/fork": self._fork,
-            "/forget": self._forget,
+            "/undo": self._undo,
             "/stats": lambda _: talk.stats(),
             "/help": lambda _: HELP,
         }
@@ -46,23 +48,25 @@ class ChatLoop:
             try:
                 line = self._line()
             except EOFError:
+                self._terminal.end_line()
                 return 0
             except KeyboardInterrupt:
-                _say("\n/quit, or Ctrl-D, ends this")
+                self._terminal.say("\n/quit, or Ctrl-D, ends this")
                 continue
             if line == "/quit":
                 return 0
             try:
-                self._do(line)
+                with self._terminal.typing_ahead():
+                    self._do(line)
             except KeyboardInterrupt:
-                _say("stopped")
+                self._terminal.say("stopped")
             except (RetrievalAttentionError, OSError) as error:
-                _say(f"{error}")
+                self._terminal.say(f"{error}")
 
     def _line(self) -> str:
-        line = self._read_line(False)
+        line = self._terminal.read_line(False)
         while line.endswith("\\"):
-            line = line[:-1] + "\n" + self._read_line(True)
+            line = line[:-1] + "\n" + self._terminal.read_line(True)
         return line.strip()
 
     def _do(self, line: str) -> None:
@@ -75,13 +79,13 @@ class ChatLoop:
         if command is None:
             raise ConfigError(f"There is no command {word}; /help lists them. A question cannot begin with a slash.")
         if said := command(rest.strip()):
-            _say(said)
+            self._terminal.say(said)
 
     def _answer(self, question: str) -> None:
         pieces = self._talk.answer(question)
         try:
             with contextlib.closing(pieces):
-                for piece in pieces:
+                for piece in without_leading_space(pieces):
                     print(piece, end="", flush=True)
         except KeyboardInterrupt:
             print(STOPPED, flush=True)
@@ -99,18 +103,14 @@ class ChatLoop:
         self._forks[name], told = self._talk.fork(_required(name))
         return f"{told}; /load {name} comes back to it"
 
-    def _forget(self, count: str) -> str:
+    def _undo(self, count: str) -> str:
         if count and (not count.isdecimal() or int(count) < 1):
-            raise ConfigError(f"/forget takes a number of questions, got {count!r}; without one it forgets all")
+            raise ConfigError(f"/undo takes a number of questions, got {count!r}; without one it drops all")
         dropped = self._talk.forget(int(count) if count else None)
-        return f"forgot {dropped} question{'' if dropped == 1 else 's'}"
+        return f"dropped {dropped} question{'' if dropped == 1 else 's'}"
 
 
 def _required(name: str) -> str:
     if not name or " " in name:
         raise ConfigError(f"This command needs a name without spaces, got {name!r}; /help shows how it is written")
     return name
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 from retrieval_attn.answer import Sampling
 from retrieval_attn.cli.chat.conversation import Conversation
 from retrieval_attn.cli.chat.talk import Message
-from retrieval_attn.cli.chat.waiting import Waiting
+from retrieval_attn.cli.waiting import Waiting
 from retrieval_attn.errors import InputDataError, RemoteError
 from retrieval_attn.remote.delta import Usage, read_delta
 from retrieval_attn.remote.endpoint import Endpoint, http_client, refusal

@@ -103,7 +103,7 @@ class PromptTemplate:
             raise InputDataError("raw=True needs the text that continues the context, got chat messages; drop raw.")
         if raw:
             text = checked_text(str(question))
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
             return ids
         said = question if isinstance(question, str) else _checked_messages(question)
         escapes = self.encoder.escapes(said)
@@ -165,7 +165,7 @@ def continued_span(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> sl
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the ids of a text that is a whole prompt. Raises InputDataError for a text without tokens."""
-    ids: list[int] = tokenizer(checked_text(text))["input_ids"]
+    ids: list[int] = tokenizer(checked_text(text), verbose=False)["input_ids"]
     ids = ids[continued_span(tokenizer, ids)]
     if not ids:
         raise InputDataError(f"The prompt {text!r} has no tokens; give at least one.")

@@ -17,6 +17,7 @@ import pytest
 
 from retrieval_attn import stream
 from retrieval_attn.cli import main, model_args
+from retrieval_attn.cli.documents import read_documents
 from retrieval_attn.config import Config
 from retrieval_attn.model.bundled import BUNDLED
 from tests.tiny_models import QUESTION, tiny_model
@@ -37,14 +38,124 @@ def test_a_question_about_a_file(document: str, capsys: pytest.CaptureFixture[st
     assert main(["ask", document, QUESTION, *FEW]) == 0
     printed = capsys.readouterr()
     assert "7391846" in printed.out and printed.out.endswith("\n")
+    assert not printed.out.startswith(" ")
     said = printed.err.splitlines()
-    assert any("bundled" in line and "on cpu" in line for line in said)
-    assert re.search(r"[\d.]+ % of attention was estimated from .*, most in layer \d+, head \d+: [\d.]+ %", said[-2])
-    assert re.search(  # a bar that was cleared may stand before it
-        r"read [\d,]+ tokens in [\d.]+ s; first token after [\d.]+ s, [\d.]+ ms per token for \d+ tokens; "
-        r"[\d.]+ MiB of keys and values on the host, [\d.]+ \w+ on the device$",
-        said[-1],
+    assert any(line.startswith("model: the bundled test model on cpu (choose another with --model)") for line in said)
+    cost = r"[\d,]+ tokens read in [\d.]+ s; first token after [\d.]+ s; \d+ tokens at [\d.]+ tokens/s$"
+    assert re.search(cost, said[-2])  # a bar that was cleared may stand before it
+    memory = r"KV cache: [\d.]+ MiB in host memory, [\d.]+ \w+ on the cpu; [\d.]+ % of attention was estimated"
+    assert re.match(memory, said[-1])
+    assert "Loading weights" not in printed.err and "[transformers]" not in printed.err
+
+
+def test_several_files_are_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    for name, number in zip(names, (7391846, 1234567), strict=True):
+        Path(name).write_text(f"{FILLER}The special magic {Path(name).stem} number is: {number}. {FILLER}")
+    assert main(["ask", *names, "What is the special magic b number?", *FEW]) == 0
+    assert "1234567" in capsys.readouterr().out
+    assert main(["ask", *names]) == 2
+    assert "the last argument must be the question, got the file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.pdf", b"%PDF-1.7 \xd0", "pdftotext -layout a.pdf - | retrieval-attn ask - QUESTION"),
+        ("my file.pdf", b"%PDF-1.7", "pdftotext -layout 'my file.pdf' - | retrieval-attn ask - QUESTION"),
+        ("a.docx", b"PK\x03\x04", "pandoc -t plain a.docx | retrieval-attn ask - QUESTION"),
+        ("a.gz", b"\x1f\x8b\x08", "zcat a.gz | retrieval-attn ask - QUESTION"),
+        ("elf", b"\x7fELF\x02\0\0", "elf is a binary file, not text"),
+        ("empty.txt", b"", "empty.txt is empty"),
+        ("blank.txt", b" \n ", "blank.txt is blank"),
+        ("mark.txt", b"\xef\xbb\xbf", "mark.txt is empty"),
+        ("latin.txt", "Schönes Wetter".encode("latin-1"),
+         "latin.txt is not UTF-8, byte 0xf6 at 3; it looks like cp1252: "
+         "retrieval-attn ask latin.txt QUESTION --encoding cp1252"),
+        ("sjis.txt", "日本語の文章です。".encode("shift_jis"), "--encoding "),
+        ("cut.txt", "\N{BYTE ORDER MARK}abc".encode("utf-16-le")[:-1], "cut.txt is not UTF-16"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_text(
+    name: str, data: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One line with the next command, before a model is loaded."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(data)
+    assert main(["ask", name, "Who?", "--model", "no/such-model"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and message in said[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "encoding", "text"),
+    [
+        ("Größe: 3 µm.".encode("utf-16"), None, "Größe: 3 µm."),
+        (b"\xfe\xff" + "Größe".encode("utf-16-be"), None, "Größe"),
+        ("Größe".encode("utf-32"), None, "Größe"),
+        ("Größe".encode("latin-1"), "latin-1", "Größe"),
+        ("Größe".encode("utf-16-le"), "utf-16-le", "Größe"),
+        (b"a\r\nb", None, "a\r\nb"),
+    ],
+)
+def test_encodings(data: bytes, encoding: str | None, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(data)
+    assert read_documents([str(path)], encoding, "ask {file}") == text
+
+
+def test_html_is_read_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("<!DOCTYPE html><p>The sky is blue.</p>")
+    assert read_documents([str(path)], None, "ask {file}") == path.read_text()
+    assert "its tags are read as text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--index", "foo"], "index='foo' is not a known kind"),
+        (["--index", "device:keybytes=40"], "keybytes"),
+        (["--retrieve", "0"], "retrieve=0"),
+        (["--window", "-1"], "--window='-1'"),
+        (["--max-new-tokens", "many"], "--max-new-tokens='many'"),
+        (["--temperature", "-1"], "temperature"),
+        (["--device", "gpu0"], "use auto, cpu, cuda or cuda:N"),
+        (["--dtype", "int3"], "--dtype must be auto, float32, bfloat16 or float16"),
+        (["--yarn", "0.5"], "--yarn must be a factor of 1 or more"),
+        (["--gpu-memory", "24"], "--gpu-memory='24' is not an amount of memory"),
+        (["--gpu-memory", "24GiB", "--device", "cpu"], "the model would run on the CPU"),
+        (["--encoding", "utf-99"], "--encoding 'utf-99' is unknown"),
+    ],
+)
+def test_flags_are_checked_before_torch_is_imported(flags: list[str], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("The sky is blue.")
+    script = (
+        "import sys; from retrieval_attn.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
     )
+    command = [sys.executable, "-c", f"{script}; sys.exit(code)", "ask", str(path), "Who?", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_text_that_is_too_long_names_the_factor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the model is loaded, with the factor that suffices and the part that fits; transformers adds no line."""
+    path = tmp_path / "book.txt"
+    path.write_text("The grass is green. " * 60_000)
+    assert main(["ask", str(path), "Who?"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if line.startswith("retrieval-attn ask:")]) == 1
+    found = re.search(
+        r"book.txt has ([\d,]+) tokens, with question and answer ([\d,]+); this model has ([\d,]+)", said[-1]
+    )
+    assert found, said
+    tokens, needed, limit = (int(number.replace(",", "")) for number in found.groups())
+    factor = re.search(r"Use --yarn (\d+), the first (\d+) % of the text", said[-1])
+    assert factor and (int(factor[1]) - 1) * limit < needed <= int(factor[1]) * limit
+    assert int(factor[2]) * tokens <= 100 * (limit - (needed - tokens))
+    assert not any("transformers" in line for line in said)
 
 
 @pytest.mark.parametrize("file", ["file", "-"])
@@ -53,7 +164,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, file: str, monkeypatch: py
     data = b"\xef\xbb\xbf" + "Größe: 3 µm.".encode()
     (tmp_path / "text.txt").write_bytes(data)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    assert model_args.text_of("-" if file == "-" else str(tmp_path / "text.txt")) == "Größe: 3 µm."
+    assert read_documents(["-" if file == "-" else str(tmp_path / "text.txt")], None, "{file}") == "Größe: 3 µm."
 
 
 def test_the_text_comes_in_pieces(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,17 +193,16 @@ def test_standard_input_and_raw_text(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.txt", "Who?"], "missing.txt: No such file or directory; give one that is there"),
-        (["folder", "Who?"], "folder: Is a directory; give another file"),
-        (["x" * 300, "Who?"], "File name too long"),
-        (["latin.txt", "Who?"], "latin.txt must be text in UTF-8, got byte 0xf6 at 3"),
-        (["blank.txt", "Who?"], "must have some text, got 3 bytes"),
+        (["missing.txt", "Who?"], "missing.txt: no such file, and no context 'missing.txt' in the store"),
+        (["folder", "Who?"], "folder is a folder; give its text files: retrieval-attn ask folder/*.txt QUESTION"),
+        (["x" * 300, "Who?"], "...: no such file"),
+        (["latin.txt", "Who?"], "latin.txt is not UTF-8, byte 0xf6 at 3"),
+        (["blank.txt", "Who?"], "blank.txt is blank"),
         (["good.txt", " "], "ask a non-empty question"),
         (["good.txt", "Who?", "--retrieve", "some"], "retrieve='some'"),
-        (["x" * 300, "Who?"], "...: File name too long; give a shorter name"),
-        (["good.txt/inside", "Who?"], "good.txt/inside: Not a directory; give another file"),
+        (["good.txt/inside", "Who?"], "good.txt/inside: no such file"),
         (["/proc/self/mem", "Who?"], "Input/output error"),
-        (["good.txt", "Who? " * 70_000], "0 cached and"),
+        (["good.txt", "Who? " * 70_000], "this model has 131,072 positions. Use --yarn "),
         (["good.txt", "Who?", "--retrieve", "0"], "retrieve=0"),
         (["good.txt", "Who?", "--max-new-tokens", "many"], "--max-new-tokens='many' is not a number of tokens"),
         (["good.txt", "Who?", "--window", "-1"], "--window='-1'"),
@@ -101,7 +211,7 @@ def test_standard_input_and_raw_text(
         (["good.txt", "Who?", "--index", "device:keybytes=40"], "keybytes"),
         (["good.txt", "Who?", "--index", "device:40"], "device:40: options are written name=value, got '40'"),
         (["good.txt", "Who?", "--model", "no/such-model"], "No model could be loaded"),
-        (["good.txt", "Who?", "--device", "gpu0"], "not a torch device"),
+        (["good.txt", "Who?", "--device", "gpu0"], "not a torch device; use auto"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -172,7 +282,7 @@ def test_interrupted_it_stops_and_says_so(
     monkeypatch.setattr(stream.Stream, "__next__", interrupted)
     assert main(["ask", document, "Who?", "--temperature", "9", "--max-new-tokens", "400"]) == 130
     printed = capsys.readouterr()
-    assert printed.out == "".join(seen[:2])
+    assert printed.out == "".join(seen[:2]).lstrip()
     assert printed.err.splitlines()[-1] == "retrieval-attn ask: interrupted"
     assert not [thread for thread in threading.enumerate() if "stream" in thread.name]
 
@@ -241,10 +351,10 @@ def test_an_interrupted_program_ends_at_once(code: int, said: str) -> None:
     """What was printed is kept; Python does not take down a second's worth of libraries."""
     script = f"""
 import atexit
-from retrieval_attn import cli
+from retrieval_attn.cli import entry
 atexit.register(print, "the end")
-cli.main = lambda: print("said") or {code}
-cli.program()
+entry.main = lambda: print("said") or {code}
+entry.program()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == (said, code), done.stderr

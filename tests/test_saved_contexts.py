@@ -245,9 +245,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert cli.main(["ask", "book", QUESTION, "--window", "64", *usual]) == 2
     assert "--window" in capsys.readouterr().err
     assert cli.main(["ask", "boook", QUESTION, *usual]) == 2
-    assert "near ones: book" in capsys.readouterr().err
+    assert "did you mean book" in capsys.readouterr().err
     assert cli.main(["ask", "no/such.txt", QUESTION, *usual]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err
     assert cli.main(["contexts", "ls"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert listed[0].split()[:3] == ["name", "tokens", "bytes"] and listed[1].startswith("book ")

@@ -1,4 +1,4 @@
-"""`retrieval-attn ask FILE|NAME QUESTION`: read a text, or open a saved context, and answer one question about it."""
+"""`retrieval-attn ask FILE|NAME QUESTION`: read texts, or open a saved context, and answer one question about them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from retrieval_attn.cli.answers import without_leading_space
+from retrieval_attn.cli.documents import STANDARD_INPUT, add_encoding_argument, read_documents
 from retrieval_attn.cli.model_args import (
     add_config_arguments,
     add_model_arguments,
     add_store_argument,
+    check_model_flags,
     config_of,
     load_llm,
-    text_of,
+    prompt_of,
 )
-from retrieval_attn.errors import ConfigError, InputDataError, StoreError
+from retrieval_attn.errors import ConfigError, ContextNameError, InputDataError, UnknownContextError
 from retrieval_attn.memory.units import parse_tokens, show_bytes
 
 if TYPE_CHECKING:
     from retrieval_attn.answer import Stats
     from retrieval_attn.config import Config
-    from retrieval_attn.context import Context
     from retrieval_attn.store import ContextStore, NamedContext
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the subcommand."""
     parser.add_argument(
-        "file", metavar="FILE|NAME", help="text to read, UTF-8; - is the standard input; or a context that was saved"
+        "files",
+        metavar="FILE|NAME",
+        nargs="+",
+        help="text files to read, one after the other (- is the standard input), or the name of a saved context",
     )
-    parser.add_argument("question", metavar="QUESTION", help="what to ask about it")
+    parser.add_argument("question", metavar="QUESTION", help="question about the text")
+    add_encoding_argument(parser)
     add_model_arguments(parser)
     add_store_argument(parser)
     parser.add_argument("--max-new-tokens", default="256", metavar="N", help="longest answer (default: %(default)s)")
@@ -53,64 +59,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read or open, answer on the standard output as the text comes, and say on the error output what it cost."""
-    store, saved = _saved(args.file, args.store)
-    config = config_of(args)
-    if saved is None:
-        text = text_of(args.file)
-        length = len(text.encode())
-    else:
-        options, length = _options(config), int(saved.plain["tokens"])
-    most = parse_tokens(args.max_new_tokens, "--max-new-tokens")
-
+    """Read or open, stream the answer to the standard output, and print its cost on the error output."""
+    config, most = config_of(args), parse_tokens(args.max_new_tokens, "--max-new-tokens")
+    check_model_flags(args)
     from retrieval_attn.answer import Sampling
-    from retrieval_attn.context import Context
 
     sampling = Sampling(max_new_tokens=most, temperature=args.temperature, seed=args.seed)
-    llm = load_llm(args, length + len(args.question.encode()) + most, config)
-    if saved is None:
-        context = Context(llm.model, llm.tokenizer, llm.config)
-        ids = context.template.context_ids(text)
-        _require_room(context, len(ids), args, most)  # known before the text is read, which may take long
+    if not args.question.strip():
+        raise InputDataError("QUESTION is blank; ask a non-empty question")
+    store, saved = _saved(args)
+    reading = _Reading.of(args, most) if saved is None else None
+    options = {} if saved is None else _options(config)
+    tokens = int(saved.plain["tokens"]) if reading is None and saved is not None else 0
+    llm = load_llm(args, tokens + len(args.question.encode()) + most if reading is None else reading.planned, config)
     started = time.perf_counter()
-    if saved is None:
-        context.read(ids)
+    if reading is not None:
+        from retrieval_attn.context import Context
+
+        context = Context(llm.model, llm.tokenizer, llm.config).read(reading.ids)
+        source = f"{context.num_tokens:,} tokens read"
     else:
+        assert saved is not None, "a text is read or a saved context is opened"
         context = llm.open(saved.name, store=store, **options)
-        _require_room(context, 0, args, most)
-    seconds = time.perf_counter() - started
+        context.cache.require_room(len(context.template.question_ids(args.question, args.raw)) + most)
+        source = f"{context.num_tokens:,} tokens reused from {saved.name!r}, opened"
+    source = f"{source} in {time.perf_counter() - started:.1f} s"
     with context.stream(args.question, sampling, raw=args.raw) as stream:
-        for piece in stream:
+        for piece in stream if args.raw else without_leading_space(stream):
             print(piece, end="", flush=True)
     print(flush=True)
     context.kept.wait(progress=True)  # damage that is found only now has its message, below an answer that may be wrong
     if stream.answer is not None:
-        stats = stream.answer.stats
-        _say_tail(stats)
-        done = "read" if saved is None else "opened"
-        print(
-            f"{done} {context.num_tokens:,} tokens in {seconds:.1f} s; first token after {stats.prefill_seconds:.2f} "
-            f"s, {1000 * stats.seconds_per_token:.1f} ms per token for {stats.new_tokens} tokens; "
-            f"{show_bytes(stats.host_bytes)} of keys and values on the host, {show_bytes(stats.device_bytes)} on the "
-            "device",
-            file=sys.stderr,
-        )
+        _print_cost(stream.answer.stats, source, llm.device.type)
     return 0
 
 
-def _saved(file: str, folder: str | None) -> tuple[ContextStore | None, NamedContext | None]:
-    """The store and the saved context that `file` names; None where it is a file to read."""
-    if file == "-" or Path(file).exists():
+@dataclass(frozen=True)
+class _Reading:
+    """Token ids of a text that is about to be read, and the tokens to plan memory for."""
+
+    ids: list[int]
+    planned: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, most: int) -> _Reading:
+        """Read and tokenize the files. Raises InputDataError, ContextLengthError."""
+        options = " --raw" if args.raw else ""
+        text = read_documents(args.files, args.encoding, f"retrieval-attn ask {{file}} QUESTION{options}")
+        return cls(*prompt_of(args, text, args.files, most, args.question))
+
+
+def _saved(args: argparse.Namespace) -> tuple[ContextStore | None, NamedContext | None]:
+    """Return the store and the saved context that the only FILE names; None, None if files are to be read.
+
+    Raises InputDataError for a name that is neither, and for a question that is missing.
+    """
+    if os.path.isfile(args.question):
+        raise InputDataError(
+            f"the last argument must be the question, got the file {args.question}; put the question behind it, in "
+            "quotation marks"
+        )
+    missing = [file for file in args.files if file != STANDARD_INPUT and not os.path.lexists(file)]
+    if not missing:
         return None, None
+    if len(args.files) > 1:
+        raise InputDataError(
+            f"{_short(missing[0])}: no such file; all but the last argument are files, and a question of several words "
+            "needs quotation marks"
+        )
     from retrieval_attn.store import ContextStore
 
-    store = ContextStore(folder)
+    store = ContextStore(args.store)
     try:
-        return store, store.resolve(file)
-    except StoreError:
-        if os.sep in file or Path(file).suffix:
-            return None, None  # reading it says what is wrong
-        raise
+        return store, store.resolve(missing[0])
+    except UnknownContextError as error:
+        raise InputDataError(f"{_short(missing[0])}: no such file, and {error}") from None
+    except ContextNameError:
+        raise InputDataError(f"{_short(missing[0])}: no such file; give one that exists") from None
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 120 else f"{name[:117]}..."
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -122,20 +151,13 @@ def _options(config: Config) -> dict[str, Any]:
     return {} if config.retrieve == usual.retrieve else {"retrieve": config.retrieve}
 
 
-def _require_room(context: Context, tokens: int, args: argparse.Namespace, most: int) -> None:
-    asked = context.template.question_ids(args.question, args.raw)
-    if not asked:
-        raise InputDataError("QUESTION has no tokens; ask a non-empty question.")
-    context.cache.require_room(tokens + len(asked) + most)
-
-
-def _say_tail(stats: Stats) -> None:
-    """How much of attention was estimated, where that is known."""
-    if stats.tail_share is None or stats.tail_share_most is None:
-        return
-    most = stats.tail_share_most
-    print(
-        f"{100 * stats.tail_share:.1f} % of attention was estimated from clusters of keys, most in layer {most.layer}, "
-        f"head {most.head}: {100 * most.share:.1f} %",
-        file=sys.stderr,
-    )
+def _print_cost(stats: Stats, source: str, device: str) -> None:
+    """Print tokens, seconds and memory, and the share of attention that was estimated if it is known."""
+    rate = f" at {1 / stats.seconds_per_token:.1f} tokens/s" if stats.seconds_per_token else ""
+    first = f"first token after {stats.prefill_seconds:.2f} s"
+    print(f"{source}; {first}; {stats.new_tokens} tokens{rate}", file=sys.stderr)
+    host, window = show_bytes(stats.host_bytes), show_bytes(stats.device_bytes)
+    share = ""
+    if stats.tail_share is not None:
+        share = f"; {100 * stats.tail_share:.1f} % of attention was estimated from cluster means, the rest exact"
+    print(f"KV cache: {host} in host memory, {window} on the {device}{share}", file=sys.stderr)

@@ -1,20 +1,28 @@
-"""What commands that read or ask have in common: flags of the model and of the read, the text, the model itself."""
+"""Flags of the model and of the read, their checks, and the model that they name."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import re
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from retrieval_attn.cli.waiting import Waiting
 from retrieval_attn.compile.collection import no_collection
 from retrieval_attn.config import HOST_DTYPES, QUANTIZATIONS, YARN_FLAG, Config, Retrieve, named_options
-from retrieval_attn.errors import InputDataError
-from retrieval_attn.memory.units import parse_tokens
-from retrieval_attn.model.bundled import model_path
+from retrieval_attn.errors import ConfigError, ContextLengthError
+from retrieval_attn.memory.units import parse_bytes, parse_tokens
+from retrieval_attn.model.bundled import NAME, model_path
 
 if TYPE_CHECKING:
     from retrieval_attn.llm import LLM
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+"""Device files, one of which a Linux machine with a usable GPU has: Nvidia's, those of Windows' Linux, AMD's."""
 
 INDEX_FLAG: dict[str, Any] = {
     "default": Config().index,
@@ -93,49 +101,104 @@ def config_of(args: argparse.Namespace) -> Config:
 def index_fields(text: str) -> dict[str, Any]:
     """The fields of `Config` that `--index` stands for. Raises ConfigError for options that do not exist."""
     name, options = named_options(text)
-    if options:
+    if options or name != Config().index:
         from retrieval_attn.index.spec import IndexSpec
 
         IndexSpec.of(name, options)
     return {"index": name, "index_options": options}
 
 
-def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool = True) -> LLM:
-    """The model that the flags name, with memory planned for `most` tokens. say: on the error output what it is."""
-    with no_collection():
-        from retrieval_attn.llm import LLM
+def check_model_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that no model or this machine cannot have. Loads neither torch nor a model."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", args.device):
+        raise ConfigError(f"--device {args.device!r} is not a torch device; use auto, cpu, cuda or cuda:N")
+    if args.dtype not in DTYPES:
+        raise ConfigError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {args.dtype!r}")
+    if args.yarn is not None and not (math.isfinite(args.yarn) and args.yarn >= 1):
+        raise ConfigError(f"--yarn must be a factor of 1 or more, such as 4, got {args.yarn:g}")
+    if args.gpu_memory is not None:
+        parse_bytes(args.gpu_memory, "--gpu-memory")
+    if args.device.startswith("cuda") and _has_no_gpu():
+        raise ConfigError(f"--device {args.device} was given, but this machine has no GPU; use --device cpu")
+    if args.gpu_memory is not None and (args.device == "cpu" or _has_no_gpu()):
+        raise ConfigError(
+            f"--gpu-memory {args.gpu_memory} was given, but the model would run on the CPU; leave it out, or use "
+            "--device cuda on a machine with a GPU"
+        )
 
-    name = model_path(args.model)
-    llm = LLM(
-        name,
-        device=args.device,
-        dtype=args.dtype,
-        quantization=None if args.quantization == "none" else args.quantization,
-        yarn=args.yarn,
-        gpu_memory=args.gpu_memory,
-        max_context=_needed(name, most, args.yarn),
-        config=config,
+
+def _has_no_gpu() -> bool:
+    """Whether this machine certainly has no GPU that torch can use; torch alone can tell that there is one."""
+    return sys.platform == "linux" and not any(map(os.path.exists, _GPU_FILES))
+
+
+def prompt_of(
+    args: argparse.Namespace, text: str, files: Sequence[str], answer: int, question: str = ""
+) -> tuple[list[int], int]:
+    """Return the token ids of a text, and the tokens of it with its question and answer, before the model is loaded.
+
+    answer: longest answer in tokens. Raises ContextLengthError for more tokens than the model has positions.
+    """
+    with Waiting(f"loading the tokenizer of {_shown(args)}"):
+        with no_collection():
+            from transformers import AutoTokenizer
+
+            from retrieval_attn.model.loading import load
+            from retrieval_attn.template import PromptTemplate
+        template = PromptTemplate.of(load(AutoTokenizer, model_path(args.model)))
+        limit = _positions(model_path(args.model), args.yarn)
+    with Waiting(f"tokenizing {len(text):,} characters"):
+        ids = template.context_ids(text)
+        room = answer + (len(template.question_ids(question, getattr(args, "raw", False))) if question else 0)
+    needed = len(ids) + room
+    if limit is not None and needed > limit:
+        raise ContextLengthError(_too_long(args, files, len(ids), room, limit), limit=limit, tokens=needed)
+    return ids, needed
+
+
+def _too_long(args: argparse.Namespace, files: Sequence[str], tokens: int, room: int, limit: int) -> str:
+    """The message for a text that the model cannot read, with the factor or the part that fits."""
+    what = "the text" if files == ["-"] else files[0] if len(files) == 1 else f"the text of {len(files)} files"
+    factor = math.ceil((tokens + room) * (args.yarn or 1.0) / limit)
+    part = f"the first {100 * (limit - room) // tokens} % of the text, " if 0 < limit - room < tokens else ""
+    behind = f", with question and answer {tokens + room:,}" if room else ""
+    return (
+        f"{what} has {tokens:,} tokens{behind}; this model has {limit:,} positions. "
+        f"Use --yarn {factor}, {part}or a model with a longer context"
     )
-    what = "the bundled test model; --model names another" if args.model == "bundled" else name
+
+
+def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool = True) -> LLM:
+    """Return the model that the flags name, with memory planned for `most` tokens.
+
+    say: print on the error output which model runs where.
+    """
+    with Waiting(f"loading {_shown(args)}"):
+        with no_collection():
+            from transformers.utils.logging import disable_progress_bar
+
+            from retrieval_attn.llm import LLM
+
+        disable_progress_bar()
+        name = model_path(args.model)
+        llm = LLM(
+            name,
+            device=args.device,
+            dtype=args.dtype,
+            quantization=None if args.quantization == "none" else args.quantization,
+            yarn=args.yarn,
+            gpu_memory=args.gpu_memory,
+            max_context=_needed(name, most, args.yarn),
+            config=config,
+        )
     if say:
-        print(f"answered by {what}, on {llm.device}", file=sys.stderr)
+        choose = " (choose another with --model)" if args.model == NAME else ""
+        print(f"model: {_shown(args)} on {llm.device}{choose}", file=sys.stderr)
     return llm
 
 
-def text_of(file: str) -> str:
-    """The text of a file, "-" the standard input. Raises InputDataError, OSError."""
-    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    name = "the standard input" if file == "-" else file
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputDataError(
-            f"{name} must be text in UTF-8, got byte {data[error.start]:#04x} at {error.start}; convert it, or extract "
-            "its text."
-        ) from error
-    if not text.strip():
-        raise InputDataError(f"{name} must have some text, got {len(data)} bytes of nothing to read.")
-    return text
+def _shown(args: argparse.Namespace) -> str:
+    return "the bundled test model" if args.model == NAME else str(args.model)
 
 
 def _retrieve(text: str) -> Retrieve | Any:
@@ -149,10 +212,14 @@ def _retrieve(text: str) -> Retrieve | Any:
 
 
 def _needed(model: str, most: int, yarn: float | None = None) -> int:
-    """Tokens to plan memory for: no text has more of them than bytes, and no model more than its positions."""
+    """Return the tokens to plan memory for, the chat template included: at most the model's positions."""
+    positions, template = _positions(model, yarn), 1024
+    return most + template if positions is None else min(most + template, positions)
+
+
+def _positions(model: str, yarn: float | None) -> int | None:
+    """Return how many positions the model has; None if any number."""
     from retrieval_attn.model.loading import checkpoint_config
     from retrieval_attn.model.rope import max_positions
 
-    positions = max_positions(checkpoint_config(model, yarn).get_text_config(decoder=True))
-    template = 1024
-    return most + template if positions is None else min(most + template, positions)
+    return max_positions(checkpoint_config(model, yarn).get_text_config(decoder=True))

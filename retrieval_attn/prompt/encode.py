@@ -149,7 +149,7 @@ class PromptEncoder:
         wanted = sum(self._ids[word] in self._control for word in pieces[1::2]) + (self._around if begins else 0)
         if not literal:
             offsets = offsets and self._tokenizer.is_fast
-            found = self._tokenizer(text, add_special_tokens=begins, return_offsets_mapping=offsets)
+            found = self._tokenizer(text, add_special_tokens=begins, verbose=False, return_offsets_mapping=offsets)
             if self._controls(found["input_ids"]) == wanted:
                 return Encoded(found["input_ids"], found["offset_mapping"] if offsets else None)
         encoded = self._apart(pieces, escapes, begins)
@@ -172,7 +172,9 @@ class PromptEncoder:
             if number % 2:
                 ids.append(self._ids[text])
             else:
-                ids += self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                ids += self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+                    "input_ids"
+                ]
         return Encoded(self._tokenizer.build_inputs_with_special_tokens(ids) if begins else ids, None)
 
     def _controls(self, ids: Iterable[int]) -> int:

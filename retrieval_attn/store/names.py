@@ -95,12 +95,11 @@ def read_name(layout: Layout, name: str) -> NamedContext:
 
 def _unknown(layout: Layout, name: str) -> UnknownContextError:
     names = stored_names(layout)
-    near = difflib.get_close_matches(name, names, n=3) or names[:3]
-    there = f"near ones: {', '.join(near)}" if near else "it is empty"
-    return UnknownContextError(
-        f"no context {name!r} in the store {layout.root} ({there}); `retrieval-attn contexts ls` lists all of them",
-        context=name,
-    )
+    near = difflib.get_close_matches(name, names, n=3)
+    advice = f"did you mean {' or '.join(near)}? " if near else ""
+    count = f"its {len(names)} contexts" if len(names) > 1 else "its only context"
+    listed = f"`retrieval-attn contexts ls` lists {count}" if names else "it is empty"
+    return UnknownContextError(f"no context {name!r} in the store {layout.root}; {advice}{listed}", context=name)
 
 
 def stored_names(layout: Layout) -> list[str]:

@@ -15,7 +15,9 @@ from retrieval_attn.memory.units import parse_tokens
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn plan`."""
     usual = Config()
-    parser.add_argument("model", help="folder with a config.json, or a model in the local hub cache")
+    parser.add_argument(
+        "model", help="folder with a config.json, hub name (config.json alone is downloaded), or bundled"
+    )
     parser.add_argument(
         "--context",
         default="128k",

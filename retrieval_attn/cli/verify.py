@@ -7,7 +7,7 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the subcommand."""
-    parser.add_argument("model", help="folder or hub name of the model")
+    parser.add_argument("model", help="folder or hub name of the model, or bundled")
     parser.add_argument(
         "--tokens", default="64", metavar="N", help="random tokens to compare on (default: %(default)s)"
     )
@@ -18,10 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the model, compare, print one line. Exit code 1 when it is not exact."""
     from retrieval_attn.memory.units import parse_tokens
+
+    tokens = parse_tokens(args.tokens, "--tokens")
     from retrieval_attn.model.loading import load_model
     from retrieval_attn.runner.verify import verify
 
-    tokens = parse_tokens(args.tokens, "--tokens")
     model = load_model(args.model, device=args.device, dtype=args.dtype)
     report = verify(model, tokens=tokens)
     print(report)

@@ -125,7 +125,8 @@ def plan(
     """What `batch` sequences of `context` tokens need on each GPU and on the host, and what fits.
 
     Loads no weights.
-    model_or_config_or_path: a model, a PreTrainedConfig, a folder, or a hub name in the local cache.
+    model_or_config_or_path: a model, a PreTrainedConfig, a folder, a hub name, of which config.json alone is
+    downloaded, or "bundled".
     gpu_memory, host_memory: bytes or "24GiB"; host_memory None is this machine's. config: retrieval options (`Config`
     or a mapping). gpus: how many GPUs of `gpu_memory` each share the model's layers (device_map); a pair (how many,
     "heads"): its heads (tensor parallel, a process for each). decide: index="auto" is what a read on one GPU would take

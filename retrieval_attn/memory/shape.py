@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
+from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason, require_sizes
+from retrieval_attn.model.hub import require_reachable
 from retrieval_attn.model.rope import max_positions
 
 if TYPE_CHECKING:
@@ -148,9 +150,9 @@ def _of_config(source: Any, config: PreTrainedConfig, dtype: Any, quantization: 
 
 
 def load_config(source: Any) -> PreTrainedConfig:
-    """The config of a folder, a locally cached hub name, or `source` itself if it is one.
+    """Return the config of a folder, a hub name or "bundled", or `source` itself if it is one.
 
-    Raises InputDataError.
+    Of a hub name that is not cached, config.json alone is downloaded. Raises InputDataError.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -158,16 +160,16 @@ def load_config(source: Any) -> PreTrainedConfig:
         return source
     if not isinstance(source, str | Path):
         raise ConfigError(
-            "plan needs a model, a config, a folder or the name of a model in the local hub cache, "
+            "plan needs a model, a config, a folder or the name of a model on the Hugging Face hub, "
             f"got {type(source).__name__}."
         )
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        require_reachable(model_path(source))
+        return AutoConfig.from_pretrained(model_path(source), trust_remote_code=False)
     except Exception as error:  # a damaged file makes transformers raise nearly everything
         raise InputDataError(
-            f"model {source}: its config could not be read ({reason(error)}); give a folder that has a "
-            "config.json, or the "
-            "name of a model that is in the local hub cache (plan downloads nothing)."
+            f"model {source}: its config could not be read ({reason(error)}); give a folder that has a config.json, "
+            "or the name of a model on the Hugging Face hub, whose config.json is downloaded."
         ) from error
 
 

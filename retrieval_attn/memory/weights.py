@@ -11,6 +11,7 @@ from torch import nn
 
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason
 from retrieval_attn.model.quantization import GROUP, options_in, weight_format
 
@@ -20,9 +21,10 @@ _SCALE_BITS = 0.5
 
 def stored_bytes(source: Any) -> int | None:
     """Bytes of the weights in a local folder, by its safetensors index or single file; None if not told."""
-    if not isinstance(source, str | Path) or not Path(source).is_dir():
+    if not isinstance(source, str | Path) or not Path(model_path(source)).is_dir():
         return None
-    index, single = Path(source) / "model.safetensors.index.json", Path(source) / "model.safetensors"
+    folder = Path(model_path(source))
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:
             total = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")

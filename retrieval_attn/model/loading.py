@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig
 
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.gpu.memory import expand_segments
+from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason, require_sizes
 from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, whole_model
+from retrieval_attn.model.hub import require_reachable
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
 from retrieval_attn.model.quantization import (
@@ -61,12 +63,15 @@ def loaded_dtype(model_config: Any, name: str, device: torch.device) -> torch.dt
 
 
 def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
-    """factory.from_pretrained with a first message that says what is missing. Never runs a folder's own code.
+    """Return factory.from_pretrained(...), with errors of one line. Never run a folder's own code.
 
+    name_or_path: a folder, a hub name or "bundled". A hub that cannot be reached is asked once.
     Raises InputDataError for a folder that is missing, incomplete or damaged; what a machine lacks, such as memory or a
     package, is raised as it is.
     """
+    name_or_path = model_path(name_or_path)
     try:
+        require_reachable(name_or_path)
         found = factory.from_pretrained(str(name_or_path), **{"trust_remote_code": False, **options})
     except (RetrievalAttentionError, ImportError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise

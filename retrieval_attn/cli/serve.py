@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
+import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrieval_attn.cli.model_args import add_config_arguments, add_model_arguments, add_store_argument, config_of
+from retrieval_attn.cli.model_args import (
+    add_config_arguments,
+    add_model_arguments,
+    add_store_argument,
+    check_model_flags,
+    config_of,
+)
+from retrieval_attn.cli.waiting import Waiting
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_bytes, parse_tokens
 from retrieval_attn.model.bundled import model_path
@@ -113,7 +123,12 @@ def run(args: argparse.Namespace) -> int:
     """Answer until SIGTERM or Ctrl-C. Logs are lines of JSON on the error output."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'retrieval-attn[serve]'")
+        raise ConfigError(
+            f"serve needs {', '.join(missing)}; in a checkout: pip install '.[serve]', elsewhere: pip install "
+            "'retrieval-attn[serve]'"
+        )
+    check_model_flags(args)
+    config_of(args)
 
     from retrieval_attn.server.heap import set_allocator
 
@@ -146,6 +161,8 @@ def run(args: argparse.Namespace) -> int:
     require_safe_host(args.host, has_keys=bool(keys))
     with listening(Address(args.host, args.port)) as sock:  # before the model: a port that is taken is said at once
         signal.signal(signal.SIGINT, _end_at_once)
+        host, port = sock.getsockname()[:2]
+        starting = _Starting(settings.name, f"http://{_reached(host)}:{port}", has_keys=bool(keys))
         spec = _spec(args)
         child = Child.start() if _apart(args) else None
         with no_collection():
@@ -156,8 +173,48 @@ def run(args: argparse.Namespace) -> int:
 
         log_to()
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
-            runner.run(serve(spec, sock, settings, keys, child))
+            runner.run(serve(spec, sock, settings, keys, child, on_ready=starting.ready))
     return 0
+
+
+class _Starting:
+    """Messages of a start: a line before the model is loaded, its seconds at a terminal, and a request to try.
+
+    Without a terminal all lines are JSON, as those of the log.
+    """
+
+    def __init__(self, name: str, url: str, *, has_keys: bool) -> None:
+        """name: the model's, for clients. has_keys: whether requests need a key."""
+        self._name, self._url, self._has_keys = name, url, has_keys
+        self._waiting: Waiting | None = None
+        text = f"loading {name}; requests to {url} get 503 until it is ready"
+        if sys.stderr.isatty():
+            print(text, file=sys.stderr, flush=True)
+            self._waiting = Waiting(f"loading {name}").__enter__()
+        else:
+            now = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+            line = {"time": f"{now}.000Z", "level": "info", "logger": __name__, "message": text}
+            print(json.dumps(line), file=sys.stderr, flush=True)
+
+    def ready(self) -> None:
+        """Print a request that works as it stands."""
+        if self._waiting is None:
+            return
+        self._waiting.end()
+        key = ' -H "authorization: Bearer $RETRIEVAL_ATTN_API_KEY"' if self._has_keys else ""
+        body = json.dumps({"model": self._name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
+        print(
+            f"ready; try in another terminal:\ncurl {self._url}/v1/chat/completions{key} "
+            f"-H 'content-type: application/json' -d {shlex.quote(body)}\nCtrl-C ends the server.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _reached(host: str) -> str:
+    """Return how this machine reaches a server that listens on a host."""
+    usual = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{usual}]" if ":" in usual else usual
 
 
 def _end_at_once(*_: object) -> None:

@@ -175,12 +175,19 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    spec: EngineSpec, sock: socket.socket, settings: Settings, keys: Keys, child: Child | None = None
+    spec: EngineSpec,
+    sock: socket.socket,
+    settings: Settings,
+    keys: Keys,
+    child: Child | None = None,
+    *,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer until SIGTERM or SIGINT; then answer what is under way, for at most `drain_seconds`, and end the engine.
 
     While the model loads, all requests get 503. What is not answered at the end gets an error that says so; a second
-    signal does not wait that long. sock: listens; child: see `started`. Raises what loading the model raises.
+    signal does not wait that long. sock: listens; child: see `started`; on_ready: called when the model is loaded.
+    Raises what loading the model raises.
     """
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -193,6 +200,7 @@ async def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.end)
         log.info("listening on %s", url, extra={"fields": {"url": url, "model": settings.name}})
+        on_ready()
         await serving
     finally:
         began = time.perf_counter()

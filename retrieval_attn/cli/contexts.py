@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.cli.model_args import add_store_argument
 from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.model.bundled import model_path
 
 if TYPE_CHECKING:
     from retrieval_attn.store import ContextStore
@@ -20,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     texts = {
         "ls": "names, tokens, bytes, when they were saved, by which model",
         "verify": "read everything and compare checksums; exit status 1 and a line for what is damaged",
-        "gc": "remove what no name needs and what ended processes left",
-        "rm": "forget names, and what only they needed",
+        "gc": "remove files that no context needs and those that interrupted saves left",
+        "rm": "remove contexts, and files that no other context needs",
     }
     for name, text in texts.items():
         action = actions.add_parser(name, help=text, description=text)
@@ -49,9 +52,7 @@ def _list(store: ContextStore, args: argparse.Namespace) -> int:
     rows = [("name", "tokens", "bytes", "saved", "model")]
     for one in contexts:
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.saved_at))
-        rows.append(
-            (one.name, f"{_plain(one, 'tokens', 0):,}", show_bytes(one.nbytes), saved, _plain(one, "model", ""))
-        )
+        rows.append((one.name, f"{_plain(one, 'tokens', 0):,}", show_bytes(one.nbytes), saved, _model(one)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -61,6 +62,14 @@ def _list(store: ContextStore, args: argparse.Namespace) -> int:
 def _plain(one: Any, name: str, otherwise: Any) -> Any:
     value = one.plain.get(name, otherwise)
     return value if isinstance(value, type(otherwise)) else otherwise
+
+
+def _model(one: Any) -> str:
+    """Return a short name of the model: "bundled", a folder's last part, or a hub name."""
+    name = str(_plain(one, "model", ""))
+    if name == model_path("bundled"):
+        return "bundled"
+    return Path(name).name if os.path.isabs(name) else name
 
 
 def _verify(store: ContextStore, args: argparse.Namespace) -> int:
@@ -81,12 +90,13 @@ def _verify(store: ContextStore, args: argparse.Namespace) -> int:
 
 
 def _gc(store: ContextStore, args: argparse.Namespace) -> int:
-    freed = store.gc()
-    print(f"removed {freed.nodes} nodes, {show_bytes(freed.nbytes)}", file=sys.stderr)
+    print(f"freed {show_bytes(store.gc().nbytes)}", file=sys.stderr)
     return 0
 
 
 def _remove(store: ContextStore, args: argparse.Namespace) -> int:
     for name in args.names:
         store.remove(name)
+    names = "the context" if len(args.names) == 1 else f"{len(args.names)} contexts:"
+    print(f"removed {names} {', '.join(args.names)}", file=sys.stderr)
     return _gc(store, args)

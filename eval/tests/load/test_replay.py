@@ -214,14 +214,15 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = trace_file(tmp_path, [whole(0, 1), whole(0.01, 2)])
     asked = ["load", "replay", file, "--no-progress", "--output", str(tmp_path / "result.json"), "--url"]
+    again = [*asked[:5], str(tmp_path / "other.json"), "--url"]
     behave: Callable[[Body], str] = lambda body: "503" if body.get("stream") else ""  # noqa: E731
     with TinyServer(behave).running() as url:
         assert main([*asked, url]) == 1
     assert "503: 2" in capsys.readouterr().out
     with TinyServer(lambda body: "401").running() as url:
-        assert main([*asked, url]) == 2
+        assert main([*again, url]) == 2
     assert "answered 401: too many requests wait" in capsys.readouterr().err
-    assert main([*asked, "http://127.0.0.1:9"]) == 2
+    assert main([*again, "http://127.0.0.1:9"]) == 2
     assert "see that a server runs there" in capsys.readouterr().err
 
 

@@ -185,6 +185,10 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], needle_mod
     made = tmp_path / "made.jsonl"
     assert main(["load", "make", "--sessions", "5", "--seed", "7", "--output", str(made)]) == 0
     assert "requests of 5 sessions" in capsys.readouterr().err
+    before = made.read_text()
+    assert main(["load", "make", "--sessions", "5", "--seed", "8", "--output", str(made)]) == 2
+    assert "exists already; remove it, or give another name" in capsys.readouterr().err
+    assert made.read_text() == before, "it is never overwritten"
     assert main(["load", "make", "--sessions", "5", "--seed", "7"]) == 0
     assert capsys.readouterr().out == made.read_text()
     (tmp_path / "burst.csv").write_text(BURST)

@@ -102,6 +102,7 @@ def _make(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.load.sessions import Statistics
 
     check_numbers(args, {"sessions": 1})
+    _require_new(args.output)
     found = Statistics(most_tokens=parse_tokens(args.most, "--most"))
     lines = make_trace(args.sessions, _arrivals(args), found, args.seed)
     return _write(lines, args.output)
@@ -112,6 +113,7 @@ def _convert(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.load.sharegpt import read_sharegpt
 
     check_numbers(args, {"requests": 1})
+    _require_new(args.output)
     path = Path(args.file)
     form = args.form if args.form != "auto" else {".csv": "burstgpt", ".json": "sharegpt"}.get(path.suffix.lower())
     if form is None:
@@ -162,6 +164,12 @@ def _write(lines: Sequence[Line], file: str) -> int:
     return 0
 
 
+def _require_new(file: str) -> None:
+    """Raise ConfigError for an output file that exists: it is never overwritten."""
+    if file not in ("-", "auto") and Path(file).is_file():
+        raise ConfigError(f"--output {file} exists already; remove it, or give another name")
+
+
 def _print_all(texts: Iterable[str], file: Any) -> None:
     for text in texts:
         print(text, file=file)
@@ -176,6 +184,7 @@ def _replay(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.load.sender import Asking
 
     check_numbers(args, {"requests": 1, "speed": None, "scale": None, "timeout": None, "ttft": None, "itl": None})
+    _require_new(args.output)
     body, endpoint = _body(args.body), Endpoint.of(args.url)
     lines = read_trace(Path(args.file), args.requests, parse_tokens(args.block, "--block"))
     asking = Asking(args.model or model_names(endpoint, args.timeout)[0], args.api, args.scale, body)

@@ -143,7 +143,7 @@ def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> Non
             ("/load turn\n", r"loaded 'turn': [\d,]+ tokens\r\n"),
             (f"{OSLO}\n", r"1234567\r\n"),
             ("/save both\n", r"saved [\d,]+ tokens as 'both'"),
-            ("/forget\n", "forgot 1 question"),
+            ("/undo\n", "dropped 1 question"),
             ("/save again\n", r"saved [\d,]+ tokens as 'again'"),
             ("/fork here\n", r"at the server, 'here' is what 'turn' has read, and stays; /load here"),
             ("/fork here\n", r"answered 409: There is a context 'here' already"),

@@ -11,10 +11,15 @@ VENV ?= .venv
 ifeq ($(VENV),)
 RUN := $(PYTHON) -m
 INSTALLED :=
+SERVING :=
+NEEDLE :=
 else
 RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
+SERVING := $(VENV)/.serving
+NEEDLE := $(VENV)/.needle
 endif
+PIP = $(PYTHON) -m tools.install $(VENV)
 
 CODE := retrieval_attn eval tests training tools examples deploy conftest.py
 # The longest single test is far below this; a hang fails instead of eating the whole CI time.
@@ -34,7 +39,7 @@ PORT ?= 8000
 help:
 	@echo "make needle     install into $(VENV) and run the needle test with the bundled model"
 	@echo "make serve      start a server with the bundled model on port 8000; make serve-demo asks it"
-	@echo "make test       install and run the tests"
+	@echo "make test       install the developer's tools as well, and run the tests"
 	@echo "make lint       ruff check, ruff format --check, mypy"
 	@echo "make check      lint and test"
 	@echo "make format     let ruff format the code and rewrite the help text in docs/commands.md"
@@ -45,12 +50,23 @@ help:
 
 venv: $(INSTALLED)
 
-# torch first and alone, at its exact version: see constraints.txt.
-$(VENV)/.installed: pyproject.toml eval/pyproject.toml constraints.txt
+# What the needle test needs. torch first and alone, at its exact version: see constraints.txt.
+$(VENV)/.needle: pyproject.toml eval/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none was found. Try: make PYTHON=/path/to/python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve]' -e ./eval
+	@echo "Installing torch, transformers, numba, faiss and matplotlib into $(VENV): 1.6 GB with torch for CPUs, several GB"
+	@echo "more with torch for CUDA; 2 to 5 minutes with a fast connection."
+	@$(PIP) "torch (1 of 2)" -- "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	@$(PIP) "retrieval-attn and its evaluation (2 of 2)" -- -c constraints.txt -e . -e ./eval
+	@touch $@
+
+# The server's packages as well.
+$(VENV)/.serving: $(VENV)/.needle
+	@$(PIP) "the server's packages" -- -c constraints.txt -e '.[serve]'
+	@touch $@
+
+# The developer's tools as well: about 1.5 GB.
+$(VENV)/.installed: $(VENV)/.needle
+	@$(PIP) "the developer's tools (pytest, mypy, ruff, peft, torchao and more)" -- -c constraints.txt -e '.[dev,serve]' -e ./eval
 	@touch $@
 
 # lm-evaluation-harness too: its tests are skipped without it.
@@ -59,15 +75,15 @@ $(VENV)/.lm-eval: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e './eval[lm-eval]'
 	@touch $@
 
-needle: $(INSTALLED)
+needle: $(NEEDLE)
 	$(RUN) retrieval_attn.cli needle
 
 # Ends with Ctrl-C. Another model: make serve MODEL=path
-serve: $(INSTALLED)
+serve: $(SERVING)
 	$(RUN) retrieval_attn.cli serve $(MODEL) --port $(PORT)
 
 # Two questions about one document, of the server that `make serve` started in another terminal.
-serve-demo: $(INSTALLED)
+serve-demo: $(SERVING)
 	$(RUN) examples.ask_a_server http://127.0.0.1:$(PORT)
 
 test: $(INSTALLED)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from retrieval_attn.attention.retrieval import RetrievalLayer as RetrievalLayer
     from retrieval_attn.attention.sequence import Batch as Batch
     from retrieval_attn.cli.numbers import check_numbers as check_numbers
+    from retrieval_attn.cli.waiting import Waiting as Waiting
+    from retrieval_attn.compile.progress import ProgressBar as ProgressBar
     from retrieval_attn.cpu.ahead import load_kernels as load_kernels
     from retrieval_attn.cpu.host_attend import attend_path as attend_path
     from retrieval_attn.cpu.store import SequenceKV as SequenceKV
@@ -94,6 +96,8 @@ _EXPORTS = {
     "attention.retrieval": "RetrievalLayer",
     "attention.sequence": "Batch",
     "cli.numbers": "check_numbers",
+    "cli.waiting": "Waiting",
+    "compile.progress": "ProgressBar",
     "cpu.ahead": "load_kernels",
     "cpu.host_attend": "attend_path",
     "cpu.store": "SequenceKV",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -405,6 +407,31 @@ def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, mon
     assert len(rows) == 4 and not any(r["error"] for r in rows)
     assert sum(r["score"] for r in rows) == 0
     assert not (folder / "heatmap.png").exists()
+
+
+def test_the_end_says_what_was_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Progress in words, the share of tokens attended, the time, the heatmap, and commands that work as printed."""
+    folder = tmp_path / "run"
+    flags = ["--lengths", "2k", "--depths", "50", "--question-position", "after", "--output-dir", str(folder)]
+    assert cli.main(["needle", *flags]) == 0
+    printed = capsys.readouterr()
+    assert "full, retrieval" in printed.err.splitlines()[0], "the first line comes before anything is loaded"
+    assert "0 of 2 answers" in printed.err
+    counts = r"retrieval attended to \d+ of 2,048 tokens \([\d.]+ %\) for each generated token"
+    assert re.search(counts, printed.out)
+    assert f"heatmap: {folder / 'heatmap.png'}" in printed.out and re.search(r"time: \d+ min \d+ s", printed.out)
+    made, ask = re.findall(r"^\(yes .*$|^\S*retrieval-attn ask .*$", printed.out, re.MULTILINE)
+    program = f"{shlex.quote(sys.executable)} -m retrieval_attn.cli"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "eval" / "src")])}
+    script = f"{made}\n{re.sub(r'^[^ ]*retrieval-attn', lambda _: program, ask)}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.stdout.strip() == "7391846", done.stderr
+
+
+def test_progress_names_depths_in_words() -> None:
+    assert NeedleSuite(depths=(0.0, 12.5)).label("12.5%") == "depth 12.5 %"
 
 
 def test_dry_run_shows_depths(capsys: pytest.CaptureFixture[str]) -> None:

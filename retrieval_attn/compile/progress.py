@@ -33,13 +33,13 @@ class ProgressBar(tqdm):  # type: ignore[misc]
     def __init__(self, *, disable: bool = False, line_format: str = LINE, **options: Any) -> None:
         """disable: show nothing."""
         self._lines: _Lines | None = None
-        self._closed = threading.Event()
+        self._closed, self._described = threading.Event(), False
         stream = sys.stderr
         if not disable and stream.isatty():
             options |= {"ncols": columns_of(stream), "nrows": ROWS}
         elif not disable:
             self._lines = _Lines(stream)
-            options |= {"file": self._lines, "mininterval": EVERY_SECONDS, "bar_format": line_format}
+            options |= {"file": self._lines, "mininterval": EVERY_SECONDS, "bar_format": line_format, "position": 0}
         super().__init__(disable=disable, **options)
         if not disable:
             target, name = (weakref.ref(self), self._closed), "retrieval_attn-progress"
@@ -52,6 +52,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
 
     def describe(self, text: str) -> None:
         """Change the description, and show it at once if the bar is visible."""
+        self._described = True
         self.set_description_str(text, refresh=False)
         if self.visible:
             self.refresh()
@@ -62,7 +63,12 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         super().close()
 
     def refresh_if_due(self) -> None:
-        """Refresh the elapsed time of a visible bar; a plain line at most every `EVERY_SECONDS`."""
+        """Refresh the elapsed time of a visible bar; a plain line at most every `EVERY_SECONDS`.
+
+        A bar at 100 % stays as it is, unless its description says what is still done.
+        """
+        if not self._described and self.total is not None and self.n >= self.total:
+            return
         if self.visible and (self._lines is None or self._lines.age >= EVERY_SECONDS):
             self.refresh()
 

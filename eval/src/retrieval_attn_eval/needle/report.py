@@ -13,7 +13,7 @@ from retrieval_attn_eval.baselines import METHODS
 from retrieval_attn_eval.needle.heatmap import Panel, save_heatmap, text_table
 from retrieval_attn_eval.suite.tables import ordered
 
-__all__ = ["agreement_lines", "panels_of", "report"]
+__all__ = ["agreement_lines", "panels_of", "report", "share_lines"]
 
 _PLACES = {"inside": "question inside the prompt", "after": "question after the context"}
 
@@ -66,17 +66,32 @@ def report(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str,
     if not panels:
         return "no answers to show" + (f"; the first error: {failed[0]['error']}" if failed else "")
     if plot:
-        save_heatmap(panels, folder / "heatmap.png", title=_title(summary["settings"]))
+        save_heatmap(panels, folder / "heatmap.png", title=_title(summary))
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = max(shutil.get_terminal_size((120, 24)).columns, 60)
     parts = [text_table(panels, color=color, width=width), "\n".join(agreement_lines(summary["agreement"]))]
+    shown = [*share_lines(summary["cells"]), *([f"heatmap: {folder / 'heatmap.png'}"] if plot else [])]
+    parts.append("\n".join(shown))
     if failed:
         parts.append(f"{len(failed)} answers failed; the first, {failed[0]['id']}: {failed[0]['error']}")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _title(settings: Mapping[str, Any]) -> str:
-    options = {**settings["options"].get("all", {}), **settings["options"].get("retrieval", {})}
-    return "; ".join(
-        [f"Needle in a haystack: {settings['model']}", ", ".join(f"{key} {value}" for key, value in options.items())]
-    )
+def share_lines(cells: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Say of each method but full attention how many tokens of the longest text a generated token attends to."""
+    known = [cell for cell in cells if cell.get("attended") is not None and cell["method"] != "full"]
+    lines = []
+    for method in ordered({cell["method"] for cell in known}, METHODS):
+        longest = max(cell["length"] for cell in known if cell["method"] == method)
+        own = [cell["attended"] for cell in known if (cell["method"], cell["length"]) == (method, longest)]
+        mean = sum(own) / len(own)
+        share = f"{mean:,.0f} of {longest:,} tokens ({100 * mean / longest:.1f} %)"
+        lines.append(f"{method} attended to {share} for each generated token; full attention to all of them")
+    return lines
+
+
+def _title(summary: Mapping[str, Any]) -> str:
+    """The title of the heatmap in plain words, with the share of tokens that retrieval attended to."""
+    share = next((line for line in share_lines(summary["cells"]) if line.startswith("retrieval attended")), "")
+    found = f"Share of hidden sentences found, by length and depth (model {summary['settings']['model']})"
+    return "\n".join([found, *([share.partition(";")[0]] if share else [])])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,10 @@ class NeedleSuite:
     def tasks(self) -> tuple[str, ...]:
         return tuple(self._depths)
 
+    def label(self, task: str) -> str:
+        """Return a task, which is a depth, in words."""
+        return f"depth {task.removesuffix('%')} %"
+
     def count(self, task: str) -> int | None:
         return None
 
@@ -94,6 +100,19 @@ class NeedleSuite:
         from retrieval_attn_eval.needle.report import report
 
         return report(folder, summary, rows, plot=plot)
+
+    def closing(self) -> str:
+        """Return commands to try next, as they can be pasted into a shell."""
+        program = Path(sys.executable).with_name("retrieval-attn")
+        shown = os.path.relpath(program) if program.is_file() else "retrieval-attn"
+        return (
+            "\nNext, hide a number in a text of your own and ask for it:\n"
+            "(yes 'The grass is green. The sky is blue.' | head -300; "
+            "echo 'The special magic Bergen number is: 7391846.'; "
+            "yes 'The sun is yellow. Here we go.' | head -300) > haystack.txt\n"
+            f"{shown} ask haystack.txt 'What is the special magic Bergen number?'\n"
+            "The bundled model can do little else; --model takes a folder or a hub name, such as Qwen/Qwen3-8B."
+        )
 
     def rows(self, task: str, length: int | None, indices: Iterable[int], tokenizer: Any, seed: int) -> Iterator[Row]:
         """Rows of `length` tokens, answer included; row i is round i.

@@ -16,6 +16,7 @@ from typing import Any
 
 from retrieval_attn.config import YARN_FLAG
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.testing import Waiting
 from retrieval_attn_eval.flags import (
     add_flag,
     as_tokens,
@@ -227,11 +228,15 @@ def run(args: argparse.Namespace, suite: TaskSuite) -> int:
     if args.score_only:
         return scoring.score_again(Path(args.score_only).expanduser(), suite, plot=not args.no_plot)
     options = Options.of(args, suite)
-    from retrieval_attn_eval.models import load_description
-    from retrieval_attn_eval.prompts import frame
-    from retrieval_attn_eval.suite.runner import Selection, SuiteRun
+    print(
+        f"{suite.name}: methods {', '.join(options.methods)}, model {options.model_name}", file=sys.stderr, flush=True
+    )
+    with Waiting("loading torch, transformers and the tokenizer"):
+        from retrieval_attn_eval.models import load_description
+        from retrieval_attn_eval.prompts import frame
+        from retrieval_attn_eval.suite.runner import Selection, SuiteRun
 
-    model_config, tokenizer = load_description(options.model, options.yarn)
+        model_config, tokenizer = load_description(options.model, options.yarn)
     selection = Selection(options.tasks, options.lengths, options.n, options.seed, options.limit, options.shard)
     room = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     form = frame(suite, tokenizer, options.chat_template)
@@ -267,18 +272,21 @@ def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> i
         check_matplotlib()
     settings = _settings(test, options, model_config)
     RunFolder.check(folder, settings)
-    test.check_contexts()
-    import torch
-    from transformers.utils.logging import disable_progress_bar
+    began = time.perf_counter()
+    with Waiting("making the texts"):
+        test.check_contexts()
+    with Waiting(f"loading {options.model_name}"):
+        import torch
+        from transformers.utils.logging import disable_progress_bar
 
-    from retrieval_attn_eval import models
-    from retrieval_attn_eval.baselines import build_methods
+        from retrieval_attn_eval import models
+        from retrieval_attn_eval.baselines import build_methods
 
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    disable_progress_bar()  # one bar, over the samples, is enough
-    model = models.load_model(options.model, options.device, options.dtype, options.yarn)
-    methods = build_methods(options.methods, model, test.form.tokenizer, options.method_options, options.threads)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        disable_progress_bar()  # one bar, over the samples, is enough
+        model = models.load_model(options.model, options.device, options.dtype, options.yarn)
+        methods = build_methods(options.methods, model, test.form.tokenizer, options.method_options, options.threads)
     notes = list(getattr(test.suite, "notes", ()))
     start = {**environment(), "torch_threads": torch.get_num_threads(), "dtype": str(model.dtype), "notes": notes}
     if model.device.type == "cuda":
@@ -292,6 +300,10 @@ def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> i
         raise
     print("\n" + write_report(folder, outcome.rows, test.suite, settings, plot=options.plot))
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.name[0] != '.'))}")
+    minutes, seconds = divmod(round(time.perf_counter() - began), 60)
+    print(f"time: {minutes} min {seconds} s")
+    if closing := getattr(test.suite, "closing", None):
+        print(closing())
     return 1 if outcome.errors else 0
 
 

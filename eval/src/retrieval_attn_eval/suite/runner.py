@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,7 @@ class SuiteRun:
             missing = sum(len(keys) for keys in todo.values())
             if missing < total:
                 print(f"continuing {folder}: {total - missing} of {total} answers are there already", file=sys.stderr)
-            with _Bar(self.blocks, todo, total, progress and bool(missing)) as bar:
+            with _Bar(self.blocks, todo, total, progress and bool(missing), getattr(self.suite, "label", str)) as bar:
                 for number, block in enumerate(self.blocks):
                     self._run_block(out, methods, block, todo[number], bar)
             asked = {
@@ -333,31 +333,44 @@ class _Bar:
     """Progress over the work, not over the answers: a context costs its length and, for attention, its square."""
 
     def __init__(
-        self, blocks: Sequence[Block], todo: Mapping[int, set[tuple[int, str, str]]], total: int, show: bool
+        self,
+        blocks: Sequence[Block],
+        todo: Mapping[int, set[tuple[int, str, str]]],
+        total: int,
+        show: bool,
+        label: Callable[[str], str],
     ) -> None:
-        from tqdm import tqdm
+        """label: words for a task."""
+        from retrieval_attn.testing import ProgressBar
 
         pairs = {number: {(i, m) for i, m, _ in keys} for number, keys in todo.items()}
         self._answers, self._total = total - sum(len(keys) for keys in todo.values()), total
         self._scores: dict[str, list[float]] = {}
+        self._label = label
         self._failed = 0
-        self._bar = tqdm(
+        self._bar = ProgressBar(
             total=sum(_cost(blocks[number]) * len(found) for number, found in pairs.items()),
             bar_format="{percentage:3.0f}%|{bar:20}| {desc}{postfix} [{elapsed}<{remaining}]",
-            mininterval=0.1 if sys.stderr.isatty() else 10,
+            desc=f"{self._answers} of {total} answers",
+            line_format="{percentage:.0f} %, {desc}, {elapsed} elapsed, {remaining} left",
             disable=not show,
         )
 
     def now(self, block: Block, method: str) -> None:
+        place = self._label(block.task) + (f", {block.length:,} tokens" if block.length is not None else "")
+        self._describe(f"; now {place}, {method}")
+
+    def _describe(self, now: str) -> None:
         means = "".join(f", {m} {sum(s) / len(s):.2f}" for m, s in self._scores.items() if s)
         failed = f", {self._failed} failed" if self._failed else ""
-        place = f"{block.task}" + (f" {block.length}" if block.length is not None else "")
-        self._bar.set_description_str(f"{self._answers}/{self._total}{means}{failed}; now {place}, {method}", False)
+        answers = f"{self._answers} of {self._total} answers"
+        self._bar.set_description_str(f"{answers}{means}{failed}{now}", False)
 
     def done(self, block: Block, method: str, answers: Sequence[Mapping[str, Any]]) -> None:
         self._answers += len(answers)
         self._failed += sum(bool(a["error"]) for a in answers)
         self._scores.setdefault(method, []).extend(a["score"] for a in answers if not a["error"])
+        self._describe("")
         self._bar.update(_cost(block))
 
     def __enter__(self) -> _Bar:

@@ -3,7 +3,8 @@
     python -m tools.install FOLDER WHAT -- PIP ARGUMENTS...
 
 pip says nothing while it unpacks a gigabyte, and without a terminal little else. FOLDER: the virtual environment, which
-is made if it is missing, and whose size is shown. WHAT: words for the user. The exit status is pip's, whose own output is shown if it fails.
+is made if it is missing, and whose size is shown. WHAT: words for the user. The exit status is pip's; pip's own output
+is shown if it fails.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def http_client() -> ModuleType:
     try:
         import httpx
     except ImportError:
-        raise ConfigError('requests to a server need httpx; pip install "retrieval-attn[trace]"') from None
+        raise ConfigError("requests to a server need httpx, which is not installed; pip install httpx") from None
     return httpx
 
 

@@ -22,7 +22,7 @@ from retrieval_attn.remote.endpoint import Endpoint
 from tests.cli.terminal import CTRL_C, Terminal, chatting
 from tests.cli.test_local_talk import BERGEN, DOCUMENT, OSLO
 
-pytest.importorskip("httpx", reason="talking to a server needs httpx; pip install 'retrieval-attn[trace]'")
+pytest.importorskip("httpx", reason="talking to a server needs httpx; pip install httpx")
 
 SAMPLING = ra.Sampling(max_new_tokens=12, seed=5)
 

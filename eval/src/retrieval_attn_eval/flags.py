@@ -91,9 +91,7 @@ def check_matplotlib() -> None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        raise ConfigError(
-            'plots need matplotlib, which is not installed; install "retrieval-attn[eval]" or use --no-plot'
-        )
+        raise ConfigError("plots need matplotlib, which is not installed; pip install matplotlib, or use --no-plot")
 
 
 def new_folder(name: str, what: str) -> Path:

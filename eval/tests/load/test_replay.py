@@ -26,7 +26,7 @@ from retrieval_attn_eval.load.report import summary, table
 from retrieval_attn_eval.load.sender import Asking, Sender
 from retrieval_attn_eval.load.words import Words
 
-pytest.importorskip("httpx", reason="replaying needs httpx; pip install 'retrieval-attn[trace]'")
+pytest.importorskip("httpx", reason="replaying needs httpx; pip install httpx")
 
 
 def line(seconds: float, *names: int, answer: int = 4, **more: Any) -> Line:

@@ -56,7 +56,7 @@ def need_rouge() -> None:
     if find_spec("rouge_score") is None:
         raise ConfigError(
             "longbook_sum_eng (En.Sum) is scored with rougeLsum and needs the package rouge-score, which is not"
-            ' installed; install "retrieval-attn[eval]" (or rouge-score) or leave this task out'
+            " installed; pip install rouge-score, or leave this task out"
         )
 
 

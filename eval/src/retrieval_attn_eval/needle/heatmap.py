@@ -94,7 +94,7 @@ def save_heatmap(panels: Sequence[Panel], path: Path, *, title: str = "") -> Non
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            'the heatmap needs matplotlib, which is not installed; install "retrieval-attn[eval]" or use --no-plot'
+            "the heatmap needs matplotlib, which is not installed; pip install matplotlib, or use --no-plot"
         ) from None
     palette = LinearSegmentedColormap.from_list("score", [_RED, _YELLOW, _GREEN]).with_extremes(bad="#E6E6E6")
     columns, rows = len(panels[0].lengths), len(panels[0].depths)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from retrieval_attn.index import Format
-from retrieval_attn.index.file import load_index, save_index
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.kernels.codes import encode_keys
 from retrieval_attn.index.roargraph.build import channel_ratios
@@ -86,10 +83,9 @@ def test_needles_are_found_when_all_keys_are_nodes(haystack: Haystack) -> None:
     assert whole.stats["left_out"] == 0 and haystack.lost(whole) == 0
 
 
-def test_needles_are_found_after_saving(haystack: Haystack, index: RoarGraphIndex, tmp_path: Path) -> None:
-    """The same answers and counts from a file."""
-    save_index(tmp_path / "index", index, haystack.keys, FMT)
-    loaded = load_index(tmp_path / "index").index
+def test_needles_are_found_after_saving(haystack: Haystack, index: RoarGraphIndex) -> None:
+    """The same answers and counts from its state."""
+    loaded = RoarGraphIndex.from_state(haystack.keys, FMT, index.state())
     assert isinstance(loaded, RoarGraphIndex) and haystack.lost(loaded) == 0
     assert loaded.stats == index.stats
     one, other = (each.search(haystack.queries, 10) for each in (index, loaded))

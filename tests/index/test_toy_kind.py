@@ -16,7 +16,6 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.index import Format, IndexSpec, SearchResult, register
 from retrieval_attn.index.base import StateValue, Training, check_search
 from retrieval_attn.index.device_task import candidate_search
-from retrieval_attn.index.file import load_index, save_index
 from retrieval_attn.index.formats import from_float32, to_float32
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
@@ -138,13 +137,12 @@ def test_it_decodes_in_graphs(batch: int) -> None:
         ra.disable(model)
 
 
-def test_it_saves_loads_and_refuses_options(tmp_path: Path) -> None:
+def test_it_saves_loads_and_refuses_options() -> None:
     keys = np.random.default_rng(0).standard_normal((90, 16), dtype=np.float32)
     spec = IndexSpec.of("test-last", {"skip": 7})
     assert spec == IndexSpec.of("test-last", {"skip": 7}) and not spec.trains and not spec.list_length(10**6)
     index = spec.build(keys, Format.FLOAT32)
-    save_index(tmp_path / "index", index, keys, Format.FLOAT32)
-    found = load_index(tmp_path / "index").index.search(keys[:2], 5)
+    found = spec.cls.from_state(keys, Format.FLOAT32, index.state()).search(keys[:2], 5)
     assert sorted(found.ids[0].tolist()) == [78, 79, 80, 81, 82]
     np.testing.assert_array_equal(found.scores, index.search(keys[:2], 5).scores)
     with pytest.raises(ConfigError, match="no option last; its options: skip"):

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from retrieval_attn.errors import InputDataError, RunFolderError
 from retrieval_attn_eval.parsed import parsed
+from retrieval_attn_eval.replace import replace_file
 
 __all__ = ["RunFolder", "environment", "fingerprint", "read_rows", "utc_now", "write_atomically"]
 
@@ -43,8 +44,6 @@ def utc_now() -> str:
 
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Replace `path` as a whole: a reader or a crash sees the old file or the new one, never a part."""
-    from retrieval_attn.index.replace import replace_file  # not above: it loads what help does without
-
     replace_file(path, lambda file: file.write(data.encode() if isinstance(data, str) else data))
 
 

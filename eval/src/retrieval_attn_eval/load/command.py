@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_tokens
 from retrieval_attn.testing import check_numbers
+from retrieval_attn_eval.replace import replace_file
 
 HELP = "draw, convert and replay traces of requests to a server"
 
@@ -238,8 +239,6 @@ def _report(args: argparse.Namespace, replay: Replay, about: dict[str, Any]) -> 
 
 
 def _save(report: dict[str, Any], file: str, started: str) -> Path:
-    from retrieval_attn.index.replace import replace_file
-
     path = Path(file) if file != "auto" else Path("results") / "load" / f"{started}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda out: out.write(json.dumps(report, indent=1).encode()))

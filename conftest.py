@@ -172,14 +172,12 @@ def needle_model_path() -> Path:
 
 
 @pytest.fixture
-def fresh_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test continues another's graphs, or takes their exchange from its environment."""
-    from retrieval_attn.gpu.capture.exchange import VARIABLE
+def fresh_decoders() -> None:
+    """No test continues another's graphs."""
     from retrieval_attn.runner.graph import registry as graph_registry
 
     graph_registry._decoders.clear()
     graph_registry._failed.clear()
-    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -189,12 +187,3 @@ def emulated_graphs(fresh_decoders: None) -> Iterator[None]:
 
     with emulated():
         yield
-
-
-@pytest.fixture(params=["polling", "mapped", "host_node"])
-def host_callback(request: pytest.FixtureRequest, fresh_decoders: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test runs once with each exchange."""
-    from retrieval_attn.gpu.capture.exchange import VARIABLE
-
-    monkeypatch.setenv(VARIABLE, request.param)
-    return str(request.param)

@@ -46,7 +46,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, bool]]]:
 
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("case", DEVICE_CASES)
-def test_steps_equal_eager_decoding(case: str, rows: bool, host_callback: str, order: Any) -> None:
+def test_steps_equal_eager_decoding(case: str, rows: bool, order: Any) -> None:
     model, options = enabled("llama"), case_of(case, rows)
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 1e-5

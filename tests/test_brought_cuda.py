@@ -21,7 +21,7 @@ def exact_products() -> None:
 
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("case", DEVICE_CASES)
-def test_steps_equal_eager_decoding(case: str, rows: bool, host_callback: str) -> None:
+def test_steps_equal_eager_decoding(case: str, rows: bool) -> None:
     model, options = on_device("llama"), case_of(case, rows)
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 2e-5

@@ -25,7 +25,6 @@ from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.capture import emulate
-from retrieval_attn.gpu.capture.exchange import VARIABLE
 from retrieval_attn.gpu.codes.search import MIN_CLASS
 from retrieval_attn.runner import ready
 from tests.graph_cases import DEVICE, FINER, ROARGRAPH
@@ -133,10 +132,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_join_leave_and_lose_tokens(kind: str) -> None:
     """Forty steps with random members; forks of rows, and rows that are cropped meanwhile."""
     number = list(KINDS).index(kind)
-    monkeypatch.setenv(VARIABLE, ("mapped", "host_node", "polling")[number // 2 % 3])
     q_heads, kv_heads, head_dim = ((8, 2, 64), (8, 1, 128))[number % 2]  # groups of 4, and of 8
     model = build_model(
         "llama",

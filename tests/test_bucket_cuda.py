@@ -49,7 +49,7 @@ def _float32_is_float32() -> None:
 
 @pytest.mark.parametrize("heads", [(8, 2, 64), (8, 1, 128)], ids=["groups of 4", "groups of 8"])
 @pytest.mark.parametrize("kind", [*SELDOM, "flat", "device, all keys named", "by heads, scanned"])
-def test_rows_join_leave_and_lose_tokens(kind: str, heads: tuple[int, int, int], host_callback: str) -> None:
+def test_rows_join_leave_and_lose_tokens(kind: str, heads: tuple[int, int, int]) -> None:
     """Forty steps with random members. What searches by rounded queries may name another key once in a while, where
     the last two are nearly alike: see `test_rows_on_a_gpu_are_as_alone`.
     """
@@ -134,7 +134,7 @@ def test_the_others_change_no_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("draws", [[DRAWS[0]] * 5, DRAWS[:3] * 2, DRAWS], ids=["greedy", "drawn", "logprobs"])
-def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[RowDraw], host_callback: str) -> None:
+def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[RowDraw]) -> None:
     check_draws(build_model("llama", head_dim=64).cuda(), draws)
 
 
@@ -200,7 +200,7 @@ def test_memory_stays_as_rows_come_and_go() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["flat", "device", "device, all keys named"])
-def test_rows_over_pages_join_leave_and_lose_tokens(kind: str, head_dim: int, host_callback: str) -> None:
+def test_rows_over_pages_join_leave_and_lose_tokens(kind: str, head_dim: int) -> None:
     """Forty steps with random members, over one span, two, none; with keys on the host, and without. "device" as
     above: its rounded queries may name another key once in a while.
     """

@@ -184,7 +184,7 @@ def test_rows_whose_logits_are_not_finite_fail_alone() -> None:
     runner.close()
 
 
-def test_a_replay_says_when_it_was_launched(host_callback: str) -> None:
+def test_a_replay_says_when_it_was_launched() -> None:
     """Once, before its host part is over."""
     model = build_model("llama")
     cache, runner, seen = read(model, 200, 1), BucketRunner(model, ROWS), []

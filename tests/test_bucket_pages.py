@@ -18,7 +18,6 @@ from retrieval_attn.engine.bucket_graph import Bucket
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.exact import ExactPool
 from retrieval_attn.engine.request import Request
-from retrieval_attn.gpu.capture.exchange import VARIABLE
 from retrieval_attn.gpu.shared.plan import LEVELS, SharedPlan
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import Steps
@@ -98,10 +97,9 @@ def test_rows_over_pages_of_int8_are_as_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flat", "device", "sketch"])
-def test_rows_join_leave_and_lose_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_join_leave_and_lose_tokens(kind: str) -> None:
     """Thirty steps with random members; forks, crops; no graph for who joins or leaves."""
     number = list(KINDS).index(kind)
-    monkeypatch.setenv(VARIABLE, ("mapped", "host_node", "polling")[number % 3])
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": (64, 128)[number % 2]}
     model = build_model("llama", max_position_embeddings=8192, **heads)
     pool = ExactPool(1000, 40)

@@ -61,7 +61,7 @@ def test_the_token_loop_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 7, 24])
-def test_the_lookahead_chooses_as_the_loop_does(host_callback: str, new: int) -> None:
+def test_the_lookahead_chooses_as_the_loop_does(new: int) -> None:
     """Lengths and ends of text, one row and several; a row that ends before the others gets padding."""
     model = enabled("llama")
     for batch in (1, 3):

@@ -40,13 +40,12 @@ pytestmark = pytest.mark.usefixtures("emulated_graphs")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_replays_equal_eager_decoding(name: str, host_callback: str) -> None:
+def test_replays_equal_eager_decoding(name: str) -> None:
     """Soft-cap, sliding layers, learned sinks, experts; spills cross. Everything but the first pass is a replay."""
     model = enabled(name)
     eager, graphed = Decoded(model, False), Decoded(model, True)
     assert graphed.difference(eager) <= 1e-5
     assert graphed.decoder.captures == 1 and graphed.decoder.replays == graphed.steps.replays == NEW
-    assert graphed.decoder.runtime.host_callback == host_callback
     assert graphed.cache.get_seq_length() == eager.cache.get_seq_length() == PROMPT + NEW
     mine, others = graphed.cache.stats(), eager.cache.stats()
     assert (mine.keys_scanned, mine.bytes_read) == (others.keys_scanned, others.bytes_read)
@@ -71,7 +70,7 @@ def test_replays_tally_what_eager_decoding_estimates(name: str, options: dict[st
 
 
 @pytest.mark.parametrize(("batch", "turns"), [(1, 1), (2, 2), (3, 2)])
-def test_rows_with_codes_on_the_device_take_turns(batch: int, turns: int, host_callback: str) -> None:
+def test_rows_with_codes_on_the_device_take_turns(batch: int, turns: int) -> None:
     """The host works on the first rows while the device searches the codes of the others: two calls per layer."""
     model = enabled("llama")
     case = {**DEVICE_CASES["device"], "batch": batch, "new": 3}
@@ -86,7 +85,7 @@ def test_rows_with_codes_on_the_device_take_turns(batch: int, turns: int, host_c
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batches_and_options_equal_eager_decoding(case: str, host_callback: str) -> None:
+def test_batches_and_options_equal_eager_decoding(case: str) -> None:
     """Rows on one path are searched together until a spill parts them; a short prompt begins without a host part."""
     model, options = enabled("llama"), CASES[case]
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
@@ -104,7 +103,7 @@ def test_sliding_windows_slide_past_their_buffer(monkeypatch: pytest.MonkeyPatch
     assert graphed.decoder.slots[0].key.shape[2] == graphed.cache.layers[0].keep + 5  # type: ignore[union-attr]
 
 
-def test_the_next_cache_reuses_the_graph(host_callback: str) -> None:
+def test_the_next_cache_reuses_the_graph() -> None:
     """Contexts, questions and forks take turns in one decoder; a cache keeps its tokens when it leaves."""
     model = enabled("llama")
     first = Decoded(model, True)
@@ -165,13 +164,13 @@ def test_generate_takes_the_switch_from_the_options() -> None:
 
 
 @torch.no_grad()
-def test_an_error_of_a_search_names_its_layer(host_callback: str) -> None:
+def test_an_error_of_a_search_names_its_layer() -> None:
     """It surfaces after the replay; the cache keeps what was confirmed and goes on."""
     broken_search(enabled("llama"), True)
 
 
-def test_a_step_goes_ahead_of_the_one_before(host_callback: str) -> None:
-    """With what the device chose; where the host's part is over when a replay returns; full windows stop it."""
+def test_a_step_goes_ahead_of_the_one_before() -> None:
+    """With what the device chose; full windows stop it."""
     model = enabled("llama")
     decoded = Decoded(model, True, new=2)
     expected = Decoded(model, False, new=2)
@@ -190,7 +189,7 @@ def test_a_step_goes_ahead_of_the_one_before(host_callback: str) -> None:
             steps.confirm()
             chosen.append(int(token))
             assert decoded.cache.get_seq_length() == before + i + 1
-        assert sum(went) == 0 if host_callback == "host_node" else 11 <= sum(went) < 15 and went[-1], went  # full twice
+        assert 11 <= sum(went) < 15 and went[-1], went  # full twice
         steps.close()
         assert decoded.cache.get_seq_length() == before + 15  # what went ahead last did not happen
         for i, fed in enumerate([5, *chosen[:-1]]):

@@ -38,7 +38,7 @@ def kinds_of(decoder: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("case", DEVICE_CASES)
-def test_steps_equal_eager_decoding(case: str, host_callback: str) -> None:
+def test_steps_equal_eager_decoding(case: str) -> None:
     """Across spills, rows with padding and rows on one path."""
     model, options = enabled("llama"), case_of(case)
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
@@ -94,7 +94,7 @@ def test_codes_tell_what_most_of_the_named_keys_weigh(codes: dict[str, Any], bat
     assert 0 < some.difference(every) <= 5e-4
 
 
-def test_without_late_keys_nobody_asks_the_host(host_callback: str) -> None:
+def test_without_late_keys_nobody_asks_the_host() -> None:
     """Until a window's oldest tokens move to the host, which have no codes: then it attends to those."""
     model = enabled("llama")
     options: dict[str, Any] = {"config": CONFIG.replace(**REACHED), "prompt": 200}

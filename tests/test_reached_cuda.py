@@ -27,7 +27,7 @@ def exact_products() -> None:
 
 
 @pytest.mark.parametrize("case", DEVICE_CASES)
-def test_steps_equal_eager_decoding(case: str, host_callback: str) -> None:
+def test_steps_equal_eager_decoding(case: str) -> None:
     model, options = on_device("llama"), case_of(case)
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 2e-5

@@ -1,11 +1,9 @@
 """Answering what a device asks while it runs a graph: one compiled function for all calls of a replay, without the GIL.
 
 A call is a row of a table of int64 words behind one address. In the rows' order the function waits for the call's
-request word to hold the number of this replay, calls its C function, copies its results to the device and then writes
-the number to the call's answer word there, both by one stream of the device, in which the second follows the first.
-The functions that do this on the device come as addresses: CUDA's driver's, or an emulation's. Without them (COPY and
-WRITE are 0) the device fetches results itself, and an answer is a word of the host's: then no call of the driver, which
-another thread may keep while it waits for the very device, stands between a request and its answer.
+request word to hold the number of this replay, calls its C function and then writes the number to the call's answer
+word, from where the device fetches the results. All of these words are the host's: no call of the driver, which another
+thread may keep while it waits for the very device, stands between a request and its answer.
 
 It always ends: a request that does not come within a limit, a stream that is over or that reports an error ends the
 waiting, and every call that is left is answered all the same, so that the device does not wait for it.
@@ -23,7 +21,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic as _numba_intrinsic
 
 from retrieval_attn.compile import beacon
-from retrieval_attn.compile.beacon import ANSWERS, AWAITS_REQUEST, COPIES, IDLE, SEARCHES
+from retrieval_attn.compile.beacon import ANSWERS, AWAITS_REQUEST, IDLE, SEARCHES
 from retrieval_attn.compile.stall_watch import watch_if_asked
 from retrieval_attn.index.task.atomics import at_address, atomic_load, atomic_swap, nanoseconds, pause, yield_core
 
@@ -33,21 +31,18 @@ intrinsic: Any = _numba_intrinsic
 (
     CALLS,  # how many rows follow
     GENERATION,  # the number of this replay, positive, below 2**31
-    COPY,  # address of int32 f(device address, host address, bytes, stream); 0: nothing is copied
-    WRITE,  # address of int32 f(stream, device address, uint32 value, uint32 flags); 0: the low half of a host's word
     QUERY_STREAM,  # address of int32 f(stream): 0 if all its work is done, NOT_READY, or an error
     QUERY_EVENT,  # the same for an event
-    ANSWERS_BY,  # the stream of copies and answers
     STREAM,  # the stream of the replay
     BEGUN,  # an event in it just before the replay
     LIMIT,  # nanoseconds to wait for a request once that event is over
     SERVED,  # calls that were answered, written by `serve_calls`
     BEACON,  # address of a slot of `beacon.py`: what is being done now
-) = range(12)
+) = range(9)
 HEAD_WORDS = 16
 # A row. ASKED, SEARCHED, ANSWERED: when, in nanoseconds of `atomics.nanoseconds`, written by `serve_calls`.
-REQUEST, FUNCTION, ARGUMENT, TARGET, SOURCE, SIZE, ANSWER, ASKED, ANSWERED, SEARCHED = range(10)
-ROW_WORDS = 16
+REQUEST, FUNCTION, ARGUMENT, ANSWER, ASKED, ANSWERED, SEARCHED = range(7)
+ROW_WORDS = 8
 
 MAX_CALLS = 512
 NOT_READY = 600
@@ -73,30 +68,6 @@ def _call(typingctx, function, argument):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _call_copy(typingctx, function, target, source, size, stream):
-    """int32 f(int64, int64, int64, int64), as int64."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(_INT32, [_INT64] * 4)
-        code = builder.call(builder.inttoptr(args[0], kind.as_pointer()), list(args[1:]))
-        return builder.sext(code, _INT64)
-
-    return types.int64(*[types.int64] * 5), codegen
-
-
-@intrinsic
-def _call_write(typingctx, function, stream, address, value):
-    """int32 f(int64 stream, int64 address, uint32 value, uint32 0), as int64."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(_INT32, [_INT64, _INT64, _INT32, _INT32])
-        arguments = [args[1], args[2], builder.trunc(args[3], _INT32), ir.Constant(_INT32, 0)]
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), arguments), _INT64)
-
-    return types.int64(*[types.int64] * 4), codegen
 
 
 @intrinsic
@@ -141,19 +112,9 @@ def _await_request(head, row):
 
 
 @njit(nogil=True, cache=True)
-def _copy_results(head, row):
-    if head[COPY] == 0:
-        return np.int64(0)
-    return _call_copy(head[COPY], row[TARGET], row[SOURCE], row[SIZE], head[ANSWERS_BY])
-
-
-@njit(nogil=True, cache=True)
 def _write_answer(head, address):
-    if head[WRITE] == 0:
-        # the high half is the call's number, which nobody writes
-        atomic_swap(address, (atomic_load(address) >> 32 << 32) | head[GENERATION])
-        return np.int64(0)
-    return _call_write(head[WRITE], head[ANSWERS_BY], address, head[GENERATION])
+    # the high half is the call's number, which nobody writes
+    atomic_swap(address, (atomic_load(address) >> 32 << 32) | head[GENERATION])
 
 
 @njit(nogil=True, cache=True)
@@ -181,11 +142,8 @@ def serve_calls(table):
             _note(slot, SEARCHES, i)
             _call(row[FUNCTION], row[ARGUMENT])
             row[SEARCHED] = nanoseconds()
-            _note(slot, COPIES, i)
-            code = _copy_results(head, row)
-        if code == 0:
             _note(slot, ANSWERS, i)
-            code = _write_answer(head, row[ANSWER])
+            _write_answer(head, row[ANSWER])
         row[ANSWERED] = nanoseconds()
         if code != 0:
             head[SERVED] = i
@@ -204,22 +162,20 @@ class Server:
     run = staticmethod(serve_calls)
     """`serve_calls`, itself: between a replay's launch and its serving no Python runs that a signal could interrupt."""
 
-    def __init__(self, functions: tuple[int, int, int, int], answers_by: int, limit_seconds: float) -> None:
-        """functions: addresses of COPY, WRITE, QUERY_STREAM, QUERY_EVENT; answers_by: the stream of the first two."""
+    def __init__(self, functions: tuple[int, int], limit_seconds: float) -> None:
+        """functions: addresses of QUERY_STREAM and QUERY_EVENT."""
         self._words = np.zeros(HEAD_WORDS + MAX_CALLS * ROW_WORDS, np.int64)
         self.head, self.rows = self._words[:HEAD_WORDS], self._words[HEAD_WORDS:].reshape(MAX_CALLS, ROW_WORDS)
-        self.head[COPY : QUERY_EVENT + 1] = functions
-        self.head[ANSWERS_BY], self.head[LIMIT] = answers_by, int(limit_seconds * 1e9)
+        self.head[QUERY_STREAM], self.head[QUERY_EVENT] = functions
+        self.head[LIMIT] = int(limit_seconds * 1e9)
         self.head[BEACON] = self.slot = beacon.new_slot()
         self.table = int(self._words.ctypes.data)
         compile_server()
         watch_if_asked()
 
-    def add(
-        self, *, request: int, function: int, argument: int, target: int, source: int, size: int, answer: int
-    ) -> None:
-        """One call more: addresses of its words and memory, `size` bytes of results, and void function(argument)."""
-        self.rows[self.head[CALLS], : ANSWER + 1] = request, function, argument, target, source, size, answer
+    def add(self, *, request: int, function: int, argument: int, answer: int) -> None:
+        """One call more: addresses of its words, and void function(argument)."""
+        self.rows[self.head[CALLS], : ANSWER + 1] = request, function, argument, answer
         self.head[CALLS] += 1
 
     def prepare(self, generation: int, stream: int, event: int) -> None:
@@ -233,7 +189,7 @@ class Server:
         return int(self.head[SERVED])
 
     def spent(self, number: int) -> str:
-        """What a call of the last replay took: the search, and the driver's part of the answer."""
+        """What a call of the last replay took: the search, and writing the answer."""
         row = self.rows[number]
         search, answer = (row[SEARCHED] - row[ASKED]) / 1e6, (row[ANSWERED] - row[SEARCHED]) / 1e6
         return f"its search took {search:.1f} ms, to send the answer {answer:.1f} ms"

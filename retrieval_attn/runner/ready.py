@@ -31,9 +31,7 @@ from retrieval_attn.cpu.serve import compile_server
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
 from retrieval_attn.gpu.attention.merge import empty_partial, merge
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.capture.exchange import requested_host_callback
 from retrieval_attn.gpu.capture.polling import load_flags
-from retrieval_attn.gpu.capture.probe import load_probe
 from retrieval_attn.gpu.norm import rms_norm
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
@@ -128,7 +126,7 @@ def _preparations(
     yield "the host's kernels", functools.partial(_load_compiled, compiling, fmt, spec)
     if config.graph is not False:
         yield "kernels of a step", functools.partial(load_layer_kernels, model)
-    if config.graph is not False and requested_host_callback() != "host_node":
+    if config.graph is not False:
         yield "the exchange with the host", functools.partial(_load_exchange, device)
 
 
@@ -153,9 +151,8 @@ def _load_compiled(compiling: Compilation, fmt: Format, spec: IndexSpec) -> None
 
 
 def _load_exchange(device: torch.device) -> None:
-    """Load what a trial of the exchange launches. Made later, the trial itself has the device to itself."""
-    load_probe(device)
-    load_flags(device, mapped=requested_host_callback() != "polling")
+    """Load what the exchange of a captured step with the host launches."""
+    load_flags(device)
     compile_server()
 
 
@@ -216,7 +213,7 @@ def make_ready(model: PreTrainedModel, cache: RetrievalCache) -> None:
 
 
 def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
-    """Make the trial of the exchange, capture the step of one token, launch it once. Nothing on a CPU.
+    """Capture the step of one token, launch it once. Nothing on a CPU.
 
     Nothing, too, where an earlier context's graph will do: to bind a context takes a third of a second of 32 layers,
     and its first answer binds it after its first token; and in a batch, which has graphs of its own and steps others

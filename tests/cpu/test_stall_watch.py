@@ -30,15 +30,11 @@ class Slow(served.Device):
         if kind == "search" and argument == 2:
             time.sleep(1.0)
         super()._search(argument)
-    def _copy(self, *arguments):
-        if kind == "copy" and len(self.did) > 2:
-            time.sleep(1.0)
-        return super()._copy(*arguments)
 
 device = Slow()
 time.sleep(0.6)  # the watch begins
 device.requests[0] = 4
-device.requests[1] = 4 if kind in ("search", "copy", "none") else 0
+device.requests[1] = 4 if kind in ("search", "none") else 0
 device.stream_state = device.event_state = served.NOT_READY
 
 def late():
@@ -63,7 +59,6 @@ time.sleep(0.3)
     "kind, phase",
     [
         ("search", "searches, call 1 of 2, replay 4"),
-        ("copy", "copies results, call 1 of 2, replay 4"),
         ("request", "waits for the device's request, call 1 of 2, replay 4"),
         ("lock", "call "),
         ("none", ""),

@@ -10,27 +10,25 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.serve import Server
-from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention import libraries
-from retrieval_attn.gpu.attention.libraries import host_function_launcher
 from retrieval_attn.gpu.capture.cuda import CudaRuntime, cuda_runtime
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
-from retrieval_attn.gpu.capture.exchange import HostCall, HostCallback
+from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.decode.kernels import HostPart, Parts, merge_parts, stage_queries
 
 AnyRuntime = EmulatedRuntime | CudaRuntime
-HOST_CALLBACKS: tuple[HostCallback, ...] = ("polling", "mapped", "host_node")
 
 
-@pytest.fixture(params=HOST_CALLBACKS)
-def emulated(request: pytest.FixtureRequest) -> EmulatedRuntime:
-    return EmulatedRuntime(Server, request.param)
+@pytest.fixture
+def emulated() -> EmulatedRuntime:
+    return EmulatedRuntime(Server)
 
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
 def runtime(request: pytest.FixtureRequest, emulated: EmulatedRuntime) -> AnyRuntime:
-    return emulated if request.param == "emulated" else cuda_runtime(0, Server, emulated.host_callback)
+    return emulated if request.param == "emulated" else cuda_runtime(0, Server)
 
 
 def device_of(runtime: Runtime) -> str:
@@ -93,10 +91,7 @@ class Doubling:
 
 
 def test_host_functions_are_part_of_replays(runtime: AnyRuntime) -> None:
-    """Called once per replay with the queries of that replay; what follows sees the results.
-
-    A host node runs on another thread; else the one that launches answers.
-    """
+    """Called once per replay by the launching thread; what follows sees the results."""
     device, host = device_of(runtime), Doubling(runtime)
     given, out = torch.zeros(3, device=device), torch.zeros(3, device=device)
 
@@ -115,7 +110,7 @@ def test_host_functions_are_part_of_replays(runtime: AnyRuntime) -> None:
         replay()
         runtime.synchronize()
         assert out.tolist() == [12.0 * step + 7] * 3 and replay.failure() is None
-    assert (threading.get_ident() in host.threads) == (runtime.host_callback != "host_node") and len(host.threads) == 1
+    assert host.threads == {threading.get_ident()}
 
 
 def test_results_before_the_join_are_wrong(emulated: EmulatedRuntime) -> None:
@@ -189,17 +184,10 @@ def test_an_error_of_the_model_while_recording_is_the_reason(runtime: Runtime) -
         runtime.capture(record)
 
 
-def test_without_a_cuda_library_the_error_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_libraries", lambda: ["libnothing.so.7", "libc.so.6"])
-    with pytest.raises(BackendError, match=r"libnothing.so.7: .*libc.so.6: has no cudaLaunchHostFunc.*graph=False"):
-        host_function_launcher()
-
-
 def test_loaded_libraries_are_found_by_name() -> None:
-    """A second copy of a CUDA runtime would know no stream of torch's: the loaded file comes first."""
+    """A second copy of a CUDA library would know no stream of torch's."""
     found = libraries._loaded("libtorch_cpu")
     assert len(found) == 1 and found[0].startswith("/") and libraries._loaded("libnot-loaded") == []
-    assert libraries._libraries()[-1] == "libcuda.so.1"
 
 
 def test_pairs_of_views_share_memory() -> None:

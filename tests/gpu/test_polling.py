@@ -1,10 +1,11 @@
-"""The exchange without host nodes: mistakes in its order fail, nothing waits for ever, and the next replay is right."""
+"""The exchange with the host: mistakes in its order fail, nothing waits for ever, and the next replay is right."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ import torch
 
 from retrieval_attn.cpu import serve
 from retrieval_attn.cpu.serve import Server
-from retrieval_attn.errors import BackendError, CaptureError, ConfigError
-from retrieval_attn.gpu.capture import polling as polling
+from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.gpu.capture import cuda as cuda_module
+from retrieval_attn.gpu.capture import polling
 from retrieval_attn.gpu.capture.cuda import CudaRuntime, cuda_runtime
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
-from retrieval_attn.gpu.capture.exchange import VARIABLE, Replay, requested_host_callback
+from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.runner.graph import registry as graph_registry
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_graph import Doubling, device_of
+from tests.graph_cases import Decoded, enabled
 
 
 class Careless(Server):
@@ -34,35 +38,17 @@ class Careless(Server):
         assert table == self.table
         head, rows = self.head, self.rows[: self.head[serve.CALLS]]
         generation = int(head[serve.GENERATION])
-        word = ctypes.c_int32, ctypes.c_uint64
-        copy: Any = ctypes.CFUNCTYPE(word[0], *[word[1]] * 4)(int(head[serve.COPY]))
-        write: Any = ctypes.CFUNCTYPE(word[0], *[word[1]] * 2, *[ctypes.c_uint32] * 2)(int(head[serve.WRITE]))
-        if not head[serve.WRITE]:  # "mapped": the word is the host's, and the device fetches the results
-            copy, write = _nothing, _store
         numbers = list(range(len(rows)))
         for number in numbers[::-1] if self.mistake == "order" else numbers:
-            request, function, argument, target, source, size, answer = rows[number, : serve.ASKED].tolist()
+            request, function, argument, answer = rows[number, : serve.ASKED].tolist()
             asked = ctypes.c_int64.from_address(request)
             while asked.value != generation and not (self.mistake == "stale" and asked.value):
                 time.sleep(0.001)
             if self.mistake == "skip" and number == 1:
                 continue
-            for _ in range(2 if self.mistake == "twice" and number == 1 else 1):
-                ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
-                if self.mistake != "flag first":
-                    copy(target, source, size, 0)
-                write(0, answer, generation, 0)
-                if self.mistake == "flag first":
-                    copy(target, source, size, 0)
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+            ctypes.c_int32.from_address(answer).value = generation
         return 0
-
-
-def _nothing(*arguments: int) -> None:
-    """In place of a copy."""
-
-
-def _store(stream: int, address: int, value: int, flags: int) -> None:
-    ctypes.c_int32.from_address(address).value = value
 
 
 class Chain:
@@ -109,37 +95,22 @@ class Chain:
         assert seen == self.wanted(number)
 
 
-def chain_of(host_callback: Any) -> Chain:
-    runtime = EmulatedRuntime(Careless, host_callback)
+@pytest.fixture
+def careless() -> Chain:
+    runtime = EmulatedRuntime(Careless)
     runtime.patience = 0.3
     return Chain(runtime)
 
 
-@pytest.fixture
-def careless() -> Chain:
-    """Answers by copies and flags of the driver, whose order matters."""
-    return chain_of("polling")
-
-
-@pytest.mark.parametrize("host_callback", ["polling", "mapped"])
-def test_a_careful_server_is_right(host_callback: str) -> None:
-    careless = chain_of(host_callback)
+def test_a_careful_server_is_right(careless: Chain) -> None:
     for number in range(4):
         careless.check(number)
     assert careless.runtime.calls == 2 * 3 + 4 * 3  # type: ignore[attr-defined]
 
 
-def test_results_that_follow_their_flag_are_late(careless: Chain) -> None:
-    careless.check(1)
-    careless.replay.server.mistake = "flag first"
-    assert all(number != number for number in careless.run(2))
-
-
-@pytest.mark.parametrize("host_callback", ["polling", "mapped"])
 @pytest.mark.parametrize("mistake, lost", [("skip", 1), ("order", 0)])
-def test_a_call_that_is_not_answered_in_its_turn_is_reported(mistake: str, lost: int, host_callback: str) -> None:
+def test_a_call_that_is_not_answered_in_its_turn_is_reported(careless: Chain, mistake: str, lost: int) -> None:
     """By the device, which gives up and ends the replay; the next one is right."""
-    careless = chain_of(host_callback)
     careless.check(1)
     careless.hosts[lost].call.__dict__["name"] = "the lost one"
     careless.replay.server.mistake = mistake
@@ -147,13 +118,6 @@ def test_a_call_that_is_not_answered_in_its_turn_is_reported(mistake: str, lost:
     assert "the lost one: the device gave up" in careless.replay.failure()
     careless.replay.server.mistake = ""
     careless.check(3)
-
-
-def test_a_call_that_is_answered_twice_is_an_error(careless: Chain) -> None:
-    careless.check(1)
-    careless.replay.server.mistake = "twice"
-    with pytest.raises(CaptureError, match="answered twice"):
-        careless.run(2)
 
 
 def test_a_flag_of_an_earlier_replay_is_no_request(careless: Chain) -> None:
@@ -184,7 +148,7 @@ def test_a_device_that_ends_early_ends_the_serving() -> None:
     with pytest.raises(ZeroDivisionError):
         chain.run(2)
     chain.replay.work = lambda: None
-    with pytest.raises(BackendError, match="ended without asking.*RETRIEVAL_ATTN_HOST_CALLBACK=host_node"):
+    with pytest.raises(BackendError, match="ended without asking.*graph=False"):
         chain.run(2)
     chain.replay.work = work
     chain.check(3)
@@ -210,46 +174,41 @@ def test_an_interrupt_at_the_launch_waits_until_the_launched_is_served(monkeypat
     chain.check(2)
 
 
-@pytest.mark.parametrize("host_callback, is_lost", [("polling", True), ("mapped", False)])
-def test_who_waits_for_the_device_inside_the_driver(host_callback: Any, is_lost: bool) -> None:
-    """It holds up who answers by the driver, and so the device that it waits for, until that gives up."""
-    runtime = EmulatedRuntime(Server, host_callback)
-    runtime.patience = 1.0
-    chain, inside = Chain(runtime), threading.Event()
-    chain.check(1)
+@pytest.fixture
+def broken_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """CUDA devices whose driver has not what an exchange takes. Gives the numbers of the devices that were tried."""
+    tried: list[int] = []
 
-    def wait() -> None:
-        with runtime.driver:
-            inside.set()
-            runtime.synchronize()
+    def fail(self: CudaRuntime, device: torch.device, server_of: Any) -> None:
+        tried.append(device.index)
+        raise BackendError("graphs cannot call the host here: CUDA's driver has no cuStreamQuery")
 
-    thread = threading.Thread(target=wait)
-
-    def launched() -> None:
-        thread.start()
-        inside.wait(10)
-
-    runtime.latency = 0.1
-    chain.given.fill_(2)
-    began = time.monotonic()
-    chain.replay(launched)
-    thread.join()
-    assert (chain.replay.failure() is not None) == is_lost
-    assert (time.monotonic() - began > runtime.patience) == is_lost
-    assert is_lost or chain.out.tolist() == chain.wanted(2)
-    if is_lost:  # the error says who was late
-        seconds = float(chain.replay.failure().split("send the answer ")[1].split()[0]) / 1000
-        assert seconds > 0.9 * runtime.patience
-    chain.check(3)
+    monkeypatch.setattr(CudaRuntime, "__init__", fail)
+    cuda_module._made_once.cache_clear()
+    yield tried
+    cuda_module._made_once.cache_clear()
 
 
-def test_the_environment_names_an_exchange_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for told, wanted in (("", None), *((name, name) for name in ("polling", "mapped", "host_node"))):
-        monkeypatch.setenv(VARIABLE, told)
-        assert requested_host_callback() == wanted
-    monkeypatch.setenv(VARIABLE, "nodes")
-    with pytest.raises(ConfigError, match='must be one of "polling", "mapped", "host_node".*\'nodes\''):
-        requested_host_callback()
+def test_a_device_without_an_exchange_is_tried_once(broken_driver: list[int]) -> None:
+    for _ in range(3):
+        with pytest.raises(BackendError, match="no cuStreamQuery"):
+            cuda_runtime(0, Server)
+    assert broken_driver == [0]
+
+
+@torch.no_grad()
+def test_without_an_exchange_steps_are_eager_with_one_warning(
+    broken_driver: list[int], fresh_decoders: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = enabled("llama")
+    monkeypatch.setattr(graph_registry, "input_device", lambda model: torch.device("cuda", 0))
+    for _ in range(2):
+        decoded = Decoded(model, "auto", new=3)
+        assert len(decoded.logits) == 4
+    warnings = [record.message for record in caplog.records if "decoding eagerly" in record.message]
+    assert len(warnings) == 1 and "no cuStreamQuery" in warnings[0]
+    with pytest.raises(CaptureError, match='no cuStreamQuery.*graph="auto"'):
+        Decoded(model, True, new=1)
 
 
 # -- on a device ------------------------------------------------------------------------------------------
@@ -257,21 +216,13 @@ def test_the_environment_names_an_exchange_or_is_refused(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def cuda() -> CudaRuntime:
-    return cuda_runtime(0, Server, "polling")
+    return cuda_runtime(0, Server)
 
 
 @pytest.mark.cuda
-def test_mapped_is_what_works_here() -> None:
-    """Where this fails, the log line of `CudaRuntime` says why."""
-    assert cuda_runtime(0, Server).host_callback == "mapped"
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("host_callback", ["polling", "mapped"])
-def test_a_graph_that_asks_nobody_takes_no_number(host_callback: Any) -> None:
+def test_a_graph_that_asks_nobody_takes_no_number(cuda: CudaRuntime) -> None:
     """Beside one that does, whose numbers go on."""
-    runtime = cuda_runtime(0, Server, host_callback)
-    silent, asking = Chain(runtime, 0), Chain(runtime, 2)
+    silent, asking = Chain(cuda, 0), Chain(cuda, 2)
     for number in range(3):
         silent.check(number)
         asking.check(number)
@@ -281,13 +232,6 @@ def test_a_graph_that_asks_nobody_takes_no_number(host_callback: Any) -> None:
 @pytest.mark.cuda
 def test_thousands_of_replays_are_right(cuda: CudaRuntime) -> None:
     chain = Chain(cuda, 8)
-    for number in range(3000):
-        chain.check(number % 64)
-
-
-@pytest.mark.cuda
-def test_thousands_of_replays_are_right_where_no_driver_answers() -> None:
-    chain = Chain(cuda_runtime(0, Server, "mapped"), 8)
     for number in range(3000):
         chain.check(number % 64)
 
@@ -326,13 +270,9 @@ def _ordinary_copy() -> Any:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("work", [_first_launch, _give_back, _register, _unregister, _ordinary_copy])
-@pytest.mark.parametrize(
-    "host_callback",
-    ["mapped", pytest.param("polling", marks=pytest.mark.xfail(reason="may wait for the driver", strict=False))],
-)
-def test_what_a_thread_does_in_the_driver_holds_no_answer_up(work: Any, host_callback: Any) -> None:
+def test_what_a_thread_does_in_the_driver_holds_no_answer_up(work: Any, cuda: CudaRuntime) -> None:
     """Begun while a replay waits for its host; on a stream of its own, as threads beside a read have one."""
-    chain = Chain(cuda_runtime(0, Server, host_callback), 4)
+    chain = Chain(cuda, 4)
     chain.check(1)
     action, stream = work(), torch.cuda.Stream()
 
@@ -362,7 +302,7 @@ def test_a_lost_answer_is_reported_in_time(cuda: CudaRuntime, monkeypatch: pytes
     monkeypatch.setattr(cuda.exchange, "polls", 200_000)
     chain = Chain(cuda, 6)
     chain.check(1)
-    elsewhere = torch.zeros(4, dtype=torch.int32, device="cuda")
+    elsewhere = torch.zeros(1, dtype=torch.int64)
     server = chain.replay.server
     kept = int(server.rows[2, serve.ANSWER])
     server.rows[2, serve.ANSWER] = elsewhere.data_ptr()

@@ -1,7 +1,7 @@
 """Capturing one decode step as a CUDA graph, with calls to host code inside it.
 
-`CudaRuntime` records on a stream of its own. How a layer's queries reach the host and results come back while the
-device goes on is left to its exchange (`exchange.py`, `polling.py`), chosen once: "mapped" where a trial works.
+`CudaRuntime` records on a stream of its own. Its exchange (`polling.py`) brings a layer's queries to the host and
+results back while the device goes on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,68 +18,25 @@ import torch
 
 from retrieval_attn.compile.collection import no_collection
 from retrieval_attn.errors import BackendError, CaptureError
-from retrieval_attn.gpu.capture.exchange import (
-    Calls,
-    Exchange,
-    HostCall,
-    HostCallback,
-    HostNodeExchange,
-    Replay,
-    Shared,
-    first_line,
-)
-from retrieval_attn.gpu.capture.polling import PollingExchange, ServerOf
-from retrieval_attn.gpu.capture.probe import probe
-
-logger = logging.getLogger(__name__)
+from retrieval_attn.gpu.capture.exchange import HostCall, Replay, Shared, first_line
+from retrieval_attn.gpu.capture.polling import PollingCalls, PollingExchange, ServerOf
 
 
 class CudaRuntime:
-    """See the module. One per device and exchange (`cuda_runtime`): all its graphs take their memory from one pool.
+    """See the module. One per device (`cuda_runtime`): all its graphs take their memory from one pool."""
 
-    host_callback: the exchange it uses.
-    """
-
-    def __init__(self, device: torch.device, server_of: ServerOf, host_callback: HostCallback | None = None) -> None:
-        """host_callback: the only one to use; None: "mapped" if it works. Raises BackendError where none works."""
+    def __init__(self, device: torch.device, server_of: ServerOf) -> None:
+        """Raises BackendError if the device and the host cannot exchange data."""
         self._device = device
         self._lock = threading.RLock()
-        self._calls: Calls | None = None
-        self._collects = False  # the trial needs no memory that garbage may hold
+        self._calls: PollingCalls | None = None
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         with torch.cuda.device(device):
-            self.host_callback: HostCallback = self._choose(server_of, host_callback)
-        self._collects = True
-
-    def _choose(self, server_of: ServerOf, host_callback: HostCallback | None) -> HostCallback:
-        reason = "as requested"
-        if host_callback != "host_node":
             try:
-                self._try_polling(server_of, mapped=host_callback != "polling")
+                self.exchange = PollingExchange(device, server_of)
             except Exception as error:
-                reason = f"{host_callback or 'mapped'} does not work here: {first_line(error)}"
-                if host_callback is not None:
-                    raise BackendError(f"{reason}. Any device takes the exchange by host nodes.") from error
-            else:
-                found = host_callback or "mapped"
-                logger.info("graphs call the host by %s: %s", found, reason if host_callback else "a trial worked")
-                return found
-        self._use(HostNodeExchange(self._device))
-        logger.log(logging.INFO if host_callback else logging.WARNING, "graphs call the host by host nodes: %s", reason)
-        return "host_node"
-
-    def _try_polling(self, server_of: ServerOf, mapped: bool) -> None:
-        exchange = PollingExchange(self._device, server_of, mapped)
-        # a device where this hangs must not cost every start the whole wait
-        patience = exchange.polls, exchange.limit_seconds
-        exchange.polls, exchange.limit_seconds = patience[0] // 8, patience[1] / 8
-        self._use(exchange)
-        probe(self, self._device)
-        exchange.polls, exchange.limit_seconds = patience
-
-    def _use(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self._open_pool()
+                raise BackendError(f"graphs cannot call the host here: {first_line(error)}") from error
+            self._open_pool()
 
     def queries(self, count: int) -> Shared:
         return self.exchange.queries(count)
@@ -88,11 +44,15 @@ class CudaRuntime:
     def results(self, count: int) -> Shared:
         return self.exchange.results(count)
 
-    def begin(self, call: HostCall) -> object:
-        return (self._calls or self.exchange).begin(call)
+    def begin(self, call: HostCall) -> int | None:
+        if self._calls is None:
+            self.exchange.run(call)
+            return None
+        return self._calls.begin(call)
 
-    def join(self, begun: Any) -> None:
-        (self._calls or self.exchange).join(begun)
+    def join(self, begun: int | None) -> None:
+        if self._calls is not None and begun is not None:
+            self._calls.join(begun)
 
     def beside(self, record: Callable[[], None]) -> object:
         # memory of the side stream is taken again only behind the next of these waits: when nobody looks at it any more
@@ -114,9 +74,8 @@ class CudaRuntime:
 
     def capture(self, record: Callable[[], None]) -> Replay:
         with self._lock:
-            calls, graph = self.exchange.open(), torch.cuda.CUDAGraph()
-            if self._collects:  # now, with the memory that garbage holds: a capture forbids to free it
-                gc.collect()
+            calls, graph = PollingCalls(self.exchange), torch.cuda.CUDAGraph()
+            gc.collect()  # now, with the memory that garbage holds: a capture forbids to free it
             self.synchronize()
             self._calls = calls
             try:
@@ -168,7 +127,6 @@ class CudaRuntime:
         with contextlib.suppress(RuntimeError):
             # and the random number generator would refuse to work outside one, until a capture ends well: this one
             self._open_pool()
-            self.exchange.renew()
 
     def _open_pool(self) -> None:
         """A new stream and a new pool with a graph in it that is never replayed.
@@ -196,7 +154,18 @@ class CudaRuntime:
         outer.wait_stream(main)
 
 
+def cuda_runtime(index: int, server_of: ServerOf) -> CudaRuntime:
+    """The runtime of CUDA device `index`, see `CudaRuntime`. Raises BackendError, the same one, at every call."""
+    made = _made_once(index, server_of)
+    if isinstance(made, str):
+        raise BackendError(made)
+    return made
+
+
 @functools.cache
-def cuda_runtime(index: int, server_of: ServerOf, host_callback: HostCallback | None = None) -> CudaRuntime:
-    """The runtime of CUDA device `index`, see `CudaRuntime`. Raises BackendError where there cannot be one."""
-    return CudaRuntime(torch.device("cuda", index), server_of, host_callback)
+def _made_once(index: int, server_of: ServerOf) -> CudaRuntime | str:
+    """The runtime, or the reason why there is none: it is not tried again for each answer."""
+    try:
+        return CudaRuntime(torch.device("cuda", index), server_of)
+    except BackendError as error:
+        return str(error)

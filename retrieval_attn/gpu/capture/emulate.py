@@ -7,20 +7,17 @@ that was made anew for a step is not seen. Reading a tensor's value while record
 it. What one side must not look at is made wrong: results are NaN until the call has joined, and queries that change
 meanwhile are an error. It is no faster than running eagerly: for tests and for looking into problems.
 
-All exchanges are there. "host_node": the host function is called from another thread. "polling": the recorded
-operations run on another thread, the caller's serves them by the same compiled function as on a device
-(`emulate_polling.py`); "mapped": the same without a driver's functions. Such a driver lets one thread in at a time.
+The recorded operations run on another thread, the caller's serves them by the same compiled function as on a device
+(`emulate_polling.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -28,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.emulate_polling import EmulatedPolling
-from retrieval_attn.gpu.capture.exchange import HostCall, HostCallback, PlainReplay, Replay, Shared
+from retrieval_attn.gpu.capture.exchange import HostCall, Replay, Shared
 from retrieval_attn.gpu.capture.polling import Numbers, ServerOf
 
 # Operations whose result's shape, or whose result, has to be known on the CPU: a capture ends with an error there.
@@ -46,56 +43,46 @@ READS_VALUES = {
 
 
 class EmulatedRuntime:
-    """See the module. calls: calls of host functions so far, by replays under the others those that were answered.
+    """See the module. calls: calls of host functions so far, of replays those that were answered.
 
     patience: seconds that an emulated device waits for an answer, and its host for a request. latency: seconds from a
-    launch to its beginning, but under "host_node". driver: held by who is in the driver.
+    launch to its beginning.
     """
 
     processors = 2
 
-    def __init__(self, server_of: ServerOf, host_callback: HostCallback = "mapped") -> None:
+    def __init__(self, server_of: ServerOf) -> None:
         self._thread = ThreadPoolExecutor(1, "retrieval_attn-emulated")
         self._capture: _Capture | None = None
-        self.server_of, self.host_callback = server_of, host_callback
+        self.server_of = server_of
         self.numbers = Numbers()
-        self.driver = threading.Lock()
         self.patience, self.latency = 60.0, 0.0
         self.calls = 0
 
     def queries(self, count: int) -> Shared:
         host = torch.zeros(count, dtype=torch.float32)
-        return Shared(host if self.host_callback != "host_node" else torch.zeros_like(host), host)
+        return Shared(host, host)
 
     def results(self, count: int) -> Shared:
         return Shared(torch.zeros(count, dtype=torch.float32), torch.zeros(count, dtype=torch.float32))
 
     def begin(self, call: HostCall) -> Any:
         call.results.device.fill_(torch.nan)
-        if self.host_callback != "host_node":
-            call_here(call)
-            self.calls += 1
-            number = 0
-            if self._capture is not None:
-                polling = self._capture.polling
-                number = polling.add(call)
-                self._capture.recorder.nodes.append(lambda: polling.ask(number))
-            return call, number
-        call.queries.host.copy_(call.queries.device)
-        pending = _Pending(self, call)
-        self._do(pending.start)
-        return pending
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)(call.argument)
+        self.calls += 1
+        number = 0
+        if self._capture is not None:
+            polling = self._capture.polling
+            number = polling.add(call)
+            self._capture.recorder.nodes.append(lambda: polling.ask(number))
+        return call, number
 
     def join(self, begun: Any) -> None:
-        if self.host_callback != "host_node":
-            call, number = begun
-            if self._capture is not None:
-                polling = self._capture.polling
-                self._capture.recorder.nodes.append(lambda: polling.wait(number))
-            call.results.device.numpy()[:] = call.results.host.numpy()  # not recorded: in a replay `wait` does it
-            return
-        self._do(begun.wait)
-        begun.call.results.device.copy_(begun.call.results.host)
+        call, number = begun
+        if self._capture is not None:
+            polling = self._capture.polling
+            self._capture.recorder.nodes.append(lambda: polling.wait(number))
+        call.results.device.numpy()[:] = call.results.host.numpy()  # not recorded: in a replay `wait` does it
 
     def beside(self, record: Callable[[], None]) -> object:
         record()
@@ -125,7 +112,7 @@ class EmulatedRuntime:
             raise CaptureError(f"{type(error).__name__}: {error}") from error
         finally:
             self._capture = None
-        if not polling.calls:  # of "host_node", or of a step without host calls
+        if not polling.calls:
             return PlainReplay(recorder.replay)
         polling.work = recorder.replay
         return polling
@@ -149,28 +136,21 @@ class EmulatedRuntime:
             self._capture.recorder.nodes.append(action)
 
 
-def call_here(call: HostCall) -> None:
-    """Call the host function on this thread."""
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)(call.argument)
+class PlainReplay:
+    """A replay of work without host calls, on the thread that launches it."""
 
+    generation = 0
 
-class _Pending:
-    """A host call that has begun."""
+    def __init__(self, launch: Callable[[], None]) -> None:
+        self._launch = launch
 
-    def __init__(self, runtime: EmulatedRuntime, call: HostCall) -> None:
-        self._runtime, self.call = runtime, call
-        self._running: list[Future[None]] = []
-        # bits, without PyTorch: a look at values would be recorded
-        self._taken, self._given = (part.numpy().view(np.int32) for part in (call.queries.host, call.queries.device))
+    def __call__(self, launched: Callable[[], None] | None = None) -> None:
+        self._launch()
+        if launched is not None:
+            launched()
 
-    def start(self) -> None:
-        self._runtime.calls += 1
-        self._running.append(self._runtime.submit(call_here, self.call))
-
-    def wait(self) -> None:
-        self._running.pop().result()
-        if not np.array_equal(self._taken, self._given):
-            raise CaptureError("queries were written while the host could read them")
+    def failure(self, generation: int | None = None) -> None:
+        """See `Replay`."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -219,7 +199,7 @@ class _Node:
 
 
 class _Capture(NamedTuple):
-    """A capture under way. polling: its host calls, unless they are host nodes."""
+    """A capture under way. polling: its host calls."""
 
     recorder: _Recorder
     polling: EmulatedPolling

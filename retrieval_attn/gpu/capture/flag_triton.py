@@ -32,8 +32,7 @@ def _wait_kernel(line, head, report, SHIFT: tl.constexpr):
     failed = tl.load(head + 1)
     polls = tl.load(head + 2)
     number = tl.load(line + 1).to(tl.int64)
-    # volatile: else the compiler loads once, before the loop. No acquire: only later kernels read the results, and the
-    # stream that writes this word has copied them before.
+    # volatile: else the compiler loads once, before the loop. No acquire: only later kernels read the results.
     seen = tl.load(line, volatile=True)
     count = tl.where(failed == generation, polls, 0)  # one that gave up is enough: the others look once
     while (seen != generation) & (count < polls):
@@ -65,7 +64,7 @@ def ask(request: Tensor, head: Tensor) -> None:
 def wait(line: Tensor, head: Tensor, report: Tensor) -> None:
     """What follows waits until line[0] is the replay's number, or until it was looked at too often.
 
-    line: int32 (2,), the answer and the number of the call, on the device or page-locked. report: int64 in page-locked
+    line: int32 (2,), the answer and the number of the call, page-locked. report: int64 in page-locked
     host memory, gets the replay's number * REPORT_SHIFT + the call's, of the first call that was waited for in vain.
     """
     _wait_kernel[(1,)](line, head, report, SHIFT=REPORT_SHIFT, num_warps=1)

@@ -1,15 +1,14 @@
-"""Exchange without host nodes: a kernel requests, the thread that launched the replay answers call after call.
+"""The exchange of a graph with the host: a kernel requests, the thread that launched the replay answers.
 
 A kernel writes a layer's queries to page-locked memory, then the replay's number to the call's request word there. The
-thread runs the search and lets the device copy the results to its own memory, on a stream of their own, in which the
-replay's number follows them into the call's answer word. A kernel polls that word before the merge, in the device's
-memory, where a load is quick. It gives up after POLLS and reports the call; the thread gives up after LIMIT_SECONDS and
-then answers all calls that are left. Neither waits for ever.
+thread runs the search, which leaves its results in page-locked memory, and writes the replay's number to the call's
+answer word there. A kernel polls that word before the merge, and a kernel behind it fetches the results. It gives up
+after POLLS and reports the call; the thread gives up after LIMIT_SECONDS and then answers all calls that are left.
+Neither waits for ever.
 
-A driver lets one thread in at a time: while another one is in it and waits for the device (a kernel's code is loaded at
-its first launch, memory is given back), the copy and the answer wait for that thread, which waits for this replay. Only
-the kernel's giving up ends that. `mapped`: answer words lie in page-locked memory, and a kernel behind the wait fetches
-the results from there, so the thread that answers calls no driver; a poll over the bus takes longer.
+The thread that answers calls no driver. A driver lets one thread in at a time: while another one is in it and waits for
+the device (a kernel's code is loaded at its first launch, memory is given back), an answer by the driver would wait for
+that thread, which waits for this replay.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from retrieval_attn.compile.collection import no_collection
 from retrieval_attn.compile.place import use_triton_folder
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.attention.libraries import DriverFunctions
-from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT, VARIABLE, HostCall, Replay, Shared, page_locked
+from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT, HostCall, Replay, Shared, page_locked
 from retrieval_attn.gpu.launchers import load_launchers_in_turn
 
 MAX_CALLS = 512
@@ -38,16 +37,12 @@ seconds; steps that were given up on an H100 took some three in all, so one take
 LIMIT_SECONDS = 10.0
 """How long the thread waits for a request."""
 HOST_LINE, DEVICE_LINE = 8, 32  # words of 64 and 32 bits: flags lie on cache lines of their own
-HINT = f"The model decodes without this exchange by {VARIABLE}=host_node"
+HINT = "The model decodes without this exchange with graph=False"
 
 
 class Functions(NamedTuple):
-    """Addresses of C functions that return int32, 0 if all is well: the driver's, or an emulation's."""
+    """Addresses of C functions that return int32, 0 if all work is done: the driver's, or an emulation's."""
 
-    copy: int
-    """cuMemcpyHtoDAsync(target, source, bytes, stream); 0: the device fetches results itself"""
-    write: int
-    """cuStreamWriteValue32(stream, address, value, 0); 0: the word is the host's"""
     query_stream: int
     query_event: int
 
@@ -60,9 +55,7 @@ class Server(Protocol):
     @property
     def run(self) -> Callable[[int], int]: ...
 
-    def add(
-        self, *, request: int, function: int, argument: int, target: int, source: int, size: int, answer: int
-    ) -> None: ...
+    def add(self, *, request: int, function: int, argument: int, answer: int) -> None: ...
 
     def prepare(self, generation: int, stream: int, event: int) -> None: ...
 
@@ -72,8 +65,8 @@ class Server(Protocol):
     def spent(self, number: int) -> str: ...
 
 
-ServerOf = Callable[[tuple[int, int, int, int], int, float], Server]
-"""Makes one of Functions, the stream that answers, and the longest wait for a request in seconds."""
+ServerOf = Callable[[tuple[int, int], float], Server]
+"""Makes one of Functions and the longest wait for a request in seconds."""
 
 
 def serve(server: Server, launch: Callable[[], None], calls: Sequence[HostCall], limit_seconds: float) -> None:
@@ -118,77 +111,60 @@ class Numbers:
         return next(self._count) % (2**31 - 1) + 1
 
 
-def load_flags(device: torch.device, mapped: bool = False) -> Any:
-    """The kernels that ask and wait, compiled and loaded: loading may wait for a device, which must not wait for us
-    then. Raises ImportError or what Triton raises.
+def load_flags(device: torch.device) -> Any:
+    """The kernels that ask, wait and fetch, compiled and loaded: loading may wait for a device, which must not wait for
+    us then. Raises ImportError or what Triton raises.
     """
     use_triton_folder()
     load_launchers_in_turn()
     from retrieval_attn.gpu.capture import flag_triton
 
-    words = torch.zeros(2 * DEVICE_LINE, dtype=torch.int32, device=device)
+    words = torch.zeros(DEVICE_LINE, dtype=torch.int32, device=device)
     host = page_locked(2 * HOST_LINE, torch.int64)
     flag_triton.ask(host[HOST_LINE:], words)
-    flag_triton.wait(words[DEVICE_LINE:], words, host)
-    if mapped:
-        lines = page_locked(DEVICE_LINE, torch.int32)
-        flag_triton.wait(lines, words, host)
-        answers, room = page_locked(DEVICE_LINE), torch.zeros(DEVICE_LINE, device=device)
-        for count in DEVICE_LINE, DEVICE_LINE - 1:  # Triton compiles for multiples of 16, and for other numbers
-            flag_triton.fetch(answers[:count], room[:count])
-        torch.cuda.synchronize(device)  # before this memory may be taken again
+    flag_triton.wait(page_locked(DEVICE_LINE, torch.int32), words, host)
+    answers, room = page_locked(DEVICE_LINE), torch.zeros(DEVICE_LINE, device=device)
+    for count in DEVICE_LINE, DEVICE_LINE - 1:  # Triton compiles for multiples of 16, and for other numbers
+        flag_triton.fetch(answers[:count], room[:count])
+    torch.cuda.synchronize(device)  # before this memory may be taken again
     return flag_triton
 
 
 class PollingExchange:
-    """See the module. polls, limit_seconds: POLLS and LIMIT_SECONDS of graphs that are captured from now on."""
+    """See the module. polls, limit_seconds: POLLS and LIMIT_SECONDS of graphs that are captured from now on.
 
-    def __init__(self, device: torch.device, server_of: ServerOf, mapped: bool = False) -> None:
+    turn: held while a graph's calls are served.
+    """
+
+    def __init__(self, device: torch.device, server_of: ServerOf) -> None:
         """Raises BackendError, ImportError or what Triton raises where a part of it is missing."""
-        self.device, self._server_of, self.mapped = device, server_of, mapped
+        self.device, self._server_of = device, server_of
         self.polls, self.limit_seconds = POLLS, LIMIT_SECONDS
         self.numbers, self.turn = Numbers(), threading.Lock()
         driver = DriverFunctions()
-        names = "cuMemcpyHtoDAsync_v2", "cuStreamWriteValue32_v2", "cuStreamQuery", "cuEventQuery"
-        self._functions = Functions(*[driver.address(name) for name in names])
-        if mapped:
-            self._functions = self._functions._replace(copy=0, write=0)
+        self._functions = Functions(driver.address("cuStreamQuery"), driver.address("cuEventQuery"))
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # there is a context
-            # not one of PyTorch's: those are shared, and an answer behind other work of the stream would come late
-            self._answers_by = driver.new_stream()
-            self.kernels = load_flags(device, mapped)
-            torch.cuda.synchronize()
+            self.kernels = load_flags(device)
 
     def server(self) -> Server:
         """A new one, without calls."""
-        return self._server_of(self._functions, self._answers_by, self.limit_seconds)
-
-    def renew(self) -> None:
-        """See `Exchange`: the stream of answers is in no capture."""
+        return self._server_of(self._functions, self.limit_seconds)
 
     def queries(self, count: int) -> Shared:
-        """See `Exchange`: one memory, the host's."""
+        """Memory that the device writes and the host reads, zeros: the host's. Raises CaptureError."""
         host = page_locked(count)
         return Shared(host, host)
 
     def results(self, count: int) -> Shared:
+        """The same for the other direction: the device has its own, which kernels fetch from the host's."""
         return Shared(torch.zeros(count, dtype=torch.float32, device=self.device), page_locked(count))
 
-    def open(self) -> PollingCalls:
-        return PollingCalls(self)
-
-    def begin(self, call: HostCall) -> None:
-        """See `Runtime`. Nothing is captured: the call is over when this returns."""
+    def run(self, call: HostCall) -> None:
+        """Make a call of work that is not captured. It is over when this returns."""
         torch.cuda.current_stream(self.device).synchronize()  # the queries have arrived in the host's memory
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)(call.argument)
         call.results.device.copy_(call.results.host)
-
-    def join(self, begun: None) -> None:
-        """See `Runtime`."""
-
-    def replay(self, launch: Callable[[], None]) -> Replay:
-        raise NotImplementedError("what is replayed is captured by `open`")
 
 
 class PollingCalls:
@@ -199,15 +175,13 @@ class PollingCalls:
         self.server = exchange.server()
         self.calls: list[HostCall] = []
         self._host = page_locked((MAX_CALLS + 1) * HOST_LINE, torch.int64)  # the report, then requests
-        words = torch.zeros(MAX_CALLS + 1, DEVICE_LINE, dtype=torch.int32)  # see flag_triton: the head, then lines
-        # where kernels poll: in the device's memory, a line for each call, so that no poll slows another call's answer
-        words[0, 2] = exchange.polls
-        words[1:, 1] = torch.arange(MAX_CALLS)
-        self._device = words.to(exchange.device)
-        self._lines = self._device
-        if exchange.mapped:
-            self._lines = page_locked(words.numel(), torch.int32).view(words.shape)
-            self._lines.copy_(words)
+        # see flag_triton: what all kernels look at, on the device; and where they poll, a line of the host's memory for
+        # each call, so that no poll slows another call's answer
+        head = torch.zeros(DEVICE_LINE, dtype=torch.int32)
+        head[2] = exchange.polls
+        self._head = head.to(exchange.device)
+        self._lines = page_locked(MAX_CALLS * DEVICE_LINE, torch.int32).view(MAX_CALLS, DEVICE_LINE)
+        self._lines[:, 1] = torch.arange(MAX_CALLS)
 
     def begin(self, call: HostCall) -> int:
         number = len(self.calls)
@@ -219,35 +193,29 @@ class PollingCalls:
             request=request.data_ptr(),
             function=call.function,
             argument=call.argument,
-            target=call.results.device.data_ptr(),
-            source=call.results.host.data_ptr(),
-            size=call.results.host.nbytes,
-            answer=self._lines[number + 1].data_ptr(),
+            answer=self._lines[number].data_ptr(),
         )
-        self.exchange.kernels.ask(request, self._device[0])
+        self.exchange.kernels.ask(request, self._head)
         return number
 
     def join(self, begun: int) -> None:
-        self.exchange.kernels.wait(self._lines[begun + 1], self._device[0], self._host)
-        if self.exchange.mapped:
-            results = self.calls[begun].results
-            self.exchange.kernels.fetch(results.host, results.device)
+        self.exchange.kernels.wait(self._lines[begun], self._head, self._host)
+        results = self.calls[begun].results
+        self.exchange.kernels.fetch(results.host, results.device)
 
     def replay(self, launch: Callable[[], None]) -> Replay:
-        return PollingReplay(self, launch, (self._device, self._host, self._lines))
+        return PollingReplay(self, launch, (self._head, self._host, self._lines))
 
 
 class PollingReplay:
     """A captured graph whose calls the thread that launches it serves."""
-
-    serves = True
 
     def __init__(self, calls: PollingCalls, launch: Callable[[], None], flags: tuple[Tensor, Tensor, Tensor]) -> None:
         """flags: of `PollingCalls`, on the device and the host, and where answers are written."""
         self._exchange, self._launch = calls.exchange, launch
         self.server, self.calls = calls.server, calls.calls
         self._flags = flags  # kept: the graph and the server use them by address
-        self._number = flags[0][0, 0]
+        self._number = flags[0][0]
         self._report = flags[1].numpy()[:1]
         self._begun = torch.cuda.Event()
         self.generation = 0

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
-from retrieval_attn.gpu.capture.exchange import HostCallback, requested_host_callback
 
 _active: list[EmulatedRuntime | None] = []
 """Of the process, not of a thread: a thread that decodes for the caller emulates too."""
@@ -18,8 +17,7 @@ _active: list[EmulatedRuntime | None] = []
 def emulated(runtime: EmulatedRuntime | None = None) -> Iterator[None]:
     """Within this, every model's graphs are emulated, on whatever device it runs, unless `Config.graph` is False.
 
-    graph=True raises where a step cannot be captured. runtime: the one to use; None: one of the process, with the
-    exchange that the environment asks for at each cache.
+    graph=True raises where a step cannot be captured. runtime: the one to use; None: one of the process.
     """
     _active.append(runtime)
     try:
@@ -32,9 +30,9 @@ def emulated_runtime() -> EmulatedRuntime | None:
     """What graphs are captured with inside `emulated`; None outside."""
     if not _active:
         return None
-    return _active[-1] or _shared(requested_host_callback() or "mapped")
+    return _active[-1] or _shared()
 
 
 @functools.cache
-def _shared(host_callback: HostCallback) -> EmulatedRuntime:
-    return EmulatedRuntime(Server, host_callback)
+def _shared() -> EmulatedRuntime:
+    return EmulatedRuntime(Server)

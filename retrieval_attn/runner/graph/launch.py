@@ -25,13 +25,12 @@ from retrieval_attn.runner.graph.memory import ordinary_tensors
 class _Launch:
     """A step that was launched and not confirmed.
 
-    host_done: the host's searches are over, and what they left was read: work and nanoseconds, and their error.
+    work, nanoseconds, error: of the host's searches, which are over.
     """
 
     replay: Replay
     generation: int
     asks_host: bool
-    host_done: bool = False
     work: Any = 0
     nanoseconds: Any = 0
     error: BackendError | None = None
@@ -86,12 +85,11 @@ class Launcher:
         """As `step` for `chosen`, at the next position, before that is read: the device does not wait for the caller.
 
         The caller then confirms one after the other; what is not confirmed at the end did not happen. False, and
-        nothing done, where this step has to wait for the other: no graph yet, a window that is full, an exchange whose
-        host part may still be under way, an error.
+        nothing done, where this step has to wait for the other: no graph yet, a window that is full, an error.
         """
         binding = self._binding
         alone = self._launched[0] if len(self._launched) == 1 else None
-        if alone is None or not alone.host_done or alone.error is not None or binding.stale or binding.room < 2:
+        if alone is None or alone.error is not None or binding.stale or binding.room < 2:
             return False
         try:
             binding.cache.require_room(2)
@@ -108,8 +106,6 @@ class Launcher:
         if not self._launched:
             return
         launch = self._launched.pop(0)
-        if not launch.host_done:
-            self._read_host(launch)
         failure = launch.replay.failure(launch.generation) if launch.asks_host else None
         if launch.error is not None or failure is not None:
             self._launched.clear()
@@ -157,14 +153,12 @@ class Launcher:
             raise
         launch = _Launch(replay, replay.generation, self._binding.kind.asks_host)
         self._launched.append(launch)
-        if replay.serves:
-            self._read_host(launch)
+        self._read_host(launch)
         self.decoder.replays += 1
         return captured.logits
 
     def _read_host(self, launch: _Launch) -> None:
         """Keep what the host's searches left: the next step writes over it."""
-        launch.host_done = True
         if not launch.asks_host:
             return
         try:

@@ -14,7 +14,6 @@ from retrieval_attn.attention.prefix import PagedLayers
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.cuda import cuda_runtime
-from retrieval_attn.gpu.capture.exchange import requested_host_callback
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.graph.binding import Binding, expected_kind
@@ -37,19 +36,14 @@ _lock = threading.Lock()
 
 
 def runtime_for(model: PreTrainedModel) -> Runtime | None:
-    """The runtime of the model's device, or None where there is none, with the exchange that the environment asks for.
-
-    Raises BackendError where there is none that works, ConfigError if the environment asks for one that is unknown.
-    """
+    """The runtime of the model's device, or None for a device without graphs. Raises BackendError if it cannot work."""
     runtime = emulated_runtime()
     if runtime is not None:
         return runtime
     device = input_device(model)
     if device.type != "cuda":
         return None
-    return cuda_runtime(
-        device.index if device.index is not None else torch.cuda.current_device(), Server, requested_host_callback()
-    )
+    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), Server)
 
 
 def has_captured(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> bool:

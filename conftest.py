@@ -172,6 +172,12 @@ def needle_model_path() -> Path:
 
 
 @pytest.fixture
+def small_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few keys get a graph, too."""
+    monkeypatch.setattr("retrieval_attn.index.roargraph.index.EXACT_BELOW", 0)
+
+
+@pytest.fixture
 def fresh_decoders() -> None:
     """No test continues another's graphs."""
     from retrieval_attn.runner.graph import registry as graph_registry

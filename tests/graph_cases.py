@@ -12,6 +12,7 @@ from torch import Tensor
 import retrieval_attn as ra
 from retrieval_attn.config import GraphMode
 from retrieval_attn.errors import BackendError
+from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.runner.decode import Steps, forward, positions
 from retrieval_attn.runner.forget import forget_tokens
 from tests.tiny_models import random_ids, tiny_model
@@ -19,15 +20,13 @@ from tests.tiny_models import random_ids, tiny_model
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": 12, "index": "flat"}
 CONFIG = ra.Config(**SMALL)
 # so few keys that even a small retrieve is needed for a graph to be searched at all
-ROARGRAPH: dict[str, Any] = {
-    "index": "roargraph",
-    "index_options": {"exact_below": 0},
-    "train_queries": 64,
-    "retrieve": 2,
-}
+ROARGRAPH: dict[str, Any] = {"index": "roargraph", "train_queries": 64, "retrieve": 2}
+"""With the fixture `small_graphs`."""
 DEVICE: dict[str, Any] = {"index": "device", "train_queries": 64, "retrieve": 2, "index_options": {"key_bytes": 64}}
 # so many keys per key that is wanted that more are picked than named, and so long a prompt that codes are asked at all
-FINER: dict[str, Any] = {**DEVICE, "index_options": {"key_bytes": 8, "rescore": 36, "finer_bytes": 16}}
+FINER: dict[str, Any] = {
+    **DEVICE, "index": PLANNED, "index_options": {"key_bytes": 8, "rescore": 36, "finer_bytes": 16},
+}  # fmt: skip
 DEVICE_CASES: dict[str, dict[str, Any]] = {
     "device": {"config": CONFIG.replace(**DEVICE), "prompt": 200},
     "device padded": {"config": CONFIG.replace(**DEVICE), "prompt": 200, "batch": 2, "padded": 5},
@@ -124,7 +123,7 @@ def broken_search(model: Any, graph: GraphMode) -> None:
     """A graph whose index names tokens that are not there: an error of that search, then repaired, then equal."""
     decoded = Decoded(model, graph, config=CONFIG.replace(**ROARGRAPH), prompt=200, new=1)
     host: Any = decoded.cache.layers[1]
-    found = host.hosts[0].segments[0].indexes[1].search_arguments()[0].graph
+    found = host.hosts[0].segments[0].indexes[1].search_arguments().graph
     ids, before = found.ids.copy(), decoded.cache.get_seq_length()
     token, place = torch.tensor([5], device=model.device), torch.tensor([before], device=model.device)
     expected = decoded.cache.fork()

@@ -308,8 +308,8 @@ def test_an_index_with_options() -> None:
     """Of a command line they come as the API takes them; without any they are the index's own."""
     parser = argparse.ArgumentParser()
     model_args.add_config_arguments(parser)
-    given = parser.parse_args(["--index", "device:key_bytes=40:int8_rows=True:key_share=0.25", "--host-dtype", "int8"])
-    options = {"key_bytes": 40, "int8_rows": True, "key_share": 0.25}
+    given = parser.parse_args(["--index", "device:key_bytes=40:int8_rows=True", "--host-dtype", "int8"])
+    options = {"key_bytes": 40, "int8_rows": True}
     assert model_args.config_of(given) == Config(index="device", index_options=options, host_dtype="int8")
     assert model_args.config_of(parser.parse_args([])) == Config()
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from retrieval_attn.gpu.codes.stage import CodeStage
+from retrieval_attn.index.code_layout import PLANNED
 from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, Decoded, enabled
 from tests.test_bucket import Rows
 from tests.tiny_models import build_model
@@ -14,7 +15,8 @@ from tests.tiny_models import build_model
 pytestmark = pytest.mark.usefixtures("emulated_graphs")
 
 BROUGHT: dict[str, Any] = {
-    **DEVICE, "host_dtype": "int8", "index_options": {**DEVICE["index_options"], "codes_on_host": True},
+    **DEVICE, "index": PLANNED, "host_dtype": "int8",
+    "index_options": {**DEVICE["index_options"], "codes_on_host": True},
 }  # fmt: skip
 
 
@@ -22,7 +24,7 @@ def case_of(name: str, rows: bool) -> dict[str, Any]:
     """One of DEVICE_CASES, with codes on the host, and rows that the device reads or none."""
     case = DEVICE_CASES[name]
     options = {**case["config"].index_options, "codes_on_host": True, "int8_rows": rows}
-    return {**case, "config": case["config"].replace(host_dtype="int8", index_options=options)}
+    return {**case, "config": case["config"].replace(index=PLANNED, host_dtype="int8", index_options=options)}
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tests.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.test_rows import Pair, feed, read
 from tests.tiny_models import LAYERS, build_model
 
-pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
+pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs", "small_graphs")
 
 ROWS = 8
 
@@ -200,7 +200,7 @@ def test_a_step_without_any_row_of_a_graph_ends_none() -> None:
 @pytest.mark.parametrize("index", ["flat", "sketch", "roargraph"])
 def test_rows_with_other_numbers_by_heads_are_in_one_graph(index: str) -> None:
     """Each with its own, whoever else is there; one that attends to all is stepped beside it."""
-    options = {"index_options": {"exact_below": 0}, "train_queries": 64} if index == "roargraph" else {}
+    options = {"train_queries": 64} if index == "roargraph" else {}
     model = build_model("llama", num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=8192)
     rows = Rows(model, [900, 700, 800, 300], retrieve="auto", index=index, **options)
     for number, pair in enumerate(rows.pairs):
@@ -297,7 +297,7 @@ def test_a_replay_that_fails_is_made_again(
     before = rows.runner.replays
     if cause == "search":
         (host,) = bad.row.layers[1].hosts  # type: ignore[union-attr]
-        graph = host.segments[0].indexes[1].search_arguments()[0].graph
+        graph = host.segments[0].indexes[1].search_arguments().graph
         good = graph.ids.copy()
         graph.ids[:] = -5
         with pytest.raises(RowsFailedError, match="row 1: BackendError") as caught:

@@ -26,7 +26,7 @@ from tests.test_hybrid import new_model
 from tests.test_rows import read
 from tests.tiny_models import build_model
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("compiled", "fresh_decoders")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("compiled", "fresh_decoders", "small_graphs")]
 
 SELDOM = ["device", "device, no estimates", "device, finer", "by heads"]
 CUDA_KINDS: dict[str, dict[str, Any]] = {

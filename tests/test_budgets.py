@@ -11,6 +11,7 @@ from retrieval_attn.config import MEAN_RETRIEVE
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.memory.device_room import chosen_index
 from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import QUESTION, Loaded, needle_text
@@ -104,7 +105,7 @@ def test_what_cannot_be_is_refused(loaded: Loaded) -> None:
         ra.Context(*loaded, CONFIG.replace(index=index))
     on_host = chosen_index(loaded[0].config, CONFIG, 1 << 20, 1 << 40)
     assert on_host.index == "auto"
-    assert chosen_index(loaded[0].config, CONFIG.replace(retrieve=100), 1 << 16, 1 << 40).index == "device"
+    assert chosen_index(loaded[0].config, CONFIG.replace(retrieve=100), 1 << 16, 1 << 40).index == PLANNED
 
 
 def test_a_kind_without_a_compiled_search_is_refused(loaded: Loaded) -> None:

@@ -18,7 +18,7 @@ from retrieval_attn.runner.graph.launch import Launcher
 from tests.graph_cases import CONFIG, PROMPT, ROARGRAPH, enabled, greedily
 from tests.tiny_models import random_ids
 
-pytestmark = pytest.mark.usefixtures("emulated_graphs")
+pytestmark = pytest.mark.usefixtures("emulated_graphs", "small_graphs")
 
 
 def read(model: Any, cache: Any, ids: Tensor, new: int) -> tuple[PromptState, StoppingCriteriaList]:
@@ -131,7 +131,7 @@ def test_an_error_ahead_comes_after_the_token_before() -> None:
         prompt, criteria = read(model, cache, ids, 8)
         layer: Any = cache.layers[1]
         layer.finish_index()
-        found = layer.hosts[0].segments[0].indexes[1].search_arguments()[0].graph
+        found = layer.hosts[0].segments[0].indexes[1].search_arguments().graph
         told.clear()
 
         def on_token(token: list[int], broken: bool = broken, found: Any = found) -> None:

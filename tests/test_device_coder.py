@@ -13,6 +13,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, ShapeError
 from retrieval_attn.gpu.codes.codes import encoded
 from retrieval_attn.index.base import Training
+from retrieval_attn.index.code_layout import PLANNED, CodeLayout
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.sketch.index import SketchIndex
@@ -89,10 +90,7 @@ def test_saved_codes_come_back_in_parts(
     other = DeviceCoder(torch.device(device), 2, sent if together else None)
     for head in range(2):
         made = DeviceIndex.make(
-            keys[head],
-            Format.FLOAT32,
-            DeviceIndex.Options(**options),
-            Training(queries[None], coder=coder.for_head(head)),
+            keys[head], Format.FLOAT32, CodeLayout(**options), Training(queries[None], coder=coder.for_head(head))
         )
         state = made.state()
         back = DeviceIndex.from_state(keys[head], Format.FLOAT32, state, coder=other.for_head(head), trusted=True)
@@ -131,7 +129,7 @@ def test_finer_codes_are_those_of_the_same_keys(device: str, memory: str, monkey
     else:
         monkeypatch.setattr("retrieval_attn.offload.host_rows.managed_bytes", lambda *given: taken.append(given))
     keys = np.random.default_rng(10).standard_normal((1, 9000, 64), dtype=np.float32)[0]
-    options = DeviceIndex.Options(key_bytes=16, rescore=6, finer_bytes=32)
+    options = CodeLayout(key_bytes=16, rescore=6, finer_bytes=32)
     coder = DeviceCoder(torch.device(device), 1)
     index = DeviceIndex.make(keys[:3000], Format.FLOAT32, options, Training(coder=coder.for_head(0)))
     plain = DeviceIndex.make(keys[:3000], Format.FLOAT32, options, Training())
@@ -162,7 +160,7 @@ def test_keys_that_find_no_room_are_not_added_in_part(monkeypatch: pytest.Monkey
     """The first pieces of them had room, on the device and on the host."""
     monkeypatch.setattr("retrieval_attn.offload.codes.SENT_AT_ONCE", 1000)
     keys = np.random.default_rng(11).standard_normal((9000, 64), dtype=np.float32)
-    options = DeviceIndex.Options(key_bytes=16, rescore=6, finer_bytes=32)
+    options = CodeLayout(key_bytes=16, rescore=6, finer_bytes=32)
     coder = DeviceCoder(CPU, 1)
     index = DeviceIndex.make(keys[:3000], Format.FLOAT32, options, Training(coder=coder.for_head(0)))
 
@@ -185,8 +183,8 @@ def test_options_of_finer_codes() -> None:
     ]
     for options in wrong:
         with pytest.raises(ConfigError):
-            DeviceIndex.Options(**options)
-    spec = IndexSpec.of("device", {"key_bytes": 24, "rescore": 12, "finer_bytes": 64})
+            CodeLayout(**options)
+    spec = IndexSpec.of(PLANNED, {"key_bytes": 24, "rescore": 12, "finer_bytes": 64})
     assert spec.code_shape(128, 100, True) == (24, 600, 64, 157)
     assert spec.code_shape(128, 100, False) == (24, 1200, 64, 200)
     assert spec.code_shape(32, 100, True) == (24, 600, 32, 157) and spec.code_shape(24, 100, True) == (24, 600, 0, 0)

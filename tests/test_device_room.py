@@ -10,6 +10,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.errors import MemoryPlanError
+from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.memory import device_room, index_choice
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, state_bytes
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index, free_device_bytes, reading_layout
@@ -28,7 +29,7 @@ AUTO = ra.Config()
 def test_codes_go_where_they_fit(caplog: pytest.LogCaptureFixture) -> None:
     """Llama-3-8B at 128K within 24 GiB: 15 of them weights. The log says what was chosen, and why."""
     caplog.set_level(logging.INFO)
-    assert chosen_index(llama3_8b(), AUTO, 131072, 8 * GIB).index == "device"
+    assert chosen_index(llama3_8b(), AUTO, 131072, 8 * GIB).index == PLANNED
     assert "codes of all keys lie on the device" in caplog.text
     assert chosen_index(llama3_8b(), AUTO, 131072, GIB) is AUTO
     assert "do not fit" in caplog.text
@@ -43,12 +44,12 @@ def test_a_chunk_that_makes_room_is_taken(caplog: pytest.LogCaptureFixture) -> N
     free = int(2.6 * GIB)
     chosen = chosen_index(llama3_8b(), AUTO, 131072, free)
     chunk = chosen.prefill_chunk
-    assert chosen.index == "device" and 512 <= chunk < 8192 and 8192 % chunk == 0
+    assert chosen.index == PLANNED and 512 <= chunk < 8192 and 8192 % chunk == 0
     assert f"prefill_chunk={chunk} makes room for them" in caplog.text
     limit = free + plan(llama3_8b()).shape.weight_bytes + DEVICE_RESERVE
     smallest = {"key_bytes": 16, "rescore": 16, "finer_bytes": 64}
     for size, options, fits in ((chunk, chosen.index_options, True), (2 * chunk, smallest, False)):
-        config = AUTO.replace(index="device", index_options=dict(options), prefill_chunk=size)
+        config = AUTO.replace(index=PLANNED, index_options=dict(options), prefill_chunk=size)
         assert (plan(llama3_8b(), 131072, limit, config=config).device_bytes <= limit) == fits
     asked = chosen_index(llama3_8b(), AUTO.replace(prefill_chunk=chunk), 131072, free)
     assert asked == chosen and max(record.levelno for record in caplog.records) == logging.INFO
@@ -85,14 +86,14 @@ def test_smaller_codes_where_the_usual_ones_do_not_fit(
     if options is None:
         assert chosen is AUTO
         return
-    assert (chosen.index, dict(chosen.index_options)) == ("device", options)
+    assert (chosen.index, dict(chosen.index_options)) == (PLANNED, options)
     weights = plan(llama3_8b()).shape.weight_bytes
     assert plan(llama3_8b(), tokens, free + weights + DEVICE_RESERVE, "128GiB", config=chosen).fits
     alone = dict(chosen_index(llama3_8b(), AUTO, tokens, free, finer=False).index_options)
     assert alone == {name: value for name, value in options.items() if name != "finer_bytes"}
     many = AUTO.replace(retrieve=1000)
     left = chosen_index(llama3_8b(), many, tokens, free)
-    usual = many if many_chunk is None else many.replace(index="device", prefill_chunk=many_chunk)
+    usual = many if many_chunk is None else many.replace(index=PLANNED, prefill_chunk=many_chunk)
     assert left == usual
 
 
@@ -103,7 +104,7 @@ def test_codes_on_the_host_where_none_fit(tokens: int, free_gib: float, caplog: 
     free, room = int(free_gib * GIB), 1 << 40
     options = {"key_bytes": 16, "rescore": 32, "finer_bytes": 64, "codes_on_host": True}
     chosen = chosen_index(llama3_8b(), AUTO, tokens, free, host_free=152 * tokens * 1024)  # no room for rows
-    assert (chosen.index, dict(chosen.index_options)) == ("device", options)
+    assert (chosen.index, dict(chosen.index_options)) == (PLANNED, options)
     assert "codes of all keys come from the host, 16 bytes each" in caplog.text
     limit = free + plan(llama3_8b()).shape.weight_bytes + DEVICE_RESERVE
     assert plan(llama3_8b(), tokens, limit, config=chosen).device_bytes <= limit
@@ -163,7 +164,7 @@ def test_nothing_is_chosen_without_need() -> None:
         (AUTO, 131072, None),
         (AUTO, 1000, 80 * GIB),
         (AUTO.replace(index="sketch"), 131072, 80 * GIB),
-        (AUTO.replace(index_options={"scan_below": 5}), 131072, 80 * GIB),
+        (AUTO.replace(index_options={"recall": 0.8}), 131072, 80 * GIB),
     ):
         assert chosen_index(llama3_8b(), config, tokens, free) is config
     assert free_device_bytes(tiny_model("llama")) is None
@@ -189,7 +190,7 @@ def test_neither_pieces_nor_a_copy_leave_room_for_codes(
         choice.decide(100_000)
         return choice.config.index
 
-    assert chosen() == "device"
+    assert chosen() == PLANNED
     for name in taken:
         taken[name] = 4 * GIB
         caplog.clear()
@@ -247,7 +248,7 @@ def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -
     context.cache.on_layer = lambda: seen.append(None)
     context.read(random_ids(1, 400)[0].tolist(), progress=False)
     assert context.cache.index_kinds() == {"device": sum(context.cache.index_kinds().values())}
-    assert context.config.index == "auto" and context.cache.index.config.index == "device" and seen
+    assert context.config.index == "auto" and context.cache.index.config.index == PLANNED and seen
     layers: list[Any] = context.cache.layers
     codes = context.cache.device_nbytes - sum(layer.window.nbytes for layer in layers)
     assert 0 < codes == sum(index.device_nbytes for index in context.cache.coded_indexes)

@@ -14,6 +14,7 @@ from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape
 from retrieval_attn.gpu.codes.stage import STAGED_LAYERS
 from retrieval_attn.index.base import Training
+from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.index.device import SPARE_TOKENS, DeviceIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
@@ -128,13 +129,13 @@ def test_what_codes_on_the_host_take() -> None:
     scores and clusters.
     """
     options = [{"key_bytes": 24, "codes_on_host": where} for where in (False, True)]
-    plans = [plan(llama3_8b(), 131072, config={"index": "device", "index_options": one}) for one in options]
+    plans = [plan(llama3_8b(), 131072, config={"index": PLANNED, "index_options": one}) for one in options]
     heads = 32 * 8
     assert plans[1].host_bytes - plans[0].host_bytes == heads * 131072 * 24
     away = heads - STAGED_LAYERS * 8
     assert plans[0].device_bytes - plans[1].device_bytes == away * (131072 + SPARE_TOKENS) * 24
     with pytest.raises(ConfigError, match="codes_on_host"):
-        IndexSpec.of("device", {"codes_on_host": "yes"})
+        IndexSpec.of(PLANNED, {"codes_on_host": "yes"})
 
 
 def test_a_search_by_finer_codes_needs_some() -> None:

@@ -18,7 +18,7 @@ from tests.tail_reference import Watch, watched
 from tests.test_tail import CLIPPED, EXACT, ROUNDED, Session, config_of, model_of, tolerance
 from tests.tiny_models import QUESTION, Loaded, needle_text
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "small_graphs")
 KINDS = ("flat", "sketch", "device")
 
 

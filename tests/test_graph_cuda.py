@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
-def _float32_is_float32(fresh_decoders: None) -> None:
+def _float32_is_float32(fresh_decoders: None, small_graphs: None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 

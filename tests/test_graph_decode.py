@@ -36,7 +36,7 @@ from tests.graph_cases import (
 )
 from tests.tiny_models import QUESTION, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("emulated_graphs")
+pytestmark = pytest.mark.usefixtures("emulated_graphs", "small_graphs")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "roargraph": {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
     "codes in two halves": {**DEVICE_CASES["device"], "batch": 2},
 }
-emulated = pytest.mark.usefixtures("emulated_graphs")
+emulated = pytest.mark.usefixtures("emulated_graphs", "small_graphs")
 
 
 def enabled(name: str, **changes: Any) -> Any:

@@ -148,6 +148,7 @@ def test_queries_move_by_positions_of_three_axes(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*unauthenticated requests.*")
+@pytest.mark.usefixtures("small_graphs")
 def test_a_checkpoint_is_planned_loaded_and_asked(tmp_path: Path, needle_model_path: Path) -> None:
     """A folder that AutoModelForCausalLM does not know; the token of an image in a text is refused."""
     from transformers import AutoTokenizer

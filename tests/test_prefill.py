@@ -40,8 +40,10 @@ from retrieval_attn.runner.prefill import finish_prefill
 from tests.test_background import workers
 from tests.tiny_models import random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_graphs")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-GRAPH = {"exact_below": 0, "beam": 64, "list_k": 16}
+GRAPH = {"beam": 64}
 CONFIG = ra.Config(sink=4, window=16, spill=8, index="roargraph", index_options=GRAPH, train_queries=64)
 
 
@@ -350,7 +352,7 @@ def test_one_layer_more_than_the_one_that_computes_is_on_the_device(
 def test_a_gpu_prefill_leaves_the_bytes_of_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies and builds beside the device against copies in order, in chunks of 512."""
     ids = random_ids(1, 3900)
-    config = CONFIG.replace(index_options={"exact_below": 0})
+    config = CONFIG.replace(index_options={})
     ring = Staging(torch.device("cuda"), 60_000, 2)
     monkeypatch.setattr(kv_copy, "staging", lambda device: ring)
     beside = read(config, ids, 512, device="cuda")
@@ -367,7 +369,7 @@ def test_a_gpu_prefill_leaves_the_bytes_of_one_that_waits(monkeypatch: pytest.Mo
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_reading_does_not_wait_for_the_device() -> None:
     """After a warm-up no layer waits: torch raises at every operation that would synchronise the compute stream."""
-    config = CONFIG.replace(index_options={"exact_below": 0})
+    config = CONFIG.replace(index_options={})
     model: Any = copy.deepcopy(tiny_model("llama")).cuda()
     ra.enable(model, config, prefill_chunk=512)
     for strict in (False, True):

@@ -10,6 +10,7 @@ import torch
 
 from retrieval_attn.attention.instruments import tail_shares
 from retrieval_attn.engine.exact import ExactPool
+from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.runner.graph import reached
 from retrieval_attn.runner.graph.reached import Reads
 from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, FINER, Decoded, enabled
@@ -21,7 +22,7 @@ from tests.tiny_models import build_model
 pytestmark = pytest.mark.usefixtures("emulated_graphs")
 
 REACHED: dict[str, Any] = {
-    **DEVICE, "host_dtype": "int8", "index_options": {**DEVICE["index_options"], "int8_rows": True},
+    **DEVICE, "index": PLANNED, "host_dtype": "int8", "index_options": {**DEVICE["index_options"], "int8_rows": True},
 }  # fmt: skip
 """The host, which eager steps ask, has the same rounded numbers."""
 
@@ -30,7 +31,7 @@ def case_of(name: str) -> dict[str, Any]:
     """One of DEVICE_CASES, with rows that the device reads."""
     case = DEVICE_CASES[name]
     options = {**case["config"].index_options, "int8_rows": True}
-    return {**case, "config": case["config"].replace(host_dtype="int8", index_options=options)}
+    return {**case, "config": case["config"].replace(index=PLANNED, host_dtype="int8", index_options=options)}
 
 
 def kinds_of(decoder: Any) -> list[tuple[int, ...]]:
@@ -64,7 +65,7 @@ def test_hosts_that_do_not_round(host_dtype: str) -> None:
     model = enabled("llama")
     eager, graphed, rounded = (
         Decoded(
-            model, graph, config=CONFIG.replace(**{**DEVICE, "host_dtype": own, "index_options": options}), prompt=200
+            model, graph, config=CONFIG.replace(**{**REACHED, "host_dtype": own, "index_options": options}), prompt=200
         )
         for graph, own, options in (
             (False, host_dtype, DEVICE["index_options"]),

@@ -59,9 +59,9 @@ def test_an_extension_that_failed_has_not_happened(
     loaded: Loaded, text: str, monkeypatch: pytest.MonkeyPatch, index: str, where: str, error: BaseException
 ) -> None:
     """Wherever it ended: same keys, same answers, and the same text can be appended, to the same index."""
-    options: dict[str, Any] = {"index_options": {"exact_below": 64}} if index == "roargraph" else {}
-    context = ra.Context(*loaded, CONFIG, index=index, **options).read(text[:4000], progress=False)
-    never = ra.Context(*loaded, CONFIG, index=index, **options).read(text[:4000], progress=False)
+    monkeypatch.setattr("retrieval_attn.index.roargraph.index.EXACT_BELOW", 64)
+    context = ra.Context(*loaded, CONFIG, index=index).read(text[:4000], progress=False)
+    never = ra.Context(*loaded, CONFIG, index=index).read(text[:4000], progress=False)
     added = text[4000:6000] + NEEDLE
     for _ in range(2):
         interrupt(context, added, where, error, monkeypatch)

@@ -18,11 +18,13 @@ from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.engine.held import HeldCache
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
+from retrieval_attn.index.code_layout import KEY_SHARE, PLANNED
 from retrieval_attn.index.device import ROW_STEPS_BYTES, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.index.spec import IndexSpec, available
 from retrieval_attn.memory import device_room, host_room
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index
+from retrieval_attn.memory.index_choice import with_rows
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import GIB
 from retrieval_attn.offload import rounded
@@ -284,6 +286,7 @@ def test_rows_of_a_context_that_is_opened(monkeypatch: pytest.MonkeyPatch) -> No
     saved = ra.Config(index="device", index_options={"key_bytes": 32, "int8_rows": True})
     for free[0], options in ((0, {"key_bytes": 32}), (64 * GIB, {"key_bytes": 32, "int8_rows": True})):
         choice.take(saved, 1 << 16)
+        assert choice.config.index == PLANNED
         assert choice.config.index_options == options and choice.spec.host_reads.rows == (len(options) == 2)
     choice.take(ra.Config(index="device", index_options={"int8_rows": True}), 1 << 16)
     assert choice.config.index_options == {"int8_rows": True, "key_share": 0.25}
@@ -294,9 +297,19 @@ def test_rows_of_a_context_that_is_opened(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("share", [0, 1.5, float("nan"), True, "half"])
 def test_a_share_of_keys_that_is_none(share: Any) -> None:
     with pytest.raises(ConfigError, match="key_share"):
-        IndexSpec.of("device", {"int8_rows": True, "key_share": share})
-    assert IndexSpec.of("device", {"int8_rows": True}).host_reads.key_share == 1
-    assert IndexSpec.of("device", {"int8_rows": True, "key_share": 0.25}).host_reads.key_share == 0.25
+        IndexSpec.of(PLANNED, {"int8_rows": True, "key_share": share})
+
+
+def test_the_share_of_keys_is_chosen() -> None:
+    """A user who asks for rows gets a quarter, `auto` all keys if codes are smaller than the usual ones."""
+    with pytest.raises(ConfigError, match="no option key_share"):
+        IndexSpec.of("device", {"int8_rows": True, "key_share": 0.25})
+    for options in ({}, {"key_bytes": 40, "rescore": 4}):
+        asked = IndexSpec.of("device", {**options, "int8_rows": True})
+        chosen = with_rows(ra.Config(index=PLANNED, index_options=options))
+        assert asked.host_reads.key_share == KEY_SHARE
+        assert IndexSpec.of(chosen.index, chosen.index_options).host_reads.key_share == (1 if options else KEY_SHARE)
+    assert PLANNED not in available()
 
 
 @pytest.mark.parametrize(("bus", "taken"), [(64e9, True), (32e9, True), (16e9, False), (None, True)])
@@ -328,7 +341,7 @@ def test_rows_where_the_host_has_room(caplog: pytest.LogCaptureFixture) -> None:
     assert sizes[1].host_bytes - sizes[0].host_bytes == 32 * 8 * 131072 * 256
     assert sizes[1].device_bytes - sizes[0].device_bytes == 32 * 8 * (131072 + SPARE_TOKENS) * ROW_STEPS_BYTES
     tight = chosen_index(llama3_8b(), ra.Config(), 131072, int(4.1 * GIB), host_free=64 * GIB)
-    assert tight.index == "device", "codes that fit without rows are taken without"
+    assert tight.index == PLANNED, "codes that fit without rows are taken without"
 
 
 @pytest.mark.usefixtures("emulated_graphs")

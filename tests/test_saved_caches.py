@@ -29,12 +29,14 @@ from tests.test_hybrid import CONFIGS as HYBRIDS
 from tests.test_hybrid import new_model
 from tests.tiny_models import build_model, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_graphs")
+
 States = list[tuple[dict[str, Any], dict[str, Any]] | None]
 KINDS: dict[str, dict[str, Any]] = {
     "flat": {"index": "flat"},
     "auto": {"index": "auto"},
     "sketch": {"index": "sketch", "train_queries": 64, "retrieve": 2},
-    "roargraph": {"index": "roargraph", "index_options": {"exact_below": 0}, "train_queries": 64, "retrieve": 2},
+    "roargraph": {"index": "roargraph", "train_queries": 64, "retrieve": 2},
     "device": {"index": "device", "train_queries": 64, "retrieve": 2, "index_options": {"key_bytes": 16}},
 }
 LONG = 1500

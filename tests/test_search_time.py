@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import retrieval_attn as ra
+from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.memory import index_choice
 from retrieval_attn.memory.index_choice import fitting_index
 from retrieval_attn.memory.search_time import search_seconds
@@ -28,7 +29,7 @@ def dense_32b() -> ModelShape:
 
 
 def seconds(tokens: int = TOKENS, batch: int = 1, **options: Any) -> float:
-    config = ra.Config(index="device", index_options=options)
+    config = ra.Config(index=PLANNED, index_options=options)
     return search_seconds(dense_32b(), config, tokens, batch)
 
 
@@ -86,6 +87,6 @@ def test_codes_that_name_by_themselves_stay_as_large_as_they_fit() -> None:
     shape = model_shape(llama3_8b(), None)
     coded, _ = fitting_index(shape, ra.Config(host_dtype="int8"), 1 << 20, 40 * GIB, host_free=400 * GIB)
     assert coded.index_options == QUARTER
-    smaller = ra.Config(index="device", index_options={"key_bytes": 40, "rescore": 4, **ROWS})
+    smaller = ra.Config(index=PLANNED, index_options={"key_bytes": 40, "rescore": 4, **ROWS})
     seconds_of = [search_seconds(shape, one, 1 << 20) for one in (smaller, coded)]
     assert seconds_of[0] < index_choice.WORTH_CHUNKS * seconds_of[1]

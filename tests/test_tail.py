@@ -34,7 +34,7 @@ PROMPT = 330
 INDEXES: dict[str, dict[str, Any]] = {
     "flat": {"index": "flat"},
     # every leaf is looked at, by a byte per number: what it retrieves are the best
-    "sketch": {"index": "sketch", "index_options": {"key_bytes": 256, "rescore": 4}, "train_queries": 64},
+    "sketch": {"index": "sketch", "index_options": {"key_bytes": 256}, "train_queries": 64},
     # a byte per number: a code's score is nearly the key's own
     "device": {"index": "device", "index_options": {"key_bytes": 256}, "train_queries": 64},
 }

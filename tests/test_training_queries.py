@@ -19,8 +19,10 @@ from retrieval_attn.offload.queries import SPAN, TrainingQueries
 from retrieval_attn.runner.prefill import finish_prefill
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_graphs")
+
 TOTAL = 200
-GRAPH = {"exact_below": 0, "beam": 64, "list_k": 16}
+GRAPH = {"beam": 64}
 
 
 def _rotated(model: Any, attention: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

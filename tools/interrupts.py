@@ -28,6 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
+from retrieval_attn.index.roargraph import index as roargraph
 
 PACKAGE = Path(ra.__file__).parent
 QUESTION = "What is the special magic Bergen number?"
@@ -38,7 +39,7 @@ INDEXES: dict[str, dict[str, Any]] = {
     "auto": {},
     "device": {"index": "device"},
     "sketch": {"index": "sketch"},
-    "roargraph": {"index": "roargraph", "index_options": {"exact_below": 64}},
+    "roargraph": {"index": "roargraph"},
 }
 OPERATIONS = ("read", "extend", "ask", "stream")
 WAYS = ("clock", "place")
@@ -60,6 +61,7 @@ class Subject:
 
     def __init__(self, model: Any, tokenizer: Any, index: str) -> None:
         self._model, self._tokenizer = model, tokenizer
+        roargraph.EXACT_BELOW = 64  # a graph of few keys, too
         self._config = CONFIG.replace(**INDEXES[index])
         self.text = FILLER * 15 + NEEDLE.format("Bergen", 7391846) + FILLER * 15
         self.added = NEEDLE.format("Turin", 1112223) + FILLER * 6

@@ -230,7 +230,7 @@ def test_captured_steps_are_fed_the_same(model: Any, text: FedText, reference: F
     Both continue one reading. Of two readings the keys may differ in their last bits, as some processors' matrix
     products depend on where operands lie in memory; clusters of such keys differ, and logits with them by up to .005.
     """
-    config = CONFIG.replace(index="device", index_options={"int8_rows": True}, host_dtype="int8", tail=True)
+    config = CONFIG.replace(index="device-auto", index_options={"int8_rows": True}, host_dtype="int8", tail=True)
     held, _ = read(model, config, torch.from_numpy(text.ids[None, : text.context].copy()))
     eager = _feed_fork(model, _fork(held, 20, True, 0), text, None)
     every = _feed_captured(model, _fork(held, 20, True, 0), text)

@@ -15,6 +15,7 @@ import retrieval_attn as ra
 from eval.tests.test_bench_session import SMALL
 from retrieval_attn import llm
 from retrieval_attn.gpu.memory import DeviceMemory
+from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.memory import host_room
 from retrieval_attn.memory.device import DEVICE_RESERVE, GRAPH_STATES
 from retrieval_attn.memory.index_choice import chosen_index
@@ -49,7 +50,7 @@ def test_the_plan_counts_what_a_read_takes(tokens: int, gpu: str, host: str) -> 
         assert answer.config == asked(answer)
         as_given = plan(LONG, tokens, gpu, host, config=answer.config, quantization=quantization)
         assert (as_given.device, as_given.host) == (answer.device, answer.host) and not as_given.choice
-        if answer.config.index == "device":
+        if answer.config.index == PLANNED:
             assert answer.device_bytes <= answer.gpu_memory
             if {"codes_on_host", "int8_rows"} & set(answer.config.index_options):
                 assert answer.host_bytes <= answer.host_memory
@@ -77,7 +78,7 @@ def test_the_table_says_what_auto_takes(tokens: int, gpu: str, said: str) -> Non
     rooms = (plan(LONG, tokens, gpu, host) for host in ("256GiB", "1TiB"))
     assert max(len(line) for room in rooms for line in str(room).splitlines()) <= 100
     told = json.loads(json.dumps(answer.to_dict()))
-    assert told["choice"] == answer.choice and told["config"]["index"] == "device"
+    assert told["choice"] == answer.choice and told["config"]["index"] == PLANNED
     items = {item.name for item in (*answer.device, *answer.host)}
     assert {"codes of keys", "clusters of coded keys"} <= items
 
@@ -94,7 +95,7 @@ def test_a_smaller_chunk_is_taken_where_it_makes_room() -> None:
     ("tokens", "gpu", "options", "gpus"),
     [
         (1 << 17, "80GiB", {"index": "sketch"}, 1),
-        (1 << 17, "80GiB", {"index_options": {"scan_below": 5}}, 1),
+        (1 << 17, "80GiB", {"index_options": {"recall": 0.8}}, 1),
         (1 << 17, "80GiB", {"retrieve": "auto"}, 1),
         (1 << 17, "80GiB", {}, 2),
         (1 << 17, "80GiB", {}, (2, "heads")),
@@ -113,7 +114,7 @@ def test_all_else_is_counted_as_it_was(tokens: int, gpu: str, options: dict[str,
 
 def test_eager_steps_have_neither_rows_nor_codes_on_the_host() -> None:
     """As `IndexChoice` says: without a graph no device reads rows."""
-    for tokens, found in ((1 << 17, "device"), (1 << 20, "auto")):
+    for tokens, found in ((1 << 17, PLANNED), (1 << 20, "auto")):
         answer = plan(LONG, tokens, "24GiB", "1TiB", config={"graph": False})
         assert answer.config.index == found and not answer.config.index_options
 
@@ -130,8 +131,8 @@ def test_copies_of_states_have_room_beside_a_read() -> None:
         assert copies == GRAPH_STATES * answer.shape.states_bytes > 400e6
         free = answer.gpu_memory - answer.shape.weight_bytes - DEVICE_RESERVE
         first = chosen_index(config, AUTO, tokens, free, host_free=100 * GIB)
-        if answer.config.index == "device":
-            assert answer.fits and first.index == "device"
+        if answer.config.index == PLANNED:
+            assert answer.fits and first.index == PLANNED
         if first != answer.config:
             smaller += 1
             assert not plan(config, tokens, answer.gpu_memory, "128GiB", config=first).fits

@@ -19,7 +19,7 @@ from retrieval_attn.index.base import MAX_KEYS, Alternatives, HeadShape, HeldByt
 from retrieval_attn.index.flat import FlatIndex, FlatOptions, search_exact
 from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
-from retrieval_attn.index.roargraph.options import GraphOptions
+from retrieval_attn.index.roargraph.options import LIST_K, GraphOptions
 from retrieval_attn.index.sketch.index import SketchIndex, SketchOptions
 from retrieval_attn.index.spec import register
 
@@ -31,8 +31,7 @@ what it costs to score more keys again, and to measure."""
 SCAN_BELOW = 262_144
 """Fewer keys are scanned: the scan of a sketch is faster than a graph. Both were timed on the machines at hand: the
 times were equal at 94,477 to 298,518 keys on two cores, and at some 281,000 on the 16 cores beside an H100
-(docs/archive/log.md). A scan loses no keys, so the constant lies where a graph is clearly faster. `scan_below`
-overrides it."""
+(docs/archive/log.md). A scan loses no keys, so the constant lies where a graph is clearly faster."""
 MIN_SKETCH_RECALL = 0.95
 """Least recall of a sketch that is scanned in place of codes of all elements."""
 HELD_OUT = 16
@@ -43,31 +42,24 @@ CODED = FlatOptions(codes="int8")
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """recall: the least share of the exact best 100 that a graph must find for held-out queries. scan_below: fewer keys
-    than this are scanned; None: SCAN_BELOW. Raises ConfigError for other values.
+    """recall: the least share of the exact best 100 that a graph must find for held-out queries.
+
+    Raises ConfigError for other values.
     """
 
     recall: float = 0.9
-    scan_below: int | None = None
 
     def __post_init__(self) -> None:
-        least, below = self.recall, self.scan_below
+        least = self.recall
         if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1:
             raise ConfigError(f"recall={least!r} must be a number from 0 to 1")
-        if below is not None and (isinstance(below, bool) or not isinstance(below, int) or below < 0):
-            raise ConfigError(f"scan_below={below!r} must be a whole number >= 0, or None for the default")
-
-    @property
-    def below(self) -> int:
-        """Fewer keys than this are scanned."""
-        return SCAN_BELOW if self.scan_below is None else self.scan_below
 
 
 def _kinds(options: AutoOptions, tokens: int | None) -> Alternatives:
     """See KeyIndex.may_be: what `AutoIndex.make` may choose."""
     many = MAX_KEYS if tokens is None else tokens
     kinds: list[tuple[int, str, dict[str, Any]]] = [
-        (max(EXACT_BELOW, options.below), "roargraph", {}),
+        (max(EXACT_BELOW, SCAN_BELOW), "roargraph", {}),
         (SKETCH_FROM, "sketch", {}),
         (EXACT_BELOW, "flat", {"codes": "int8"}),
         (0, "flat", {}),
@@ -87,7 +79,7 @@ class AutoIndex(KeyIndex):
     @classmethod
     def list_length(cls, options: AutoOptions, num_keys: int) -> int:
         """See KeyIndex.list_length: those of a graph, where one may be made."""
-        return GraphOptions().list_k if num_keys >= max(SKETCH_FROM, options.below) else 0
+        return LIST_K if num_keys >= max(SKETCH_FROM, SCAN_BELOW) else 0
 
     @classmethod
     def host_bytes(cls, options: AutoOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
@@ -109,12 +101,11 @@ class AutoIndex(KeyIndex):
             return _flat(keys, fmt, f"{len(keys):,} keys and no queries to train on")
         if len(keys) < EXACT_BELOW:
             return _flat(keys, fmt, f"only {len(keys):,} keys")
-        below = options.below
-        why = f"{len(keys):,} keys, and a scan is as fast as a graph up to {below:,}"
-        if len(keys) < min(below, SKETCH_FROM):
+        why = f"{len(keys):,} keys, and a scan is as fast as a graph up to {SCAN_BELOW:,}"
+        if len(keys) < min(SCAN_BELOW, SKETCH_FROM):
             return _flat(keys, fmt, why)
         held = _HeldOut(keys, fmt, queries)
-        if len(keys) < below:
+        if len(keys) < SCAN_BELOW:
             return _scan(keys, fmt, held, why)
         others = None if lists is None else np.delete(lists, held.places, axis=1)
         graph = RoarGraphIndex.build(keys, fmt, held.others, lists=others)

@@ -136,6 +136,8 @@ class KeyIndex(SearchedInSteps, ABC):
     kind: ClassVar[str]
     Options: ClassVar[type[Any]] = NoOptions
     """A frozen dataclass of plain values with defaults, which checks them when it is made (ConfigError)."""
+    planned: ClassVar[bool] = False
+    """Whether only `auto` chooses this kind: `available` does not list it."""
     trains: ClassVar[bool] = False
     """Whether `build` learns from queries; callers then sample some while they read."""
     lists_suffice: ClassVar[bool] = False

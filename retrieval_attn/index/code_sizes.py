@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from retrieval_attn.index.device import MIN_DEFAULT_BYTES, DeviceOptions, named_count
+from retrieval_attn.index.code_layout import MIN_DEFAULT_BYTES, CodeLayout
+from retrieval_attn.index.device import named_count
 
 SMALLER_CODES = ((6, 3), (5, 4), (4, 6), (3, 12), (2, 16))
 """Where the usual code does not fit: sixteenths of a byte per number of a key, and keys scored exactly per key wanted,
@@ -19,11 +20,11 @@ MAX_CANDIDATES = 2048
 
 
 def code_sizes(head_dim: int, wanted: int | None, *, finer: bool = True) -> list[dict[str, int]]:
-    """Options of the index by falling bytes per key, the usual ones (none named) first; wanted: keys, None: all.
+    """Options of a `CodeLayout` by falling bytes per key, the usual ones (none named) first; wanted: keys, None: all.
 
     Those that name many keys come with finer codes on the host, of as many bytes as the usual ones, if `finer`.
     """
-    usual = DeviceOptions().bytes_for(head_dim)
+    usual = CodeLayout().bytes_for(head_dim)
     smaller = ((_bytes_of(part, head_dim), rescore) for part, rescore in SMALLER_CODES)
     sizes = {
         size: rescore
@@ -39,13 +40,13 @@ def code_sizes(head_dim: int, wanted: int | None, *, finer: bool = True) -> list
 
 
 def brought_size(head_dim: int, wanted: int | None) -> dict[str, int | bool] | None:
-    """Options of the index whose codes lie in host memory; None: they would pick too many keys. wanted: as above, with
-    estimates, without which twice as many would be picked.
+    """Options of a `CodeLayout` whose codes lie in host memory; None: they would pick too many keys. wanted: as above,
+    with estimates, without which twice as many would be picked.
     """
     part, rescore = BROUGHT_CODES
     if wanted is None or named_count(rescore, wanted, estimated=True) > MAX_CANDIDATES:
         return None
-    usual = DeviceOptions().bytes_for(head_dim)
+    usual = CodeLayout().bytes_for(head_dim)
     size = min(usual, _bytes_of(part, head_dim))
     finer: dict[str, int | bool] = {"finer_bytes": usual} if size < usual else {}
     return {"key_bytes": size, "rescore": rescore, "codes_on_host": True, **finer}

@@ -15,13 +15,12 @@ the device reads those that it names as well, and does not ask the host for more
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import ConfigError, InputDataError, NotFiniteError
+from retrieval_attn.errors import InputDataError, NotFiniteError
 from retrieval_attn.index.base import (
     CodeSizes,
     DeviceBytes,
@@ -34,20 +33,19 @@ from retrieval_attn.index.base import (
     check_search,
     check_training,
 )
+from retrieval_attn.index.code_layout import PLANNED, CodeLayout, DeviceOptions, Laid
 from retrieval_attn.index.device_task import candidate_search, prepare_candidates
-from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
+from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.kernels.key_codes import SIGN, CodeSpace, code_scores, encode, learn_spaces
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
 from retrieval_attn.index.sketch.blocks import sum_of_squares
-from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection
+from retrieval_attn.index.sketch.index import RESCORE, learn_projection
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.search import CompiledSearch, SearchedInSteps, SearchRequest
 
-MIN_DEFAULT_BYTES = 16
-"""Bytes per key that small heads get if nothing is said."""
 CODE_ALIGNED = 16
 """Bytes on a multiple of which a device begins to read codes."""
 LEARNED_KEYS = 4096
@@ -157,54 +155,6 @@ class HostCodes:
 NOT_FINITE = "keys to be coded must be finite; leave the others out or use index='flat'"
 
 
-@dataclass(frozen=True)
-class DeviceOptions:
-    """key_bytes: per key, at least 8; None: head_dim / 2, at least 16. rescore: keys picked by them per key wanted.
-    finer_bytes: per key, of finer codes in host memory, by which fewer of these get an exact score; 0: there are none,
-    and all do. int8_rows: the host holds keys and values once more, as int8 rows, which captured steps have the device
-    read where others have the host attend; with estimates alone (`Config.tail`). key_share: of such rows the share
-    whose keys are read, too, the best by their codes; of the others values are, and codes tell what they weigh.
-    codes_on_host: codes lie in host memory as well, and the bus brings all of them to the device for every token, those
-    of the next layer while one computes: where there is no room for more.
-
-    Raises ConfigError for other values.
-    """
-
-    key_bytes: int | None = None
-    rescore: int = RESCORE
-    finer_bytes: int = 0
-    int8_rows: bool = False
-    key_share: float = 1.0
-    codes_on_host: bool = False
-
-    def __post_init__(self) -> None:
-        check_key_bytes(self.key_bytes)
-        check_rescore(self.rescore)
-        if self.finer_bytes:
-            check_key_bytes(self.finer_bytes)
-            if self.key_bytes is None or self.finer_bytes <= self.key_bytes:
-                raise ConfigError(
-                    f"finer_bytes={self.finer_bytes} must be more than key_bytes={self.key_bytes}, which is to be "
-                    "given, too: index_options such as {'key_bytes': 24, 'rescore': 12, 'finer_bytes': 64}"
-                )
-        for name in ("int8_rows", "codes_on_host"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {value!r}")
-        share = self.key_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"key_share must be more than 0 and at most 1, got {share!r}")
-
-    def bytes_for(self, head_dim: int) -> int:
-        """Bytes per key, at most one per number."""
-        value = max(MIN_DEFAULT_BYTES, head_dim // 2) if self.key_bytes is None else int(self.key_bytes)
-        return min(value, head_dim)
-
-    def finer_for(self, head_dim: int) -> int:
-        """Bytes per key of finer codes; 0: there are none, or others tell as much."""
-        value = min(int(self.finer_bytes), head_dim)
-        return value if value > self.bytes_for(head_dim) else 0
-
-
 @register
 class DeviceIndex(RunsIndex):
     """See the module. A query that is not finite gets the exact answer, and so does a search for a large part."""
@@ -212,7 +162,7 @@ class DeviceIndex(RunsIndex):
     kind: ClassVar[str] = "device"
     trains: ClassVar[bool] = True
     keeps_device_keys: ClassVar[bool] = True
-    Options = DeviceOptions
+    Options: ClassVar[type[Any]] = DeviceOptions
 
     def __init__(
         self, keys: KeyRuns, codes: KeyCodes, spaces: tuple[CodeSpace, CodeSpace | None], rescore: int
@@ -222,34 +172,38 @@ class DeviceIndex(RunsIndex):
         self.codes, (self.space, self.finer_space) = codes, spaces
 
     @classmethod
-    def host_bytes(cls, options: DeviceOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
-        finer, rows = options.finer_for(head.head_dim), options.int8_rows * (head.head_dim + head.value_dim)
-        codes = options.codes_on_host * options.bytes_for(head.head_dim)
+    def host_bytes(cls, options: Laid, head: HeadShape) -> tuple[HeldBytes, ...]:
+        layout = options.layout
+        finer, rows = layout.finer_for(head.head_dim), layout.int8_rows * (head.head_dim + head.value_dim)
+        codes = layout.codes_on_host * layout.bytes_for(head.head_dim)
         texts = ["codes"] * bool(codes) + ["finer codes"] * bool(finer) + ["int8 rows"] * bool(rows)
-        text = f"{', '.join(texts)}: read by the GPU" if texts else "no bytes: codes lie on the GPU"
+        text = f"{', '.join(texts)} for the GPU" if texts else "no bytes: codes lie on the GPU"
         return (HeldBytes(codes + finer + rows, None, text),)
 
     @classmethod
-    def device_bytes(cls, options: DeviceOptions, head_dim: int) -> DeviceBytes:
-        codes, steps = options.bytes_for(head_dim), options.int8_rows * ROW_STEPS_BYTES
-        return DeviceBytes(steps, staged=codes) if options.codes_on_host else DeviceBytes(codes + steps)
+    def device_bytes(cls, options: Laid, head_dim: int) -> DeviceBytes:
+        layout = options.layout
+        codes, steps = layout.bytes_for(head_dim), layout.int8_rows * ROW_STEPS_BYTES
+        return DeviceBytes(steps, staged=codes) if layout.codes_on_host else DeviceBytes(codes + steps)
 
     @classmethod
-    def host_reads(cls, options: DeviceOptions) -> HostReads:
-        return HostReads(options.codes_on_host, options.int8_rows, options.key_share)
+    def host_reads(cls, options: Laid) -> HostReads:
+        layout = options.layout
+        return HostReads(layout.codes_on_host, layout.int8_rows, layout.key_share)
 
     @classmethod
-    def code_shape(cls, options: DeviceOptions, head_dim: int, k: int, estimated: bool) -> CodeSizes:
-        picked, kept = (named_count(rescore, k, estimated) for rescore in (options.rescore, RESCORE))
-        finer = options.finer_for(head_dim)
-        return CodeSizes(options.bytes_for(head_dim), picked, *((finer, kept) if finer and kept < picked else (0, 0)))
+    def code_shape(cls, options: Laid, head_dim: int, k: int, estimated: bool) -> CodeSizes:
+        layout = options.layout
+        picked, kept = (named_count(rescore, k, estimated) for rescore in (layout.rescore, RESCORE))
+        finer = layout.finer_for(head_dim)
+        return CodeSizes(layout.bytes_for(head_dim), picked, *((finer, kept) if finer and kept < picked else (0, 0)))
 
     @classmethod
-    def coded_from(cls, options: DeviceOptions, k: int) -> int:
+    def coded_from(cls, options: Laid, k: int) -> int:
         return SCAN_SHARE * rescore_count(int(options.rescore), k)
 
     @classmethod
-    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: DeviceOptions, training: Training) -> DeviceIndex:
+    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: Laid, training: Training) -> DeviceIndex:
         """See KeyIndex.make. Without finite training queries codes keep what keys differ in most.
 
         Raises NotFiniteError for keys that are not finite.
@@ -271,12 +225,12 @@ class DeviceIndex(RunsIndex):
             raise NotFiniteError(NOT_FINITE)
         known = sample if len(sample) else np.eye(dim, dtype=np.float32)
         sides = learn_projection(rows, known, dim)
-        sizes = options.bytes_for(dim), options.finer_for(dim)
+        sizes = options.layout.bytes_for(dim), options.layout.finer_for(dim)
         space, *more = learn_spaces(sides, known, [size for size in sizes if size])
         finer = more[0] if more else None
         codes = _coder(training.coder)(space, fmt, len(keys), finer)
         codes.add(keys)
-        return cls(runs, codes, (space, finer), int(options.rescore))
+        return DeviceIndex(runs, codes, (space, finer), int(options.rescore))
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, coded as the first ones were; see KeyIndex.insert. Raises ShapeError."""
@@ -328,7 +282,7 @@ class DeviceIndex(RunsIndex):
         return visible >= SCAN_SHARE * rescore_count(self._rescore, k)
 
     @classmethod
-    def prepare(cls, options: DeviceOptions, fmt: Format) -> bool:
+    def prepare(cls, options: Laid, fmt: Format) -> bool:
         """See KeyIndex.prepare. What a device does for a search, `gpu/codes/search.py` says."""
         prepare_candidates(fmt)
         exact_search(fmt)
@@ -378,6 +332,15 @@ class DeviceIndex(RunsIndex):
     def device_nbytes(self) -> int:
         """Bytes of device memory."""
         return self.codes.device_nbytes
+
+
+@register
+class PlannedDeviceIndex(DeviceIndex):
+    """Codes in the layout that `auto` chose for the free memory (`memory/index_choice.py`)."""
+
+    kind: ClassVar[str] = PLANNED
+    planned: ClassVar[bool] = True
+    Options = CodeLayout
 
 
 def named_count(rescore: int, k: int, estimated: bool) -> int:

@@ -138,17 +138,14 @@ def _num_splits(heads: int, length: int) -> int:
 class FlatOptions:
     """codes: "none" (an exact scan) or "int8" (a scan of coded keys, then exact scores of the best).
 
-    rescore: how many keys get an exact score for each that is wanted (always at least a quarter and 32 more than are
-    wanted). Raises ConfigError for other values.
+    Raises ConfigError for another value.
     """
 
     codes: str = "none"
-    rescore: int = RESCORE
 
     def __post_init__(self) -> None:
         if self.codes not in ("none", "int8"):
             raise ConfigError(f"codes={self.codes!r} must be 'none' or 'int8'")
-        check_rescore(self.rescore)
 
 
 @register
@@ -164,12 +161,7 @@ class FlatIndex(RunsIndex):
     hides_first_keys: ClassVar[bool] = True
 
     def __init__(
-        self,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        codes: Codes | None = None,
-        rescore: int = RESCORE,
-        measured: int | None = None,
+        self, keys: npt.NDArray[Any], fmt: Format, codes: Codes | None = None, measured: int | None = None
     ) -> None:
         """keys (n, head_dim) of dtype fmt.dtype, rows contiguous; n may be 0. codes: of these keys, or None for an
         exact scan. measured: how many keys their range was taken from, None: all. Raises ShapeError.
@@ -177,7 +169,6 @@ class FlatIndex(RunsIndex):
         self._keys = KeyRuns(keys, fmt)
         self._codes = codes
         self.exact = codes is None
-        self._rescore = rescore
         self._measured = len(keys) if measured is None else measured
 
     @classmethod
@@ -193,7 +184,7 @@ class FlatIndex(RunsIndex):
         codes = None
         if options.codes == "int8":
             codes = _no_codes(keys, fmt, 0) if fmt is Format.INT8 else encode_keys(keys, fmt)
-        return cls(keys, fmt, codes, int(options.rescore))
+        return cls(keys, fmt, codes)
 
     @property
     def codes(self) -> Codes | None:
@@ -207,7 +198,7 @@ class FlatIndex(RunsIndex):
 
     def rescore_count(self, k: int) -> int:
         """How many keys get an exact score when the best k are wanted."""
-        return rescore_count(self._rescore, k)
+        return rescore_count(RESCORE, k)
 
     @classmethod
     def prepare(cls, options: FlatOptions, fmt: Format) -> bool:
@@ -240,12 +231,12 @@ class FlatIndex(RunsIndex):
 
     def state(self) -> dict[str, StateValue]:
         if self._codes is None:
-            return {"codes": "none", "rescore": self._rescore}
+            return {"codes": "none"}
         if self.scans_stored:
-            return {"codes": "int8", "rescore": self._rescore}
+            return {"codes": "int8"}
         codes = self._codes
         rows: dict[str, StateValue] = {"rows": codes.codes[: len(self)], "mean": codes.mean, "scale": codes.scale}
-        return {"codes": "int8", "rescore": self._rescore, "measured": self._measured, **rows}
+        return {"codes": "int8", "measured": self._measured, **rows}
 
     @classmethod
     def from_state(
@@ -257,19 +248,15 @@ class FlatIndex(RunsIndex):
         coder: Any = None,
         trusted: bool = False,
     ) -> FlatIndex:
-        rescore, measured = state.get("rescore"), state.get("measured")
-        if (
-            state.get("codes") not in ("none", "int8")
-            or not isinstance(rescore, int)
-            or not isinstance(measured, int | None)
-        ):
+        measured = state.get("measured")
+        if state.get("codes") not in ("none", "int8") or not isinstance(measured, int | None):
             raise InputDataError("the state is not one of a flat index; build the index again from its keys")
         codes = None
         if state["codes"] == "int8" and fmt is Format.INT8:
             codes = _no_codes(keys[:0] if trusted else keys, fmt, 0)
         elif state["codes"] == "int8":
             codes = codes_from_state(state, len(keys), fmt.dim_of(keys), trusted)
-        return cls(keys, fmt, codes, rescore, measured)
+        return cls(keys, fmt, codes, measured)
 
     def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
         """The exact best k; see KeyIndex.search."""

@@ -32,8 +32,8 @@ def register(cls: _Index) -> _Index:
 
 
 def available() -> tuple[str, ...]:
-    """Names of the registered kinds, sorted."""
-    return tuple(sorted(_kinds))
+    """Names of the registered kinds that a user may choose, sorted."""
+    return tuple(sorted(name for name, kind in _kinds.items() if not kind.planned))
 
 
 @dataclass(frozen=True)

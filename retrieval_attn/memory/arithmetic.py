@@ -165,7 +165,7 @@ class Arithmetic:
         stored = f"{n:,} tokens x {shape.full_layers} layers x {shape.kv_heads} x {key + value} bytes"
         items = (
             Item("keys and values", n * size.token_bytes, stored),
-            Item("index", size.index_bytes(n), f"{self.options.index}: {size.index_text(n)}"),
+            Item("index", size.index_bytes(n), f"{self.options.index.removesuffix('-auto')}: {size.index_text(n)}"),
             Item("clusters", size.cluster_bytes(n), "tail: a byte per key and head, and sums"),
             Item("input embedding", shape.host_table_bytes, "a row of it for each token crosses to the GPU"),
             Item("prefill: hidden states", n * self.hidden_on_host, "page-locked, while reading"),

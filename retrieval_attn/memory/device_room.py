@@ -9,6 +9,8 @@ from typing import Any
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.memory import bus_bandwidth, spare_bytes, split_bytes
+from retrieval_attn.index.code_layout import PLANNED
+from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import Layout, layouts
 from retrieval_attn.memory.host_room import available_host_bytes
@@ -81,8 +83,8 @@ class IndexChoice:
         if on_host and model is not None and not reads_host(input_device(model)):
             kept = {name: value for name, value in decided.index_options.items() if name not in on_host}
             decided = decided.replace(index_options=kept)
-        if model is not None and decided.index == "device" and self._requested.index == "auto":
-            plain = without_rows(decided)
+        if model is not None and decided.index in (DeviceIndex.kind, PLANNED) and self._requested.index == "auto":
+            plain = without_rows(decided.replace(index=PLANNED))
             shape = known_shape(model.config)
             room = shape is not None and has_room_for_rows(shape, plain, tokens, self._host_free(model))
             decided = with_rows(plain) if room else plain

@@ -15,8 +15,8 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.codes.reach import RowShape
 from retrieval_attn.index.auto import SKETCH_FROM
+from retrieval_attn.index.code_layout import KEY_SHARE, PLANNED, CodeLayout
 from retrieval_attn.index.code_sizes import brought_size, code_sizes
-from retrieval_attn.index.device import DeviceOptions
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.search_time import search_seconds
@@ -31,11 +31,6 @@ CHUNKS_FOR_ROWS, WORTH_CHUNKS = 4, 0.8
 what share of a search's seconds may be left for it: in 24 GiB 128K tokens of Qwen3-32B's shape take 19.4 ms per token
 by 40 bytes and such rows in chunks of 2,048, which read them in 53 to 69 s, and 25.4 to 30.4 by 24 bytes, finer ones
 and no rows in chunks of 4,096, which take 43 to 53 (H100; docs/archive/log.md, 2026-11-27)."""
-KEY_SHARE = 0.25
-"""Of the keys that a device names those that it reads, see `DeviceOptions`, where the codes by which it names them have
-the usual size. KL to full attention is then what it is with all of them read: 3.90e-4 and 3.68e-4 nats (prose), 5.16e-3
-and 5.12e-3 (code), of the bundled model. By codes of five eighths of that size it is not, 6.3e-4 and 3.8e-4: they are
-more than twice as noisy (docs/archive/log.md, 2026-11-27)."""
 
 
 def chosen_index(
@@ -77,7 +72,7 @@ def chosen_index(
         "index 'auto' for %d tokens: codes of all keys %s, %d bytes each%s (reading takes %s, %s is free)%s",
         tokens,
         "come from the host" if coded.index_options.get("codes_on_host") else "lie on the device",
-        DeviceOptions(**coded.index_options).bytes_for(shape.key_dim),
+        CodeLayout(**coded.index_options).bytes_for(shape.key_dim),
         ", which reads int8 rows on the host" if coded.index_options.get("int8_rows") else "",
         show_bytes(needed),
         show_bytes(free),
@@ -90,7 +85,8 @@ def fitting_index(
     shape: ModelShape, config: Config, tokens: int, free: int, batch: int = 1, *, finer: bool = True, host_free: int = 0
 ) -> tuple[Config, int]:
     """`config` itself, or where it says index="auto" and `free` bytes of device memory are enough, one with
-    index="device"; and the bytes that reading takes by it, or by the smallest that there is (0: none was tried).
+    codes that a device reads; and the bytes that reading takes by it, or by the smallest that there is (0: none was
+    tried).
 
     Enough for reading so many tokens of each of `batch` sequences, in the tightest layout that the options allow, and
     for their codes, beside what is there already. Where codes of the usual size do not fit, smaller ones are taken, of
@@ -106,10 +102,10 @@ def fitting_index(
         return config, 0
     wanted = config.retrieve_count(tokens)
     there = [
-        config.replace(index="device", index_options=size) for size in code_sizes(shape.key_dim, wanted, finer=finer)
+        config.replace(index=PLANNED, index_options=size) for size in code_sizes(shape.key_dim, wanted, finer=finer)
     ]
     brought = brought_size(shape.key_dim, wanted) if finer and config.estimates else None
-    on_host = [] if brought is None else [config.replace(index="device", index_options=brought)]
+    on_host = [] if brought is None else [config.replace(index=PLANNED, index_options=brought)]
     on_host = [one for one in on_host if _host_bytes(shape, one, tokens, batch) <= host_free]
     has_room = functools.partial(has_room_for_rows, shape, tokens=tokens, host_free=host_free, batch=batch)
     sizes, brought_sizes = (
@@ -145,10 +141,10 @@ def _first_fitting(configs: Iterable[Config], takes: Callable[[Config], int], fr
 
 
 def said_of(config: Config, key_dim: int, asked_chunk: int) -> str:
-    """What index="auto" took, in words. config: with index="device". asked_chunk: tokens of a chunk that were asked
-    for; another number is said.
+    """What index="auto" took, in words. config: of codes that a device reads. asked_chunk: tokens of a chunk that were
+    asked for; another number is said.
     """
-    options = DeviceOptions(**config.index_options)
+    options = CodeLayout(**config.index_options)
     codes = f"codes of {options.bytes_for(key_dim)} bytes per key"
     parts = [
         f"{codes} on the host, which the bus brings for each token" if options.codes_on_host else f"{codes} on the GPU"

@@ -24,7 +24,7 @@ HOST_KEYS = 77e6
 
 
 def search_seconds(shape: ModelShape, config: Config, tokens: int, batch: int = 1) -> float:
-    """Of a layer that retrieves from so many tokens of each of `batch` sequences. config: with index="device", codes on
+    """Of a layer that retrieves from so many tokens of each of `batch` sequences. config: with codes on
     the device and a number of keys.
     """
     spec = IndexSpec.of(config.index, config.index_options)

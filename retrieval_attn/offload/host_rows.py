@@ -24,7 +24,7 @@ def host_rows(heads: int, tokens: int, key_bytes: int, device: torch.device) -> 
     if device.type == "cuda" and array.nbytes and (reason := lock_array(array)):
         raise MemoryPlanError(
             f"{array.nbytes} bytes of host memory that the device would read cannot be page-locked ({reason}): "
-            "`ulimit -l` shows a limit; raise it. For codes, index_options={'finer_bytes': 0} does without"
+            "`ulimit -l` shows a limit; raise it. For codes, index='device' does without finer ones"
         )
     return torch.from_numpy(array)
 

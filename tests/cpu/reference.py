@@ -9,8 +9,11 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.index.sketch import fit
+from retrieval_attn.index.sketch import index as sketch_index
 from retrieval_attn.index.threads import kernel_threads
 
 EPS = float(np.finfo(np.float32).eps)
@@ -141,3 +144,9 @@ def in_threads(*works: Callable[[], None]) -> None:
         thread.join()
     if failures:
         raise failures[0]
+
+
+def look_at_share(patch: pytest.MonkeyPatch, share: float) -> None:
+    """Sketches that are built from now on look at this share of their leaves."""
+    for name, choose in (("best_way", fit.best_way), ("way_for_few", fit.way_for_few)):
+        patch.setattr(sketch_index, name, lambda *given, choose=choose: choose(*given)._replace(share=share))

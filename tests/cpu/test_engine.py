@@ -24,11 +24,12 @@ from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index import flat_task
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format, from_float32, to_float32
+from retrieval_attn.index.roargraph import index as graph_module
 from retrieval_attn.index.sketch import build as sketch_module
 from retrieval_attn.index.sketch import task as sketch_task
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn_eval.bench.synthetic import SyntheticHead, synthetic_head
-from tests.cpu.reference import attention, best_ids, in_threads, normal, whole_numbers
+from tests.cpu.reference import attention, best_ids, in_threads, look_at_share, normal, whole_numbers
 from tests.cpu.test_pool import resident_bytes
 
 BF16, F32 = Format.BFLOAT16, Format.FLOAT32
@@ -123,9 +124,11 @@ def trained_path(pool: Pool, heads: list[SyntheticHead], kind: str, options: dic
     return path
 
 
-def graph_path(pool: Pool, heads: list[SyntheticHead], **options: Any) -> SequenceKV:
+def graph_path(pool: Pool, heads: list[SyntheticHead]) -> SequenceKV:
     """See `trained_path`, of a graph."""
-    return trained_path(pool, heads, "roargraph", {"exact_below": 0, "beam": 48, **options})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_module, "EXACT_BELOW", 0)
+        return trained_path(pool, heads, "roargraph", {"beam": 48})
 
 
 def apart(path: SequenceKV, queries: npt.NDArray[np.float32], stop: int, top_k: int) -> HostPartial:
@@ -138,13 +141,12 @@ def assert_close(one: HostPartial, other: HostPartial) -> None:
     np.testing.assert_allclose(one.lse, other.lse, atol=5e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"per_query_head": True}, {"beta": 20.0}], ids=str)
-def test_graph_step_finds_what_the_index_finds(pool: Pool, heads: list[SyntheticHead], options: dict[str, Any]) -> None:
+def test_graph_step_finds_what_the_index_finds(pool: Pool, heads: list[SyntheticHead]) -> None:
     """Same keys, same attention, same count; one query position, which starts from no earlier search."""
     queries = np.concatenate([head.decode for head in heads])[:, :1]
-    path = graph_path(pool, heads, **options)
+    path = graph_path(pool, heads)
     got = attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE)
-    again = graph_path(pool, heads, **options)
+    again = graph_path(pool, heads)
     expected = apart(again, queries, TOKENS - 500, 20)
     assert_close(got, expected)
     assert got.keys_scanned == expected.keys_scanned < 2 * GROUP * TOKENS * 0.6
@@ -152,9 +154,7 @@ def test_graph_step_finds_what_the_index_finds(pool: Pool, heads: list[Synthetic
 
 
 @pytest.mark.parametrize("n, top_k", [(1, 20), (3, 1)])
-@pytest.mark.parametrize(
-    "kind, options", [("flat", {"codes": "int8", "rescore": 2}), ("sketch", {"key_bytes": 12, "rescore": 2})]
-)
+@pytest.mark.parametrize("kind, options", [("flat", {"codes": "int8"}), ("sketch", {"key_bytes": 12})])
 def test_coded_scan_finds_what_the_index_finds(
     heads: list[SyntheticHead], n: int, top_k: int, kind: str, options: dict[str, Any]
 ) -> None:
@@ -186,7 +186,8 @@ def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[Synt
         with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(sketch_task, "CODED_TOKENS", 300)
             patch.setattr(sketch_module, "MIN_LEAVES", 32)
-            path = trained_path(pool, heads, "sketch", {"key_bytes": 16, "share": 0.06})
+            look_at_share(patch, 0.06)
+            path = trained_path(pool, heads, "sketch", {"key_bytes": 16})
             results.append(attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE))
             expected = apart(path, queries, TOKENS - 500, 20)
             assert results[-1].keys_scanned == expected.keys_scanned < 2 * GROUP * n * (TOKENS - 500 - SINKS) * 0.8
@@ -198,9 +199,9 @@ def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[Synt
     "kind, options",
     [
         ("flat", {"codes": "none"}),
-        ("flat", {"codes": "int8", "rescore": 2}),
-        ("sketch", {"key_bytes": 12, "rescore": 2}),
-        ("roargraph", {"exact_below": 0, "beam": 48}),
+        ("flat", {"codes": "int8"}),
+        ("sketch", {"key_bytes": 12}),
+        ("roargraph", {"beam": 48}),
     ],
     ids=["scan", "codes", "sketch", "graph"],
 )
@@ -208,7 +209,7 @@ def test_rows_of_several_largest_numbers_are_as_alone(
     pool: Pool, heads: list[SyntheticHead], kind: str, options: dict[str, Any]
 ) -> None:
     """The same bits in one step. Breaks if a row is searched for the largest number of all."""
-    path = trained_path(pool, heads, kind, options)
+    path = graph_path(pool, heads) if kind == "roargraph" else trained_path(pool, heads, kind, options)
     queries = np.concatenate([head.decode for head in heads])[:, :3]
     budgets = tuple(HeadBudgets((most, 3) * GROUP) for most in (4, 200, 30))
     spans = [(SINKS, TOKENS - 500), (SINKS, TOKENS), (SINKS, TOKENS - 450)]
@@ -240,7 +241,7 @@ def test_a_sketch_that_finds_too_few_gets_an_exact_answer(pool: Pool, heads: lis
 
 def test_tail_after_the_graph_is_scanned_then_inserted(pool: Pool, heads: list[SyntheticHead]) -> None:
     """Up to tail_tokens: what a scan of the tail finds beside the graph; beyond them the index takes them."""
-    path, whole = graph_path(pool, heads), graph_path(pool, heads, exact_below=10**9)
+    path, whole = graph_path(pool, heads), trained_path(pool, heads, "flat", {})
     queries = np.concatenate([head.decode for head in heads])[:, :1]
     got = attend_path(path, queries, SINKS, TOKENS, 20, scale=SCALE)
     exact = attend_path(whole, queries, SINKS, TOKENS, 20, scale=SCALE)
@@ -258,7 +259,7 @@ def test_tail_after_the_graph_is_scanned_then_inserted(pool: Pool, heads: list[S
 
 def test_ranges_that_the_graph_cannot_answer_are_scanned(pool: Pool, heads: list[SyntheticHead]) -> None:
     """Tokens before it, a begin far inside it, an end far inside it, many wanted, a query that is not finite."""
-    path, exact = graph_path(pool, heads), graph_path(pool, heads, exact_below=10**9)
+    path, exact = graph_path(pool, heads), trained_path(pool, heads, "flat", {})
     queries = np.concatenate([head.decode for head in heads])[:, 1:2]
     for start, stop, top_k in ((1300, 2500, 10), (SINKS, 900, 10), (SINKS, 2500, 1000), (0, 3, 10)):
         got = attend_path(path, queries, start, stop, top_k, scale=SCALE)
@@ -274,7 +275,7 @@ def test_ranges_that_the_graph_cannot_answer_are_scanned(pool: Pool, heads: list
 
 def test_heads_of_different_kinds(pool: Pool, heads: list[SyntheticHead]) -> None:
     """One head exact, one by a graph: each as in a path of its own kind, in the step and apart."""
-    path, exact = graph_path(pool, heads), graph_path(pool, heads, exact_below=10**9)
+    path, exact = graph_path(pool, heads), trained_path(pool, heads, "flat", {})
     graph = graph_path(pool, heads)
     segment = path.segments[0]
     index = segment._index
@@ -355,7 +356,7 @@ def test_a_head_that_cannot_be_searched_is_named(pool: Pool, heads: list[Synthet
     queries = np.concatenate([head.decode for head in heads])[:, :1]
     path.layer = 17
     index: Any = path.segments[0].indexes[1]
-    graph = index.search_arguments()[0].graph
+    graph = index.search_arguments().graph
     graph.ids[:] = -5
     with pytest.raises(BackendError, match="layer 17, sequence 0, key-value head 1, query 0 of its group: .*build"):
         attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE)

@@ -12,9 +12,11 @@ from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.index.roargraph import index as graph_module
 from retrieval_attn.index.sketch import build as sketch_module
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn_eval.bench.synthetic import SyntheticHead, synthetic_head
+from tests.cpu.reference import look_at_share
 
 TOKENS, SINKS, TAIL, DIM, GROUP, K = 6000, 4, 300, 64, 2, 20
 HIDDEN = {"flat": 1800, "sketch": 1800, "roargraph": 500}
@@ -22,9 +24,9 @@ HIDDEN = {"flat": 1800, "sketch": 1800, "roargraph": 500}
 SCALE = 0.09
 EXACT: tuple[str, dict[str, Any]] = ("flat", {"codes": "none"})
 KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("flat", {"codes": "int8", "rescore": 2}),
-    ("sketch", {"key_bytes": 16, "share": 0.1}),
-    ("roargraph", {"exact_below": 0, "beam": 48}),
+    ("flat", {"codes": "int8"}),
+    ("sketch", {"key_bytes": 16}),
+    ("roargraph", {"beam": 48}),
 ]
 
 
@@ -57,6 +59,8 @@ def test_hidden_keys_are_not_found_and_the_others_are(
 ) -> None:
     """The share of the best keys' weight that is found, and far fewer scores than a scan; inserts go on."""
     monkeypatch.setattr(sketch_module, "MIN_LEAVES", 32)
+    look_at_share(monkeypatch, 0.1)
+    monkeypatch.setattr(graph_module, "EXACT_BELOW", 0)
     path, exact = indexed(pool, heads, kind, options, fmt), indexed(pool, heads, *EXACT, fmt)
     queries = np.concatenate([head.decode for head in heads])[:, :24]
     path.tail_tokens = TAIL

@@ -28,11 +28,16 @@ SPECS: dict[str, dict[str, Any]] = {
     "flat": {},
     "flat-int8": {"codes": "int8"},
     "sketch": {},
-    "roargraph": {"exact_below": 0, "list_k": 20, "tail": 64},
+    "roargraph": {},
     "device": {},
     "device-cpu": {},
     "auto": {},
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_graphs(small_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrieval_attn.index.roargraph.index.TAIL", 64)
 
 
 def spec_of(name: str) -> IndexSpec:

@@ -25,11 +25,12 @@ def built(head: SyntheticHead, count: int = KEYS, **options: Any) -> Any:
     return create("auto", keys, fmt=Format.BFLOAT16, queries=head.train_rotated, **options)
 
 
-def test_few_keys_are_scanned_and_many_get_a_graph(head: SyntheticHead) -> None:
+def test_few_keys_are_scanned_and_many_get_a_graph(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
     assert built(head, 2000).note == "flat: only 2,000 keys"
-    short = built(head, scan_below=KEYS + 1)
-    assert short.kind == "flat" and "up to 8,193" in short.note
-    graph = built(head, scan_below=0, recall=0.5)
+    short = built(head)
+    assert short.kind == "flat" and "up to 262,144" in short.note
+    monkeypatch.setattr(auto, "SCAN_BELOW", 0)
+    graph = built(head, recall=0.5)
     assert graph.kind == "roargraph" and "held-out recall@100" in graph.note
     found = graph.search(head.decode[0], 100)
     assert found.keys_scanned < 0.6 * 16 * KEYS
@@ -37,9 +38,10 @@ def test_few_keys_are_scanned_and_many_get_a_graph(head: SyntheticHead) -> None:
     assert untrained.note == "flat: 8,192 keys and no queries to train on"
 
 
-def test_a_graph_that_finds_too_little_is_not_taken(head: SyntheticHead) -> None:
+def test_a_graph_that_finds_too_little_is_not_taken(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained on other queries than it is judged by: a floor that no graph reaches gives a scan, with the reason."""
-    index = built(head, scan_below=0, recall=1.0)
+    monkeypatch.setattr(auto, "SCAN_BELOW", 0)
+    index = built(head, recall=1.0)
     assert index.kind == "flat" and "below 1.0" in index.note
     exact = (from_float32(head.keys, Format.BFLOAT16).astype(np.uint32) << 16).view(np.float32)
     best = np.argsort(-(head.decode[0] @ exact.T), axis=1)[:, :10]
@@ -50,15 +52,17 @@ def test_a_graph_that_finds_too_little_is_not_taken(head: SyntheticHead) -> None
 def test_a_scan_of_many_keys_is_one_of_a_sketch(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a graph is slower or finds too little; codes of all elements where the sketch finds too little as well."""
     monkeypatch.setattr(auto, "SKETCH_FROM", KEYS)
-    for options, why in (({"scan_below": KEYS + 1}, "up to 8,193"), ({"scan_below": 0, "recall": 1.0}, "below 1.0")):
-        index = built(head, **options)
+    for below, recall, why in ((KEYS + 1, 0.9, "up to 8,193"), (0, 1.0, "below 1.0")):
+        monkeypatch.setattr(auto, "SCAN_BELOW", below)
+        index = built(head, recall=recall)
         assert index.kind == "sketch" and why in index.note and "held-out recall@100" in index.note
     monkeypatch.setattr(auto, "MIN_SKETCH_RECALL", 1.01)
-    index = built(head, scan_below=KEYS + 1)
+    monkeypatch.setattr(auto, "SCAN_BELOW", KEYS + 1)
+    index = built(head)
     assert index.kind == "flat" and "a sketch finds" in index.note
 
 
-@pytest.mark.parametrize("options", [{"recall": 2}, {"recall": True}, {"scan_below": -1}, {"scan_below": 1.5}])
+@pytest.mark.parametrize("options", [{"recall": 2}, {"recall": True}, {"scan_below": 5}])
 def test_options_out_of_range_are_refused(head: SyntheticHead, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         built(head, **options)
@@ -73,5 +77,6 @@ def test_held_out_queries_are_not_trained_on(head: SyntheticHead, monkeypatch: p
         return graph(cls, keys, fmt, queries, **options)
 
     monkeypatch.setattr(auto.RoarGraphIndex, "build", classmethod(watched))
-    built(head, scan_below=0)
+    monkeypatch.setattr(auto, "SCAN_BELOW", 0)
+    built(head)
     assert shown[0].shape[1] == head.train_rotated.shape[1] - auto.HELD_OUT

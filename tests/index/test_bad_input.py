@@ -26,14 +26,11 @@ Keys = npt.NDArray[Any]
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def options_of(kind: str) -> dict[str, Any]:
-    """Options that make a kind search with its own means at any size."""
-    return {"exact_below": 0, "list_k": 16} if kind == "roargraph" else {}
-
-
 def build(kind: str, keys: Keys, fmt: Format = Format.FLOAT32, group: int = 2, seed: int = 0) -> KeyIndex:
     train = np.random.default_rng(seed + 1).standard_normal((group, 40, fmt.dim_of(keys)), dtype=np.float32)
-    return create(kind, keys, fmt=fmt, queries=train, **options_of(kind))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("retrieval_attn.index.roargraph.index.EXACT_BELOW", 0)
+        return create(kind, keys, fmt=fmt, queries=train)
 
 
 def normal(shape: tuple[int, ...], seed: int = 0) -> npt.NDArray[np.float32]:
@@ -176,9 +173,9 @@ def test_wrong_shapes_and_dtypes(kind: str) -> None:
             index.search(keys[:2], k, limit=limit)  # type: ignore[arg-type]
     for wrong in (keys[0], keys[None], keys.astype(np.float64), np.zeros((3, 0), np.float32)):
         with pytest.raises(ShapeError):
-            create(kind, wrong, fmt=Format.FLOAT32, queries=normal((1, 40, 16)), **options_of(kind))
+            create(kind, wrong, fmt=Format.FLOAT32, queries=normal((1, 40, 16)))
     with pytest.raises(ShapeError):
-        create(kind, keys, fmt=Format.BFLOAT16, queries=normal((1, 40, 16)), **options_of(kind))
+        create(kind, keys, fmt=Format.BFLOAT16, queries=normal((1, 40, 16)))
     check_sound(index.search(keys[:2], 3), keys, keys[:2], 3, None)
 
 
@@ -226,13 +223,13 @@ def test_training_data_of_another_head(kind: str) -> None:
     wrong: Any
     for wrong in (normal((40, 16)), normal((2, 40, 8)), normal((2, 40, 16)).astype(np.float64)):
         try:
-            index = create(kind, keys, fmt=Format.FLOAT32, queries=wrong, **options_of(kind))
+            index = create(kind, keys, fmt=Format.FLOAT32, queries=wrong)
         except ShapeError:
             continue
         assert not IndexSpec.of(kind).trains and len(index) == 300
     empty = np.zeros((2, 0, 16), np.float32)
     try:
-        index = create(kind, keys, fmt=Format.FLOAT32, queries=empty, **options_of(kind))
+        index = create(kind, keys, fmt=Format.FLOAT32, queries=empty)
     except RetrievalAttentionError:
         return
     check_sound(index.search(keys[:2], 4), keys, keys[:2], 4, None)

@@ -20,7 +20,7 @@ def test_flat_is_there_and_unknown_names_list_what_is() -> None:
     assert isinstance(create("flat", keys, fmt=Format.FLOAT32), FlatIndex)
     with pytest.raises(ConfigError, match="'flatt'.*flat"):
         create("flatt", keys, fmt=Format.FLOAT32)
-    with pytest.raises(ConfigError, match="no option degree; its options: codes, rescore"):
+    with pytest.raises(ConfigError, match="no option degree; its options: codes"):
         create("flat", keys, fmt=Format.FLOAT32, degree=3)
 
 

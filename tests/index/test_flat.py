@@ -322,9 +322,8 @@ def test_codes_have_exact_answers_where_they_cannot_rank() -> None:
     with pytest.raises(ShapeError, match="finite"):
         empty.insert(np.full((1, 16), 0x7FC0, np.uint16))
     assert len(empty) == 0
-    for options, message in (({"codes": "int4"}, "codes='int4'"), ({"rescore": 0}, "rescore=0")):
-        with pytest.raises(ConfigError, match=message):
-            FlatIndex.build(keys, Format.FLOAT32, None, **options)
+    with pytest.raises(ConfigError, match="codes='int4'"):
+        FlatIndex.build(keys, Format.FLOAT32, None, codes="int4")
 
 
 def test_codes_are_the_same_at_every_thread_count() -> None:
@@ -339,7 +338,7 @@ def test_state_of_both_kinds() -> None:
     keys = from_float32(uneven(6, 3000, 16), Format.BFLOAT16)
     queries = np.random.default_rng(6).standard_normal((2, 16), dtype=np.float32)
     for kind in ("none", "int8"):
-        index = FlatIndex.build(keys, Format.BFLOAT16, None, codes=kind, rescore=4)
+        index = FlatIndex.build(keys, Format.BFLOAT16, None, codes=kind)
         state = index.state()
         frozen = keys.copy()
         for array in (frozen, *(one for one in state.values() if isinstance(one, np.ndarray))):
@@ -348,7 +347,7 @@ def test_state_of_both_kinds() -> None:
         np.testing.assert_array_equal(again.search(queries, 20).ids, index.search(queries, 20).ids)
         again.truncate(2000)
         again.insert(keys[2500:])
-        assert len(again) == 2500 and again.rescore_count(50) == 200
+        assert len(again) == 2500
         with pytest.raises(InputDataError, match="flat"):
             FlatIndex.from_state(keys, Format.BFLOAT16, {**state, "codes": "int4"})
     with pytest.raises(InputDataError, match="rows"):

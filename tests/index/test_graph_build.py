@@ -109,9 +109,8 @@ def test_hot_keys_come_first() -> None:
     lists = np.array([[5, 3, -1], [5, 2, 9], [3, 5, 7]], np.int32)
     counts = list_counts(lists, 8)
     np.testing.assert_array_equal(counts, [0, 0, 1, 2, 0, 3, 0, 1])
-    np.testing.assert_array_equal(hot_first(counts, True), [5, 3, 2, 7])
-    np.testing.assert_array_equal(hot_first(counts, False), [5, 3, 2, 7, 0, 1, 4, 6])
-    ids = hot_first(counts, True)
+    ids = hot_first(counts)
+    np.testing.assert_array_equal(ids, [5, 3, 2, 7])
     np.testing.assert_array_equal(graph_build.relabelled(lists, ids, 8), [[0, 1, -1], [0, 2, -1], [1, 0, 3]])
 
 

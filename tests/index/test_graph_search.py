@@ -13,7 +13,6 @@ from retrieval_attn.index.kernels.codes import CodedQueries, Codes, encode_keys,
 from retrieval_attn.index.roargraph.search import (
     CELL_KEYS,
     MAX_OUTSIDE,
-    RANGE_BEAM,
     Graph,
     fill_pool,
     make_scratch,
@@ -48,7 +47,7 @@ class Case:
         self.scores = exact.T  # (queries, nodes)
 
 
-def beam_search(case: Case, query: int, start: int, room: int, beam: int, reach: int) -> tuple[list[int], int, int]:
+def beam_search(case: Case, query: int, start: int, room: int, beam: int) -> tuple[list[int], int, int]:
     """Pool (nodes, best first), nodes scored, hops: the same rules with sorted lists."""
     linked, total, _ = case.graph.counts.tolist()
     scores = case.scores[query]
@@ -71,8 +70,6 @@ def beam_search(case: Case, query: int, start: int, room: int, beam: int, reach:
         if not waiting or waiting[0] >= beam:
             break
         node = pool[waiting[0]]
-        if reach >= 0 and waiting[0] >= RANGE_BEAM and scores[node] < scores[pool[0]] - reach:
-            break
         expanded.add(node)
         hops += 1
         new = [one for one in case.graph.adjacency[node].tolist() if 0 <= one < linked and one not in seen]
@@ -82,11 +79,11 @@ def beam_search(case: Case, query: int, start: int, room: int, beam: int, reach:
     return pool, scored, hops
 
 
-def filled(case: Case, query: int, start: int, room: int, beam: int, reach: int) -> tuple[list[int], int, int]:
+def filled(case: Case, query: int, start: int, room: int, beam: int) -> tuple[list[int], int, int]:
     scratch = make_scratch(room, case.graph.adjacency.shape[1], len(case.graph.ids))
     for array in scratch:
         array[:] = 77  # what an earlier search left must not matter
-    count, scored, hops = fill_pool(case.graph, None, case.coded.planes, query, start, room, beam, reach, scratch)
+    count, scored, hops = fill_pool(case.graph, None, case.coded.planes, query, start, room, beam, scratch)
     return ((scratch.pool[:count] & 0xFFFFFFFF) >> 1).tolist(), scored, hops
 
 
@@ -95,17 +92,17 @@ def test_pool_equals_the_plain_search(degree: int) -> None:
     """Same nodes, order, count of scored keys and hops: breaks on a lost merge, a wrong cursor or visited bit."""
     for seed, (nodes, linked) in enumerate([(300, 300), (300, 250), (64, 64), (65, 1)]):
         case = Case(nodes, degree, linked=linked, seed=seed)
-        for room, beam, reach in ((50, 50, -1), (50, 20, -1), (400, 400, -1), (40, 40, 20000), (1, 1, -1)):
+        for room, beam in ((50, 50), (50, 20), (400, 400), (40, 40), (1, 1)):
             for query in range(3):
                 for start in (-1, 3, 7, 5000, linked):
-                    given = (case, query, start, room, beam, reach)
+                    given = (case, query, start, room, beam)
                     assert filled(*given) == beam_search(*given)
 
 
 def search(
     case: Case, query: int, k: int, **changed: Any
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], int]:
-    given: dict[str, Any] = {"room": 60, "beam": 40, "beta": -1.0, "least": 0, "limit": 10**6}
+    given: dict[str, Any] = {"room": 60, "beam": 40, "least": 0, "limit": 10**6}
     given.update(changed)
     ids, scores = np.full(k, 99, np.int32), np.full(k, 99, np.float32)
     scratch = make_scratch(given["room"], case.graph.adjacency.shape[1], len(case.graph.ids))
@@ -119,7 +116,6 @@ def search(
         k,
         given["room"],
         given["beam"],
-        np.float32(given["beta"]),
         given["least"],
         given["limit"],
         scratch,
@@ -133,7 +129,7 @@ def test_results_are_exact_scores_of_the_best_of_the_pool() -> None:
     """Ids are keys, not nodes; scores are inner products in the stored precision, best first."""
     case = Case(300, 12)
     for query in range(6):
-        nodes, _, _ = beam_search(case, query, -1, 60, 40, -1)
+        nodes, _, _ = beam_search(case, query, -1, 60, 40)
         exact = case.queries[query].astype(np.float64) @ case.keys.astype(np.float64).T
         pool = case.graph.ids[nodes[:18]]  # what is scored exactly: k and 8 more
         best = pool[np.argsort(-exact[pool])][:10]
@@ -155,7 +151,7 @@ def test_keys_outside_come_with_the_landmarks_that_are_found() -> None:
         case.graph = plain
         before, _, _ = search(case, query, 10)
         case.graph = plain._replace(cell_starts=starts, cell_keys=rest)
-        nodes, _, _ = beam_search(case, query, -1, 60, 40, -1)
+        nodes, _, _ = beam_search(case, query, -1, 60, 40)
         looked_at = [rest[starts[node] : starts[node + 1]][:CELL_KEYS] for node in nodes if node < 40]
         outside = np.concatenate([rest[:0], *looked_at])[:MAX_OUTSIDE]
         exact = case.queries[query].astype(np.float64) @ case.keys.astype(np.float64).T
@@ -178,16 +174,6 @@ def test_limit_holds_and_places_stay_empty() -> None:
     assert found > 0
 
 
-def test_range_keeps_keys_near_the_best() -> None:
-    """beta leaves out what scores lower than best - beta, nothing else of the k."""
-    case = Case(300, 90)
-    ids, scores, _ = search(case, 1, 30, beam=300, room=300)
-    near, near_scores, found = search(case, 1, 30, beam=300, room=300, beta=2.0)
-    assert 1 <= found < 30
-    np.testing.assert_array_equal(near_scores[:found], scores[scores >= scores[0] - np.float32(2.0)])
-    assert (near[found:] == -1).all()
-
-
 def test_rows_equal_single_searches() -> None:
     """Many queries over any number of workers give what one at a time gives."""
     case = Case(300, 12)
@@ -196,7 +182,7 @@ def test_rows_equal_single_searches() -> None:
         scratch = make_scratch(60, 12, 300, workers)
         found, scored, _ = search_rows(
             case.graph, case.keys[None], case.queries, case.coded.planes, case.coded.step, 10, 60, 40,
-            np.float32(-1.0), 0, 10**6, scratch, ids, scores,
+            0, 10**6, scratch, ids, scores,
         )  # fmt: skip
         assert (found == 10).all() and scored > 0
         for query in range(6):

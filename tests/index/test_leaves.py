@@ -11,7 +11,7 @@ from retrieval_attn.index.formats import from_float32
 from retrieval_attn.index.sketch import leaves as leaves_module
 from retrieval_attn.index.sketch.blocks import BLOCK
 from retrieval_attn.index.sketch.leaves import code_means, leaf_order
-from tests.cpu.reference import recall
+from tests.cpu.reference import look_at_share, recall
 
 N, DIM = 20_000, 32
 
@@ -51,14 +51,15 @@ def test_means_survive_their_coding() -> None:
     assert np.abs(back - means[:, :32]).max() < 0.1
 
 
-def test_few_leaves_find_nearly_everything() -> None:
+def test_few_leaves_find_nearly_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches look at little more than a share of the leaves, and find what the exact index finds; a wrong order does
     not.
     """
     keys, queries = clustered(3)
     stored = from_float32(keys, Format.BFLOAT16)
     train, held = queries[:, :32], np.ascontiguousarray(queries[:, 32:].transpose(1, 0, 2).reshape(-1, DIM))
-    index = SketchIndex.build(stored, Format.BFLOAT16, np.ascontiguousarray(train), share=0.1)
+    look_at_share(monkeypatch, 0.1)
+    index = SketchIndex.build(stored, Format.BFLOAT16, np.ascontiguousarray(train))
     assert index.share == 0.1
     exact = FlatIndex(stored, Format.BFLOAT16).search(held, 50)
 
@@ -68,18 +69,21 @@ def test_few_leaves_find_nearly_everything() -> None:
     found = index.search(held, 50)
     assert found.keys_scanned < 0.6 * len(held) * N
     assert found_by(index) >= 0.93
-    assert found_by(SketchIndex.build(stored, Format.BFLOAT16, np.ascontiguousarray(train), share=1.0)) >= 0.97
+    monkeypatch.undo()
+    monkeypatch.setattr("retrieval_attn.index.sketch.build.MIN_LEAVES", N)
+    assert found_by(SketchIndex.build(stored, Format.BFLOAT16, np.ascontiguousarray(train))) >= 0.97
     means = index.search_arguments().leaves.means.blocks
     means[:] = means[::-1].copy()
     assert found_by(index) < 0.6
 
 
-def test_keys_that_come_later_are_looked_at_until_all_are_ordered_anew() -> None:
+def test_keys_that_come_later_are_looked_at_until_all_are_ordered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_at_share(monkeypatch, 0.2)
     keys, queries = clustered(4)
     last = np.append(np.arange(16_332, N, 333), N - 1)
     keys[last] *= 1.5  # the best keys of their own directions
     stored = from_float32(keys, Format.BFLOAT16)
-    index = SketchIndex.build(stored[:16_000], Format.BFLOAT16, queries, share=0.2)
+    index = SketchIndex.build(stored[:16_000], Format.BFLOAT16, queries)
     ordered = index.search_arguments().leaves.ordered
     held = np.ascontiguousarray(queries[:, 0])
     for start in range(16_000, N, 333):
@@ -98,14 +102,15 @@ def test_keys_that_come_later_are_looked_at_until_all_are_ordered_anew() -> None
     assert index.search(held, 20, limit=9000).ids.max() < 9000
 
 
-def test_blocks_are_chosen_as_plain_arithmetic_does() -> None:
+def test_blocks_are_chosen_as_plain_arithmetic_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks whose mean is among the best for one of the queries: the sample decides how many, not which. How many
     a query gets varies with the sample (a standard deviation of 0.016 was seen), so the mean over many is checked.
     """
     from retrieval_attn.index.sketch.scan import encode_block_queries
 
     keys, queries = clustered(5)
-    index = SketchIndex.build(from_float32(keys, Format.BFLOAT16), Format.BFLOAT16, queries, share=0.05)
+    look_at_share(monkeypatch, 0.05)
+    index = SketchIndex.build(from_float32(keys, Format.BFLOAT16), Format.BFLOAT16, queries)
     search = index.search_arguments()
     means = search.leaves.means
     rank = len(means.step)

@@ -30,10 +30,12 @@ def same_state(one: KeyIndex, other: KeyIndex) -> None:
 
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("kind", ["flat", "sketch", "roargraph", "device"])
-def test_a_loaded_index_grows_as_the_saved_one(kind: str, trusted: bool) -> None:
+def test_a_loaded_index_grows_as_the_saved_one(kind: str, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It codes, orders and links its keys anew at the same insertion, in one array or from maps of a file."""
     keys, train, _ = data(2000)
-    options: dict[str, dict[str, Any]] = {"flat": {"codes": "int8"}, "roargraph": {"exact_below": 0, "tail": 40}}
+    monkeypatch.setattr("retrieval_attn.index.roargraph.index.EXACT_BELOW", 0)
+    monkeypatch.setattr("retrieval_attn.index.roargraph.index.TAIL", 40)
+    options: dict[str, dict[str, Any]] = {"flat": {"codes": "int8"}}
     index = create(kind, keys[:500], fmt=Format.BFLOAT16, queries=train, **options.get(kind, {}))
     index.insert(keys[500:790])
     state = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in index.state().items()}

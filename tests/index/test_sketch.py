@@ -50,13 +50,14 @@ def test_projection_has_the_least_error() -> None:
     np.testing.assert_allclose(query_side.T.astype(np.float64) @ key_side, np.eye(DIM), atol=1e-2)
 
 
-def test_finds_what_queries_look_for() -> None:
+def test_finds_what_queries_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few dimensions are enough where queries use few, though the keys vary most in others."""
     keys, queries = make()
-    index = SketchIndex.build(strided(keys), Format.BFLOAT16, queries[:, :250], key_bytes=RANK, rescore=10)
+    monkeypatch.setattr("retrieval_attn.index.sketch.index.RESCORE", 10)
+    index = SketchIndex.build(strided(keys), Format.BFLOAT16, queries[:, :250], key_bytes=RANK)
     held = np.ascontiguousarray(queries[:, 250:].reshape(-1, DIM))
     assert recall_of(index, keys, held) >= 0.95
-    blind = SketchIndex.build(keys, Format.BFLOAT16, np.ones((1, 1, DIM), np.float32), key_bytes=RANK, rescore=10)
+    blind = SketchIndex.build(keys, Format.BFLOAT16, np.ones((1, 1, DIM), np.float32), key_bytes=RANK)
     assert recall_of(blind, keys, held) < 0.5
     found = index.search(held, 20)
     exact = np.take_along_axis(held.astype(np.float64) @ to_float32(keys, Format.BFLOAT16).T, found.ids, axis=1)
@@ -87,18 +88,7 @@ def test_insert_truncate_and_state() -> None:
     np.testing.assert_array_equal(again.search(held, 20).ids, part.search(held, 20).ids)
     again.insert(keys[:10])
     assert len(again) == len(moved) + 10
-    for name in (
-        "rows",
-        "front",
-        "front_step",
-        "front_narrow",
-        "passing",
-        "whole",
-        "query_side",
-        "rescore",
-        "wide",
-        "step",
-    ):
+    for name in ("rows", "front", "front_step", "front_narrow", "passing", "whole", "query_side", "wide", "step"):
         with pytest.raises(InputDataError):
             SketchIndex.from_state(moved, Format.BFLOAT16, {**state, name: np.zeros((2, 2), np.float32)})
     with pytest.raises(InputDataError):
@@ -119,7 +109,7 @@ def test_exact_where_a_sketch_saves_nothing() -> None:
         np.testing.assert_array_equal(found.scores[rows], right.scores[rows])
     empty = SketchIndex.build(keys[:0], Format.BFLOAT16, queries)
     empty.insert(keys[:50])
-    grown = SketchIndex.build(keys[:0], Format.BFLOAT16, queries, rescore=2)
+    grown = SketchIndex.build(keys[:0], Format.BFLOAT16, queries)
     for first in range(0, 6000, 1000):
         grown.insert(keys[first : first + 1000])
     assert recall_of(grown, keys[:6000], queries[0, :9]) >= 0.95  # the range of no keys would tell none apart
@@ -134,8 +124,6 @@ def test_bad_input_is_named() -> None:
     for budget in (0, 7, True, 16.0):
         with pytest.raises(ConfigError, match="key_bytes="):
             SketchIndex.build(keys, Format.BFLOAT16, queries, key_bytes=budget)
-    with pytest.raises(ConfigError, match="rescore=0"):
-        SketchIndex.build(keys, Format.BFLOAT16, queries, rescore=0)
     for given in (None, queries[:, :0], np.full_like(queries, np.nan)):
         with pytest.raises(ConfigError, match="finite training queries"):
             SketchIndex.build(keys, Format.BFLOAT16, given)

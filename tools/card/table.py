@@ -219,7 +219,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
     ]  # fmt: skip
 
 
-SCANNED = "device:key_bytes=16:rescore=32:finer_bytes=64:int8_rows=True"
+SCANNED = "device-auto:key_bytes=16:rescore=32:finer_bytes=64:int8_rows=True"
 SIMPLE = "; random weights and token ids, and answers do not end by themselves"
 
 

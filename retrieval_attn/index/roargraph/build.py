@@ -389,10 +389,9 @@ def list_counts(lists: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int
     return counts
 
 
-def hot_first(counts: npt.NDArray[np.int32], listed_only: bool) -> npt.NDArray[np.int32]:
-    """Key ids by how many lists name them, most first, equal ones by id; all keys or only those in a list."""
-    order = np.argsort(-counts, kind="stable").astype(np.int32)
-    return order[: int((counts > 0).sum())] if listed_only else order
+def hot_first(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Key ids by how many lists name them, most first, equal ones by id; without keys that no list names."""
+    return np.argsort(-counts, kind="stable").astype(np.int32)[: int((counts > 0).sum())]
 
 
 def relabelled(lists: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""One graph with its coded keys: built from lists, searched, grown and cut. `roargraph` holds one or several."""
+"""One graph with its coded keys: built from lists, searched, grown and cut."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ from retrieval_attn.index.memory import aligned_empty, usable
 from retrieval_attn.index.roargraph import build as graph_build
 from retrieval_attn.index.roargraph import landmarks
 from retrieval_attn.index.roargraph.insert import distance_terms, link_nodes
-from retrieval_attn.index.roargraph.options import GraphOptions
+from retrieval_attn.index.roargraph.options import LIST_K, GraphOptions
 from retrieval_attn.index.roargraph.search import CELL_KEYS, Cells, Graph, make_scratch
+
+TARGETS = 16
+"""Best keys that each training list is attached to."""
+FILL = 16
+"""Edges a node gets at least if it has candidates."""
+CANDIDATES = 256
+"""Keys considered for a node's edges at most."""
+ENTRIES = 16
+"""Much named nodes that every search starts from, beside the landmarks."""
 
 
 class HeadGraph(NamedTuple):
@@ -62,12 +71,12 @@ def build_graph(keys: npt.NDArray[Any], fmt: Format, lists: npt.NDArray[np.int32
 
     Raises ShapeError for keys that are not finite.
     """
-    lists = np.ascontiguousarray(lists[:, : options.list_k])
+    lists = np.ascontiguousarray(lists[:, :LIST_K])
     length = len(keys)
     counts = graph_build.list_counts(lists, length)
     every = encode_keys(keys, fmt)
     marks = landmarks.choose_landmarks(every.codes, _ratios(every), options.landmarks)
-    ids = _landmarks_first(graph_build.hot_first(counts, options.listed_only), counts, marks.ids)
+    ids = _landmarks_first(graph_build.hot_first(counts), counts, marks.ids)
     coded = encode_keys(keys[ids], fmt)  # in finer steps than all keys would have
     near = graph_build.near_of(coded.codes, _ratios(coded))
     local = graph_build.relabelled(lists, ids, length)
@@ -75,7 +84,7 @@ def build_graph(keys: npt.NDArray[Any], fmt: Format, lists: npt.NDArray[np.int32
     homes = _nodes_of(marks.ids, ids, length)[marks.homes]
     landmarks.join_landmarks(adjacency, homes[ids], marks.gaps[ids])
     number = len(marks.ids)
-    entries = np.union1d(np.arange(number, dtype=np.int32), graph_build.choose_entries(adjacency, options.entries))
+    entries = np.union1d(np.arange(number, dtype=np.int32), graph_build.choose_entries(adjacency, ENTRIES))
     outside = np.ones(length, bool)
     outside[ids] = False
     cells = landmarks.make_cells(homes, marks.gaps, np.flatnonzero(outside).astype(np.int32), number)
@@ -129,7 +138,7 @@ def link_tail(head: HeadGraph, options: GraphOptions) -> HeadGraph:
     link_nodes(graph, minus, ratios, start, stop, shape.fill, scratch)
     entries = graph.entries
     if not len(entries):
-        entries = np.arange(min(options.entries, stop), dtype=np.int32)
+        entries = np.arange(min(ENTRIES, stop), dtype=np.int32)
     graph = graph._replace(entries=entries, counts=_counts(stop, stop, head.num_keys))
     return HeadGraph(graph, head.coded, minus)
 
@@ -171,22 +180,24 @@ def without_keys_from(head: HeadGraph, length: int) -> HeadGraph:
     return HeadGraph(graph, head.coded._replace(codes=codes), head.minus[:0])
 
 
-def graph_stats(heads: list[HeadGraph], num_keys: int) -> dict[str, int]:
-    """keys; graphs; nodes (of all graphs); linked; landmarks; left_out: keys in no graph, which a search finds by the
-    landmarks nearest to them; unreached: those of them that none scores, 16 others being farther from the same
-    landmark; edges (of all graphs); graph_bytes; code_bytes.
+def graph_stats(head: HeadGraph | None, num_keys: int) -> dict[str, int]:
+    """keys; nodes; linked; landmarks; left_out: keys outside the graph, which a search finds by the landmarks nearest
+    to them; unreached: those of them that none scores, 16 others being farther from the same landmark; edges;
+    graph_bytes; code_bytes.
     """
+    if head is None:
+        names = "nodes", "linked", "landmarks", "left_out", "unreached", "edges", "graph_bytes", "code_bytes"
+        return {"keys": num_keys, **dict.fromkeys(names, 0)}
     return {
         "keys": num_keys,
-        "graphs": len(heads),
-        "nodes": sum(head.nodes for head in heads),
-        "linked": sum(head.linked for head in heads),
-        "landmarks": sum(len(head.graph.cells.starts) - 1 for head in heads),
-        "left_out": sum(num_keys - head.nodes for head in heads),
-        "unreached": sum(int(np.maximum(0, np.diff(head.graph.cell_starts) - CELL_KEYS).sum()) for head in heads),
-        "edges": sum(int((head.graph.adjacency[: head.linked] >= 0).sum()) for head in heads),
-        "graph_bytes": sum(head.graph_nbytes for head in heads),
-        "code_bytes": sum(head.code_nbytes for head in heads),
+        "nodes": head.nodes,
+        "linked": head.linked,
+        "landmarks": len(head.graph.cells.starts) - 1,
+        "left_out": num_keys - head.nodes,
+        "unreached": int(np.maximum(0, np.diff(head.graph.cell_starts) - CELL_KEYS).sum()),
+        "edges": int((head.graph.adjacency[: head.linked] >= 0).sum()),
+        "graph_bytes": head.graph_nbytes,
+        "code_bytes": head.code_nbytes,
     }
 
 
@@ -271,8 +282,7 @@ def _ratios(coded: Codes) -> npt.NDArray[np.float32]:
 
 def _shape(options: GraphOptions, head_dim: int) -> graph_build.Shape:
     degree = options.degree_for(head_dim)
-    fill = min(options.fill, degree)
-    return graph_build.Shape(degree, options.targets, fill, options.candidates)
+    return graph_build.Shape(degree, TARGETS, min(FILL, degree), CANDIDATES)
 
 
 def _grown(array: npt.NDArray[Any], used: int, needed: int) -> npt.NDArray[Any]:

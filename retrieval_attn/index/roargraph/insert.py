@@ -95,7 +95,7 @@ def link_nodes(graph, minus, ratios, start, stop, fill, scratch):
     for node in range(start, stop):
         now = Graph(codes, adjacency, ids, entries, np.array([node, node, counts[2]]), cell_starts, cell_keys)
         key_as_query(codes, node, ratios, planes, 0)
-        count, _, _ = fill_pool(now, minus, planes, 0, node - 1, INSERT_BEAM, INSERT_BEAM, -1, scratch)
+        count, _, _ = fill_pool(now, minus, planes, 0, node - 1, INSERT_BEAM, INSERT_BEAM, scratch)
         for i in range(count):
             found[i] = (scratch.pool[i] & 0xFFFFFFFF) >> 1
             rescale(codes, found[i], ratios, near, i)

@@ -32,9 +32,6 @@ from retrieval_attn.index.kernels.dots import (
 from retrieval_attn.index.kernels.packed import EMPTY, id_of, pack_score, score_of
 from retrieval_attn.index.memory import aligned_empty
 
-RANGE_BEAM = 32
-"""With a range, as many of the best are expanded even if they lie outside of it."""
-
 
 class Cells(NamedTuple):
     """Keys that are no nodes, by the landmark nearest to them; see `landmarks`. Landmark i is node i.
@@ -163,12 +160,11 @@ def _score_fresh(codes, minus, planes, query, fresh, num_fresh, worst, survivors
 
 
 @njit(nogil=True, cache=True)
-def fill_pool(graph, minus, planes, query, start, room, beam, reach, scratch):
+def fill_pool(graph, minus, planes, query, start, room, beam, scratch):
     """The best `room` nodes that the search meets, best first, in scratch.pool; returns (count, keys scored, hops).
 
     planes (n, 1 or 2, width) int8: coded queries, of which `query` is taken. start: one more node to start from, -1 for
-    none. Stops when the best `beam` are expanded, or when the next entry is more than `reach` below the best (integer
-    scores; < 0: never) and not one of the best RANGE_BEAM, which lead to better ones early on.
+    none. Stops when the best `beam` are expanded.
     """
     codes, adjacency, ids, entries, counts, _, _ = graph
     pool, visited, fresh, survivors = scratch
@@ -220,8 +216,6 @@ def fill_pool(graph, minus, planes, query, start, room, beam, reach, scratch):
         if cursor >= min(count, beam):
             break
         item = pool[cursor]
-        if reach >= 0 and cursor >= RANGE_BEAM and (item >> 32) < (pool[0] >> 32) - reach:
-            break
         pool[cursor] = item | 1
         node = (item & 0xFFFFFFFF) >> 1
         hops += 1
@@ -330,19 +324,15 @@ def add_outside(queries, query, keys, first, count, kept, least, limit, scratch)
 
 
 @njit(nogil=True, cache=True)
-def search_graph(graph, keys, queries, planes, steps, query, k, room, beam, beta, least, limit, scratch, ids, scores):
+def search_graph(graph, keys, queries, planes, steps, query, k, room, beam, least, limit, scratch, ids, scores):
     """Search for one query: its best k keys of [least, limit) to ids[:k], scores[:k]; returns (found, scored, hops).
 
     keys (n, head_dim) stored format; queries (q, head_dim) float32 of which `query` is taken, planes and steps the
-    same coded. room: length of the pool, >= k. beam: how many of its best are expanded. beta < 0: no range. Unused
-    places get id -1 and score -inf. Fewer than k are found if the graph leads to fewer or others took
-    their places. A query that is not finite (step 0): some keys, with what its inner products are. Allocates nothing,
-    checks nothing.
+    same coded. room: length of the pool, >= k. beam: how many of its best are expanded. Unused places get id -1 and
+    score -inf. Fewer than k are found if the graph leads to fewer or others took their places. A query that is not
+    finite (step 0): some keys, with what its inner products are. Allocates nothing, checks nothing.
     """
-    reach = np.int64(-1)
-    if beta >= 0 and steps[query] > 0:
-        reach = np.int64(beta / steps[query])
-    count, scored, hops = fill_pool(graph, None, planes, query, -1, room, beam, reach, scratch)
+    count, scored, hops = fill_pool(graph, None, planes, query, -1, room, beam, scratch)
     pool = scratch[0]
     outside = gather_outside(graph, count, scratch)
     first = count
@@ -352,12 +342,8 @@ def search_graph(graph, keys, queries, planes, steps, query, k, room, beam, beta
     found = min(k, add_outside(queries, query, keys, first, outside, found, least, limit, scratch))
     scored += outside
     for i in range(found):
-        score = score_of(pool[i])
-        if beta >= 0 and score < score_of(pool[0]) - beta:
-            found = i
-            break
         ids[i] = id_of(pool[i])
-        scores[i] = score
+        scores[i] = score_of(pool[i])
     for i in range(found, k):
         ids[i] = -1
         scores[i] = -np.inf
@@ -365,7 +351,7 @@ def search_graph(graph, keys, queries, planes, steps, query, k, room, beam, beta
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def search_rows(graph, keys, queries, planes, steps, k, room, beam, beta, least, limit, scratch, ids, scores):
+def search_rows(graph, keys, queries, planes, steps, k, room, beam, least, limit, scratch, ids, scores):
     """`search_graph` of every query row; scratch with one more axis in front: workers. Returns keys scored and hops.
 
     keys (1 or more, n, head_dim), of which the first are searched: of one layout, see `memory.one_layout`.
@@ -381,6 +367,6 @@ def search_rows(graph, keys, queries, planes, steps, k, room, beam, beta, least,
         own = Scratch(scratch[0][worker], scratch[1][worker], scratch[2][worker], scratch[3][worker])
         for i in range(worker, num, workers):
             found[i], scored[i], hops[i] = search_graph(
-                graph, rows, queries, planes, steps, i, k, room, beam, beta, least, limit, own, ids[i], scores[i]
+                graph, rows, queries, planes, steps, i, k, room, beam, least, limit, own, ids[i], scores[i]
             )
     return found, scored.sum(), hops.sum()

@@ -4,7 +4,6 @@
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +36,6 @@ fewer than k keys is scanned alone."""
 _WORD = np.int64
 GRAPH = np.dtype(
     [
-        ("graphs", _WORD),  # records in a row: one for the whole group, or one for each query head
         ("codes_at", _WORD),  # uint8 (rows, width)
         ("rows", _WORD),
         ("width", _WORD),
@@ -57,7 +55,7 @@ GRAPH = np.dtype(
         ("best", _WORD),  # keys to find: a step may have room for more, of other rows
         ("room", _WORD),
         ("beam", _WORD),
-        # byte offsets into the search's own scratch, and sizes there: the largest of all graphs of the row
+        # byte offsets into the search's own scratch, and sizes there
         ("planes_at", _WORD),
         ("found_at", _WORD),
         ("scores_at", _WORD),
@@ -68,7 +66,6 @@ GRAPH = np.dtype(
         ("fresh_at", _WORD),
         ("fresh", _WORD),
         ("survivors_at", _WORD),
-        ("beta", np.float32),  # < 0: no range
     ],
     align=True,
 )
@@ -78,7 +75,7 @@ class SearchArguments(NamedTuple):
     """What `search_graph` takes for one graph, for callers that search without the index.
 
     mean, scale: for `codes.encode_query_rows` (planes of width graph.codes.shape[1]). keys: (n, head_dim) stored, as
-    the kernels take it. beta: < 0 without a range.
+    the kernels take it.
     """
 
     graph: Graph
@@ -86,7 +83,6 @@ class SearchArguments(NamedTuple):
     scale: npt.NDArray[np.float32]
     keys: npt.NDArray[Any]
     beam: int
-    beta: float
 
 
 def room_for(k: int, beam: int) -> int:
@@ -101,8 +97,7 @@ def _search(descriptor, number, worker, like):
     task = task_at(step, number)
     span, lists = range_at(step, task.range), lists_of(step, task)
     query, dim = task.part, step.head_dim
-    graphs = carray(at_address(span.index_at), 1, GRAPH)[0].graphs
-    row = carray(at_address(span.index_at), graphs, GRAPH)[query * graphs // step.queries]
+    row = carray(at_address(span.index_at), 1, GRAPH)[0]
     top_k = row.best
     codes = carray(at_address(row.codes_at), (row.rows, row.width), np.uint8)
     edges = carray(at_address(row.edges_at), (row.rows, row.degree), np.int32)
@@ -135,24 +130,10 @@ def _search(descriptor, number, worker, like):
     count = np.int64(0)
     if bounds[1] == bounds[1]:  # the query is finite
         count, scored, _ = search_graph(
-            graph,
-            keys,
-            own,
-            planes,
-            bounds[:1],
-            0,
-            top_k,
-            row.room,
-            row.beam,
-            row.beta,
-            least,
-            limit,
-            parts,
-            ids,
-            scores,
+            graph, keys, own, planes, bounds[:1], 0, top_k, row.room, row.beam, least, limit, parts, ids, scores
         )
         nbytes = scored * row.width + min(scored, row.room) * bytes_of_row(like, dim)
-    if count == min(top_k, limit - least) or (row.beta >= 0 and count > 0):
+    if count == min(top_k, limit - least):
         for i in range(count):
             pool[i] = pack_score(scores[i], ids[i] + row.first)
     else:
@@ -174,65 +155,53 @@ def prepare_graph(fmt: Format) -> None:
     task_address(_task, fmt)
 
 
-def graph_search(
-    request: SearchRequest, arguments: Sequence[SearchArguments], length: int, row_bytes: int
-) -> CompiledSearch:
-    """Search of the graphs of an index of `length` keys whose stored rows have `row_bytes` bytes."""
-    rows = record(GRAPH, len(arguments), graphs=len(arguments), first=request.first)
+def graph_search(request: SearchRequest, given: SearchArguments, length: int, row_bytes: int) -> CompiledSearch:
+    """Search of the graph of an index of `length` keys whose stored rows have `row_bytes` bytes."""
+    graph, keys = given.graph, given.keys
+    assert len(keys) < 2 or keys.strides == (row_bytes, keys.itemsize), keys.strides
     # keys that take no part take places in the pool: it gets longer by their share
-    rooms = [-(-room_for(request.k, given.beam) * length // request.visible) for given in arguments]
+    room = -(-room_for(request.k, given.beam) * length // request.visible)
     if request.hidden:
-        rooms = [HIDDEN_ROOM * room for room in rooms]
-    graphs = [given.graph for given in arguments]
-    fresh = max(block_of(graph.adjacency.shape[1]) for graph in graphs)
-    visited = max(visited_words(int(graph.counts[1])) for graph in graphs)
+        room *= HIDDEN_ROOM
+    fresh = block_of(graph.adjacency.shape[1])
+    visited = visited_words(int(graph.counts[1]))
     layout = Layout()
-    shared = {
-        "pool": max(rooms) + fresh,
-        "visited": visited,
-        "fresh": fresh,
-        "planes_at": layout.take(max(graph.codes.shape[1] for graph in graphs)),
-        "found_at": layout.take(4 * request.k),
-        "scores_at": layout.take(4 * request.k),
-        "pool_at": layout.take(8 * (max(rooms) + fresh)),
-        "visited_at": layout.take(8 * visited),
-        "fresh_at": layout.take(4 * fresh),
-        "survivors_at": layout.take(8 * fresh),
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "codes_at": graph.codes,
+        "edges_at": graph.adjacency,
+        "ids_at": graph.ids,
+        "entries_at": graph.entries,
+        "counts_at": graph.counts,
+        "cell_starts_at": graph.cells.starts,
+        "cell_keys_at": graph.cells.keys,
+        "mean_at": given.mean,
+        "scale_at": given.scale,
     }
-    for row, room, given in zip(rows, rooms, arguments, strict=True):
-        graph, keys = given.graph, given.keys
-        assert len(keys) < 2 or keys.strides == (row_bytes, keys.itemsize), keys.strides
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "codes_at": graph.codes,
-            "edges_at": graph.adjacency,
-            "ids_at": graph.ids,
-            "entries_at": graph.entries,
-            "counts_at": graph.counts,
-            "cell_starts_at": graph.cells.starts,
-            "cell_keys_at": graph.cells.keys,
-            "mean_at": given.mean,
-            "scale_at": given.scale,
-        }
-        assert all(array.flags.c_contiguous for array in arrays.values()), arrays
-        values = {name: address_of(array) for name, array in arrays.items()} | shared
-        values |= {
-            "keys_at": address_of(keys),
-            "rows": min(len(graph.codes), len(graph.adjacency), len(graph.ids)),
-            "width": graph.codes.shape[1],
-            "degree": graph.adjacency.shape[1],
-            "entries": len(graph.entries),
-            "landmarks": len(graph.cells.starts) - 1,
-            "best": request.k,
-            "room": room,
-            "beam": -(-given.beam * length // request.visible),
-        }
-        for name, value in values.items():
-            row[name] = value
-        row["beta"] = given.beta
+    row = record(
+        GRAPH,
+        1,
+        first=request.first,
+        pool=room + fresh,
+        visited=visited,
+        fresh=fresh,
+        planes_at=layout.take(graph.codes.shape[1]),
+        found_at=layout.take(4 * request.k),
+        scores_at=layout.take(4 * request.k),
+        pool_at=layout.take(8 * (room + fresh)),
+        visited_at=layout.take(8 * visited),
+        fresh_at=layout.take(4 * fresh),
+        survivors_at=layout.take(8 * fresh),
+        keys_at=address_of(keys),
+        rows=min(len(graph.codes), len(graph.adjacency), len(graph.ids)),
+        width=graph.codes.shape[1],
+        degree=graph.adjacency.shape[1],
+        entries=len(graph.entries),
+        landmarks=len(graph.cells.starts) - 1,
+        best=request.k,
+        room=room,
+        beam=-(-given.beam * length // request.visible),
+        **arrays,
+    )
     return CompiledSearch(
-        task_address(_task, request.fmt),
-        address_of(rows),
-        by_query=True,
-        scratch=layout.nbytes,
-        alive=(rows, list(arguments)),
+        task_address(_task, request.fmt), address_of(row), by_query=True, scratch=layout.nbytes, alive=(row, given)
     )

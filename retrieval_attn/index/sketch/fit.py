@@ -74,17 +74,17 @@ def sizes_for(rank: int) -> list[int]:
     return [size for size in SIZES if 4 * size <= rank] or [SIZES[0]]
 
 
-def way_for_few(rank: int, share: float) -> Way:
-    """Without queries to weigh by, or for few keys."""
-    return Way(sizes_for(rank)[-1], FEW_PASSING, share)
+def way_for_few(rank: int) -> Way:
+    """Without queries to weigh by, or for few keys: all leaves."""
+    return Way(sizes_for(rank)[-1], FEW_PASSING, 1.0)
 
 
-def best_way(held: Held, plans: dict[int, Plan], kept: int, leafy: bool = True) -> Way:
+def best_way(held: Held, plans: dict[int, Plan], kept: int) -> Way:
     """The way that reads least of those that find FOUND; if none does, the one that finds most.
 
-    plans: see `front.plan_front`. kept: keys that get an exact score. leafy: whether some of the leaves may do.
+    plans: see `front.plan_front`. kept: keys that get an exact score.
     """
-    looked = [(share, *_looked_at(held, share)) for share in (SHARES if leafy and held.leaves.shape[1] else (1.0,))]
+    looked = [(share, *_looked_at(held, share)) for share in (SHARES if held.leaves.shape[1] else (1.0,))]
     best, chosen, most = np.inf, None, (-1.0, Way(next(iter(plans)), PASSING[-1], 1.0))
     for size, plan in plans.items():
         scanned = [1.0 if in_sample is None else float(in_sample.mean()) for _, _, in_sample in looked]

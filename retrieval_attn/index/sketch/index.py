@@ -29,7 +29,7 @@ from retrieval_attn.index.base import (
     check_search,
     check_training,
 )
-from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, check_rescore, rescore_count, search_runs
+from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, rescore_count, search_runs
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.runs import KeyRuns, RunsIndex
@@ -100,21 +100,12 @@ def _second_moment(rows: npt.NDArray[np.float32], *, centred: bool = False) -> n
 
 @dataclass(frozen=True)
 class SketchOptions:
-    """key_bytes: most bytes per key, at least 8; None: head_dim / 2. rescore: how many keys get an exact score for each
-    that is wanted. share: of the leaves, what is looked at; None: what training queries need to find their best 100
-    keys, see `fit`. 1.0: all. Raises ConfigError for other values.
-    """
+    """key_bytes: most bytes per key, at least 8; None: head_dim / 2. Raises ConfigError for other values."""
 
     key_bytes: int | None = None
-    rescore: int = RESCORE
-    share: float | None = None
 
     def __post_init__(self) -> None:
-        share = self.share
-        if share is not None and (isinstance(share, bool) or not isinstance(share, float | int) or not 0 < share <= 1):
-            raise ConfigError(f"share={share!r} must be above 0 and at most 1, or None to measure it")
         check_key_bytes(self.key_bytes)
-        check_rescore(self.rescore)
 
     def budget(self, head_dim: int) -> int:
         """Most bytes per key."""
@@ -125,8 +116,8 @@ class SketchOptions:
 class SketchIndex(RunsIndex):
     """Scan of a query-aware sketch of the keys, exact scores for the best of it.
 
-    A query that is not finite gets the exact answer, and so does a search for more than one key in four (after
-    `rescore`), for which a sketch saves nothing.
+    A query that is not finite gets the exact answer, and so does a search that would score more than one key in four
+    exactly, for which a sketch saves nothing.
     """
 
     kind: ClassVar[str] = "sketch"
@@ -135,12 +126,11 @@ class SketchIndex(RunsIndex):
     Options = SketchOptions
     hides_first_keys: ClassVar[bool] = True
 
-    def __init__(self, keys: KeyRuns, arguments: SketchArguments, key_side: npt.NDArray[np.float32], rescore: int):
+    def __init__(self, keys: KeyRuns, arguments: SketchArguments, key_side: npt.NDArray[np.float32]) -> None:
         """key_side (rank, head_dim): B. Callers use `build`."""
         self._keys = keys
         self._search = arguments
         self._key_side = key_side
-        self._rescore = rescore
         self._measured = len(self)
         """How many keys the steps were taken from."""
         self._way = Way(arguments.front.key_bytes, arguments.passing, arguments.leaves.share)
@@ -164,7 +154,7 @@ class SketchIndex(RunsIndex):
         Raises ConfigError without finite training queries, ShapeError for keys that are not finite.
         """
         runs = KeyRuns(keys, fmt)
-        dim, share = fmt.dim_of(keys), options.share
+        dim = fmt.dim_of(keys)
         queries, _ = check_training(training.queries, None, dim, len(keys))
         held, queries = _held_out(queries)
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
@@ -180,12 +170,12 @@ class SketchIndex(RunsIndex):
         wide, narrow = allocate(variances, options.budget(dim))
         query_side, key_side = (_cut(side, wide + narrow) for side in sides)
         nothing, none = np.empty((0, len(key_side)), np.float32), no_leaves(len(key_side))
-        rows_of_none, way = empty_rows(nothing, wide, 0), way_for_few(len(key_side), 1.0 if share is None else share)
+        rows_of_none, way = empty_rows(nothing, wide, 0), way_for_few(len(key_side))
         front = empty_front(plan_front(nothing, rows_of_none.mean, [way.size])[way.size], 0)
         empty = SketchArguments(rows_of_none, front, np.empty(0, np.int32), 0, query_side, none, way.passing, 0, 0)
-        index = cls(runs, empty, key_side, int(options.rescore))
+        index = cls(runs, empty, key_side)
         index._way = way
-        index._encode_all(runs.within(len(keys)), len(keys), share is None or share < 1, training.coder, held, share)
+        index._encode_all(runs.within(len(keys)), len(keys), True, training.coder, held)
         return index
 
     def _encode_all(
@@ -195,17 +185,16 @@ class SketchIndex(RunsIndex):
         leafy: bool,
         coder: RowCoder | None = None,
         held: npt.NDArray[np.float32] | None = None,
-        share: float | None = None,
     ) -> None:
         """Code the keys of `arrays`, ids from 0 on; leafy: in leaves. Raises NotFiniteError.
 
-        coder: codes the keys, of one array, elsewhere. held: queries (heads, m, head_dim) to fit
-        the search to; None: as before. share: of the leaves, given.
+        coder: codes the keys, of one array, elsewhere. held: queries (heads, m, head_dim) to fit the search to; None:
+        as before.
         """
         wide = self._search.keys.wide
         made = ordered_keys(arrays, self._keys.fmt, self._key_side, wide, room=room, leafy=leafy, coder=coder)
         if held is not None and len(self) >= FEW_KEYS:
-            self._fit(made, held, share)
+            self._fit(made, held)
         front, leaves = made.front(self._way.size), made.leaves._replace(share=self._way.share)
         total, side = sum(len(array) for array in arrays), self._search.query_side
         whole = total // BLOCK
@@ -214,11 +203,8 @@ class SketchIndex(RunsIndex):
         )
         self._measured = total
 
-    def _fit(self, made: Ordered, queries: npt.NDArray[np.float32], share: float | None) -> None:
-        """Search as queries (heads, m, head_dim) need it that nothing was learned from; the heads look together.
-
-        share: of the leaves, given.
-        """
+    def _fit(self, made: Ordered, queries: npt.NDArray[np.float32]) -> None:
+        """Search as queries (heads, m, head_dim) need it that nothing was learned from; the heads look together."""
         held = np.ascontiguousarray(queries.transpose(1, 0, 2).reshape(-1, queries.shape[2]))
         if not len(held):
             return
@@ -227,8 +213,7 @@ class SketchIndex(RunsIndex):
         best = projected(keys[0][found.ids.ravel()], fmt, self._key_side)
         told = held_for(made, self._search.query_side, held, found, best, len(queries))
         plans = plan_front(made.numbers, made.keys.mean, sizes_for(len(self._key_side)))
-        way = best_way(told, plans, self.rescore_count(HELD_K), share is None)
-        self._way = way if share is None else way._replace(share=float(share))
+        self._way = best_way(told, plans, self.rescore_count(HELD_K))
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, projected as the first ones were; see KeyIndex.insert. Raises ShapeError.
@@ -281,7 +266,7 @@ class SketchIndex(RunsIndex):
 
     def rescore_count(self, k: int) -> int:
         """How many keys get an exact score when the best k are wanted."""
-        return rescore_count(self._rescore, k)
+        return rescore_count(RESCORE, k)
 
     def search_arguments(self) -> SketchArguments:
         """What a compiled search of this index needs besides the keys; another object after every change."""
@@ -321,7 +306,7 @@ class SketchIndex(RunsIndex):
 
     def state(self) -> dict[str, StateValue]:
         self._saving = True
-        return {"rescore": self._rescore, "measured": self._measured, **saved_arguments(self._search, self._key_side)}
+        return {"measured": self._measured, **saved_arguments(self._search, self._key_side)}
 
     @classmethod
     def from_state(
@@ -333,10 +318,10 @@ class SketchIndex(RunsIndex):
         coder: Any = None,
         trusted: bool = False,
     ) -> SketchIndex:
-        rescore, measured = state.get("rescore"), state.get("measured", len(keys))
-        if not isinstance(rescore, int) or not isinstance(measured, int):
+        measured = state.get("measured", len(keys))
+        if not isinstance(measured, int):
             raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
-        index = cls(KeyRuns(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys), trusted), rescore)
+        index = cls(KeyRuns(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys), trusted))
         index._measured = measured
         return index
 

@@ -95,8 +95,7 @@ VARIANTS: dict[str, Variant] = {
         Variant("hnsw", "hnsw", {"metric": "l2"}, "ef_search", EFS, "float32"),
         Variant("hnsw-ip", "hnsw", {"metric": "ip"}, "ef_search", EFS, "float32"),
         Variant("hnswlib", "hnswlib", {}, "ef_search", EFS, "float32"),
-        Variant("roargraph", "roargraph", {"exact_below": 0}, "beam", BEAMS, "codes"),
-        Variant("roargraph-per-head", "roargraph", {"exact_below": 0, "per_query_head": True}, "beam", BEAMS, "codes"),
+        Variant("roargraph", "roargraph", {}, "beam", BEAMS, "codes"),
         Variant("sketch-24", "sketch", {"key_bytes": 24}, row_bytes="codes", shared=True),
         Variant("sketch", "sketch", {}, row_bytes="codes", shared=True),
     )

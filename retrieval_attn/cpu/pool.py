@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from retrieval_attn.compile.beacon import note_pool
 from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.index.cores import allowed_cores, usable_cores
 from retrieval_attn.index.task.atomics import (
@@ -62,7 +61,7 @@ _DONE = 384
 _ERROR = 512
 _LOCK = 640
 _SLEEPERS, _ALARM = 768, 776
-_BUSY, _BUSY_BYTES = 896, 128  # from here on one for each worker: its task and 1 more while it runs one, else 0
+_BYTES = 896
 
 _OPEN, _CLOSED, _FORKED = 1, 2, 3
 CLOSED, FORKED = -2, -3
@@ -83,9 +82,7 @@ def _take_tasks(control, worker, claim):
             return count
         if atomic_exchange_if(control + _CLAIM, claim, claim - 1):
             task = tasks - (claim & _LEFT)
-            atomic_swap(control + _BUSY + _BUSY_BYTES * worker, task + 1)
             code = call_task(function, descriptor, task, worker)
-            atomic_swap(control + _BUSY + _BUSY_BYTES * worker, 0)
             if code != 0:
                 if code < 0 or code > 0x7FFFFFFF:
                     code = np.int64(0x7FFFFFFF)
@@ -237,7 +234,7 @@ class Pool:
             raise ConfigError(f"cpus {unknown} are not among those this process may use: {allowed_cores()}")
         self.threads, self.cpus = threads, tuple(cpus)
         """Threads that work on a job at once, and cores that the started ones are pinned to, () for none."""
-        words = (_BUSY + _BUSY_BYTES * (1 + started)) // 8
+        words = _BYTES // 8
         memory = np.zeros(words + 16, np.int64)
         control = memory[-memory.ctypes.data % 128 // 8 :][:words]
         control[_CALLER_WORKS // 8] = caller_works
@@ -246,7 +243,6 @@ class Pool:
         self._control = control
         self._started = started
         compile_pool()
-        note_pool(self.address, self.address + _BUSY, self.workers)
         workers = [
             threading.Thread(
                 target=_enter,

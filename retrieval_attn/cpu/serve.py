@@ -20,9 +20,6 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic as _numba_intrinsic
 
-from retrieval_attn.compile import beacon
-from retrieval_attn.compile.beacon import ANSWERS, AWAITS_REQUEST, IDLE, SEARCHES
-from retrieval_attn.compile.stall_watch import watch_if_asked
 from retrieval_attn.index.task.atomics import at_address, atomic_load, atomic_swap, nanoseconds, pause, yield_core
 
 intrinsic: Any = _numba_intrinsic
@@ -37,8 +34,7 @@ intrinsic: Any = _numba_intrinsic
     BEGUN,  # an event in it just before the replay
     LIMIT,  # nanoseconds to wait for a request once that event is over
     SERVED,  # calls that were answered, written by `serve_calls`
-    BEACON,  # address of a slot of `beacon.py`: what is being done now
-) = range(9)
+) = range(8)
 HEAD_WORDS = 16
 # A row. ASKED, SEARCHED, ANSWERED: when, in nanoseconds of `atomics.nanoseconds`, written by `serve_calls`.
 REQUEST, FUNCTION, ARGUMENT, ANSWER, ASKED, ANSWERED, SEARCHED = range(7)
@@ -118,41 +114,25 @@ def _write_answer(head, address):
 
 
 @njit(nogil=True, cache=True)
-def _note(slot, phase, call):
-    """Write down what is done from now on: words of a line that nobody else writes."""
-    atomic_swap(slot + 8 * beacon.SINCE, nanoseconds())
-    atomic_swap(slot + 8 * beacon.CALL, call)
-    atomic_swap(slot + 8 * beacon.PHASE, phase)
-
-
-@njit(nogil=True, cache=True)
 def serve_calls(table):
     """Serve the table at address `table` for one replay, which was launched. Returns 0, or why it ended early."""
     head = carray(at_address(table), (HEAD_WORDS,), np.int64)
     rows = carray(at_address(table + 8 * HEAD_WORDS), (head[CALLS], ROW_WORDS), np.int64)
-    slot = head[BEACON]
-    atomic_swap(slot + 8 * beacon.CALLS, head[CALLS])
-    atomic_swap(slot + 8 * beacon.GENERATION, head[GENERATION])
     for i in range(head[CALLS]):
         row = rows[i]
-        _note(slot, AWAITS_REQUEST, i)
         code = _await_request(head, row)
         row[ASKED] = nanoseconds()
         if code == 0:
-            _note(slot, SEARCHES, i)
             _call(row[FUNCTION], row[ARGUMENT])
             row[SEARCHED] = nanoseconds()
-            _note(slot, ANSWERS, i)
             _write_answer(head, row[ANSWER])
         row[ANSWERED] = nanoseconds()
         if code != 0:
             head[SERVED] = i
             for j in range(i, head[CALLS]):
                 _write_answer(head, rows[j, ANSWER])
-            _note(slot, IDLE, i)
             return code
     head[SERVED] = head[CALLS]
-    _note(slot, IDLE, head[CALLS])
     return np.int64(0)
 
 
@@ -168,10 +148,8 @@ class Server:
         self.head, self.rows = self._words[:HEAD_WORDS], self._words[HEAD_WORDS:].reshape(MAX_CALLS, ROW_WORDS)
         self.head[QUERY_STREAM], self.head[QUERY_EVENT] = functions
         self.head[LIMIT] = int(limit_seconds * 1e9)
-        self.head[BEACON] = self.slot = beacon.new_slot()
         self.table = int(self._words.ctypes.data)
         compile_server()
-        watch_if_asked()
 
     def add(self, *, request: int, function: int, argument: int, answer: int) -> None:
         """One call more: addresses of its words, and void function(argument)."""
@@ -181,7 +159,6 @@ class Server:
     def prepare(self, generation: int, stream: int, event: int) -> None:
         """Before a replay: its number, its stream, and an event in it at the replay's beginning."""
         self.head[GENERATION], self.head[STREAM], self.head[BEGUN], self.head[SERVED] = generation, stream, event, 0
-        beacon.note_thread(self.slot)
 
     @property
     def served(self) -> int:

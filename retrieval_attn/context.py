@@ -83,6 +83,10 @@ class Context:
         rows = self._cache.batch.sequences
         return rows[0].token_ids if rows else ()
 
+    def __repr__(self) -> str:
+        """Return the number of tokens and the model's name."""
+        return f"<Context of {self.num_tokens:,} tokens, model {self.model.config.name_or_path!r}>"
+
     @property
     def num_tokens(self) -> int:
         """Tokens that are attended to, template and begin-of-sequence token included; not those that are forgotten."""

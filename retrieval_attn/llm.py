@@ -119,6 +119,10 @@ class LLM:
             move_table(self.model)
         enable(self.model, self.config)
 
+    def __repr__(self) -> str:
+        """Return the model's name, its device and the tokens that memory was planned for."""
+        return f"<LLM {self.model.config.name_or_path!r} on {self.device}, up to {self.max_context:,} tokens>"
+
     def _require_memory(
         self,
         model_config: Any,

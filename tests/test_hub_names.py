@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -88,3 +89,9 @@ def test_plan_downloads_the_config_alone(tmp_path: Path) -> None:
 def test_names_that_no_model_has(name: str) -> None:
     with pytest.raises(InputDataError, match="could not be read"):
         ra.plan(name)
+
+
+def test_models_and_contexts_print_what_they_are() -> None:
+    llm = ra.LLM("bundled", device="cpu", max_context=1024)
+    assert re.fullmatch(r"<LLM '.*bundled' on cpu, up to 1,024 tokens>", repr(llm))
+    assert re.fullmatch(r"<Context of \d+ tokens, model '.*bundled'>", repr(llm.read("The sky is blue.")))

@@ -177,7 +177,7 @@ class DeviceIndex(RunsIndex):
         finer, rows = layout.finer_for(head.head_dim), layout.int8_rows * (head.head_dim + head.value_dim)
         codes = layout.codes_on_host * layout.bytes_for(head.head_dim)
         texts = ["codes"] * bool(codes) + ["finer codes"] * bool(finer) + ["int8 rows"] * bool(rows)
-        text = f"{', '.join(texts)} for the GPU" if texts else "no bytes: codes lie on the GPU"
+        text = f"{', '.join(texts)}: read by the GPU" if texts else "none: the index is on the GPU"
         return (HeldBytes(codes + finer + rows, None, text),)
 
     @classmethod

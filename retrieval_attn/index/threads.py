@@ -61,8 +61,8 @@ def say_if_threads_spin() -> bool:
     if load < cores / 2:
         return False
     log.warning(
-        "other programs use this processor (load %.1f on %d cores), and OpenMP's threads, which torch uses, spin while "
-        "they wait: steps may take ten times as long. Set OMP_WAIT_POLICY=passive before Python starts.",
+        "the CPU is busy (load %.1f on %d cores): set OMP_WAIT_POLICY=passive before starting Python, or decoding can "
+        "be 10 times slower.",
         load,
         cores,
     )

@@ -142,7 +142,7 @@ class Arithmetic:
                 self.chunk * size.chunks.token_bytes(self.chunk),
                 f"{self.chunk:,} tokens{', in a layer with a state' if size.chunks.in_state(self.chunk) else ''}",
             ),
-            Item("blocks of no use", size.chunks.unusable(self.chunk), "kept by the allocator beside a chunk, assumed"),
+            Item("fragmentation", size.chunks.unusable(self.chunk), "memory that the allocator cannot use (estimate)"),
             Item(
                 "codes of keys",
                 n * size.coded_token_bytes + size.spare_codes,

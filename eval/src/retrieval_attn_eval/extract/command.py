@@ -7,7 +7,7 @@ import argparse
 from retrieval_attn_eval.extract.suite import ExtractSuite
 from retrieval_attn_eval.suite import arguments
 
-HELP = "many facts of a long text at once, as JSON"
+HELP = "benchmark: extract many facts of a long text at once, as JSON"
 
 __all__ = ["add_arguments", "run"]
 

@@ -85,8 +85,8 @@ def test_a_client_that_leaves(state: State) -> None:
     llm = llm_of()
     leaving = asked(3_500 if state is State.READING else 40, 5, 150, priority="batch")
     other = asked(30, 6, 150)
-    pages = 1 if state is State.WAITING else 3
-    with engine_of(llm, rows=1, pages=pages, inter_token_seconds=0.001) as engine:
+    ahead = 0 if state is State.WAITING else 2
+    with engine_of(llm, rows=1, ahead=ahead, inter_token_seconds=0.001) as engine:
         if state in (State.WAITING, State.READY):  # the slot is taken
             first = engine.submit(other)
             until_state(engine, first, State.DECODING)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from retrieval_attn.attention.held import HeldTokens
 from retrieval_attn.engine import saved_text
+from retrieval_attn.engine.job import State
 from retrieval_attn.engine.scheduler import Scheduler, StepPlan
 from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.engine.tree import Tree
@@ -48,9 +49,14 @@ def watched() -> Iterator[Actions]:
     """
     actions = Actions()
 
-    def planned(plan: StepPlan, *_: Any) -> None:
-        actions.note("park", len(plan.park))
-        actions.note("resume", len(plan.resume))
+    parked: set[str] = set()
+
+    def planned(plan: StepPlan, scheduler: Scheduler, *_: Any) -> None:
+        now = set(scheduler._places.held[State.PARKED])
+        actions.note("park", len(now - parked))
+        actions.note("resume", sum(scheduler.state(job) is State.DECODING for job in parked - now))
+        parked.clear()
+        parked.update(now)
         actions.note("joint step", len(plan.decode) > 1)
 
     def cancelled(_: Any, scheduler: Scheduler, job: str) -> None:

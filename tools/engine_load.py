@@ -169,7 +169,7 @@ def main() -> int:
     llm: Any = llm_of(model, number_tokenizer(vocabulary), args.index)
     seconds = min(LOOK_SECONDS, args.minutes * 60 / LOOKS)
     began = time.monotonic()
-    limits = replace(default_limits(model, llm.config), rows=2, pages=4, inter_token_seconds=0.01, waiting=64)
+    limits = replace(default_limits(model, llm.config), rows=2, inter_token_seconds=0.01, waiting=64)
     known, looks, answers = Request((tuple(range(4, 90)) * 3, (5, 6, 7)), 20), list[Look](), set[tuple[int, ...]]()
     with tempfile.TemporaryDirectory() as folder, watched() as actions:
         store = Library(Path(folder), vocabulary).store(llm)

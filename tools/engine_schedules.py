@@ -2,11 +2,12 @@
 
 python -m tools.engine_schedules --schedules 500
 
-Of each schedule, arrivals, lengths, documents that begin alike, saved contexts, saves, sampling, cancels, slots, pages,
-the memory for requests and for shared prefixes, which of these are attended to exactly, where no context is named, and
-the kind of index are random; a tiny model in float32 with seeded weights. What is alone reads everything itself:
-nothing shared, no store. Prints how often rows were parked, windows spilled, spans split, nodes evicted, contexts
-opened and saved, and requests cancelled in each state. Exit status 1 and the seed for the first answer that differs.
+Of each schedule, arrivals, lengths, documents that begin alike, saved contexts, saves, sampling, cancels, slots,
+prompts read ahead, the memory for requests and for shared prefixes, which of these are attended to exactly, where no
+context is named, and the kind of index are random; a tiny model in float32 with seeded weights. What is alone reads
+everything itself: nothing shared, no store. Prints how often rows were parked, windows spilled, spans split, nodes
+evicted, contexts opened and saved, and requests cancelled in each state. Exit status 1 and the seed for the first
+answer that differs.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Schedule:
     seed: int
     coming: list[Coming]
     rows: int
-    pages: int
+    ahead: int
     host_tokens: int | None
     shared_bytes: int
     index: str
@@ -116,7 +117,7 @@ def schedule_of(seed: int, count: int, vocabulary: int, contexts: bool = False) 
         seed,
         coming,
         rows,
-        rows + chance.choice((0, 1, 2)),
+        chance.choice((0, 1, 2)),
         chance.choice((None, None, MOST_TOKENS, 2 * MOST_TOKENS)),
         chance.choice((0, 40_000, 300_000, 1 << 26)),
         chance.choice(("auto", "flat", "device")),
@@ -158,7 +159,7 @@ class Library:
 def run(llm: Any, schedule: Schedule, library: Library | None = None, actions: Actions | None = None) -> list[Answered]:
     """All requests of a schedule by one engine, whose books are checked after each."""
     limits = replace(
-        default_limits(llm.model, llm.config), rows=schedule.rows, pages=schedule.pages, inter_token_seconds=0.01
+        default_limits(llm.model, llm.config), rows=schedule.rows, ahead=schedule.ahead, inter_token_seconds=0.01
     )
     if schedule.host_tokens is not None:
         limits = replace(limits, host_bytes=schedule.host_tokens * limits.token_bytes)

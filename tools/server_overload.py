@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -33,7 +34,6 @@ from urllib.parse import urlsplit
 
 from tests.server.process import ANSWER, QUESTION, WORDS, Served, document, processes, serving
 from tools.http_load import Heard, LoadClient
-from tools.simulate_batches import quantile
 
 CHAT = "/v1/chat/completions"
 CONVERSATIONS = 32
@@ -48,6 +48,12 @@ RETRY_SECONDS = 60
 """The longest Retry-After that makes sense."""
 ROOM = {"rss": 32 << 20, "threads": 2, "files": 16, "nodes": 64, "tree_bytes": 8 << 20}
 """What medians of a fifth of the looks may differ by: pieces of the allocator, clients that are there by chance."""
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that `share` of the values do not exceed; nan of none."""
+    order = sorted(values)
+    return order[max(math.ceil(share * len(order)) - 1, 0)] if order else math.nan
 
 
 @dataclass(frozen=True)

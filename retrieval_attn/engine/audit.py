@@ -34,7 +34,7 @@ def _check_node(node: Node, children: Sequence[Node]) -> None:
         raise AssertionError(f"{node!r} has {node.leases} leases, but its children's references do not add up")
     if node.held_children != sum(child.in_memory for child in children):
         raise AssertionError(f"{node!r} counts {node.held_children} children in memory, which is wrong")
-    if node.parent is not None and not (node.in_memory or node.stored or node.refs or children):
+    if node.parent is not None and not (node.in_memory or node.refs or children):
         raise AssertionError(f"{node!r} is of no use, but in the tree")
     for child in children:
         inside = child.at < len(node) and node.ids[child.at] == child.ids[0]

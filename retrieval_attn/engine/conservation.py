@@ -1,4 +1,4 @@
-"""Conservation: every page, byte and slot is free or held by one job; each job is in one state. Imports no torch."""
+"""Conservation: every byte and slot is free or held by one job; each job is in one state. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ def check_conservation(limits: Limits, places: Places, queues: Mapping[bool, Fai
 
     states = Counter(entry.state for entry in entries.values())
     rows = states[State.READING] + states[State.READY] + states[State.DECODING]
-    _equal("free + held pages", places.free_pages + limits.row_pages * rows, limits.pages)
+    _require(rows <= limits.rows + limits.ahead, f"{rows} jobs are admitted and not parked")
     held_bytes = sum(limits.job_bytes(entry.job) for entry in entries.values() if entry.state is not State.WAITING)
     _equal("free + held host bytes", places.unreserved_bytes + held_bytes, limits.host_bytes)
-    _require(places.free_pages >= 0, f"{places.free_pages:,} free pages")
     _require(places.unreserved_bytes >= 0, f"{places.unreserved_bytes:,} free host bytes")
     slots = [*places.free_slots, *(entry.slot for entry in seated)]
-    _equal("free + taken slots", sorted(slots), list(range(limits.decoding_rows)))
+    _equal("free + taken slots", sorted(slots), list(range(limits.rows)))
     _equal("jobs with a slot", sum(entry.slot >= 0 for entry in entries.values()), len(seated))
     for entry in entries.values():
         most = entry.job.max_tokens

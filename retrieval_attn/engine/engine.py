@@ -85,12 +85,8 @@ def default_limits(model: PreTrainedModel, config: Config) -> Limits:
     shape, chunk = model_shape(model), min(config.prefill_chunk, READ_TOKENS)
     return Limits(
         rows=ROWS,
-        pages=ROWS + 2,
-        row_pages=1,
         host_bytes=int(available_host_bytes() * HOST_SHARE),
         token_bytes=max(1, HostSize(shape, config).token_bytes),
-        row_seconds=0.0,
-        step_seconds=1.0,
         inter_token_seconds=INTER_TOKEN_SECONDS,
         chunk_tokens=chunk,
         layers=shape.layers,
@@ -172,7 +168,7 @@ class Engine:
             self._require_open()
             self._scheduler.submit(job, time.monotonic())
             self._rows[number] = row
-            if context is not None and len(self._rows) > self._limits.decoding_rows:  # it waits
+            if context is not None and len(self._rows) > self._limits.rows:  # it waits
                 self._expected.add(number, context)
             self._changed.notify_all()
 
@@ -201,7 +197,7 @@ class Engine:
         """
         document = self._template.context_ids(text) if isinstance(text, str) else text
         ids = self._intake.whole_ids(document, context)
-        match = (self._tree or Tree()).match([*ids, 0], namespace, in_memory=True, leased=True)
+        match = (self._tree or Tree()).match([*ids, 0], namespace, leased=True)
         assert match.lease is not None
         with match.lease:
             node = match.node
@@ -226,7 +222,7 @@ class Engine:
         the model, EngineFullError if the engine is closed, and what reading raises.
         """
         self._empty.require_room(tokens or 1)
-        warm_up = WarmUp.of(rows, tokens, draws, progress, most=self._limits.decoding_rows)
+        warm_up = WarmUp.of(rows, tokens, draws, progress, most=self._limits.rows)
         with self._changed:
             self._require_open()
             done = self._warm_ups.add(warm_up)
@@ -237,7 +233,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """waiting, rows: now; filled: share of slots filled in steps; shared: the tree's counts; and `Counts.plain`."""
         with self._changed:
-            filled = self._counts.filled / max(1, self._counts.steps * self._limits.decoding_rows)
+            filled = self._counts.filled / max(1, self._counts.steps * self._limits.rows)
             now = {"waiting": self._scheduler.waiting, "rows": self._scheduler.filled, "filled": filled}
             return {**now, **self._counts.plain, "shared": TreeStats() if self._tree is None else self._tree.stats}
 

@@ -35,12 +35,8 @@ class Entry:
     overtaken: int = 0
 
     @property
-    def has_pages(self) -> bool:
-        return self.state in (State.READING, State.READY, State.DECODING)
-
-    @property
     def has_bytes(self) -> bool:
-        return self.has_pages or self.state is State.PARKED
+        return self.state not in (State.WAITING, State.GONE)
 
     @property
     def wants_step(self) -> bool:

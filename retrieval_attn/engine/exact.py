@@ -75,7 +75,7 @@ class ExactPool:
         if not tokens:
             return None
         if pages is None:
-            room = exact_device_bytes(model, config, limits.pages // limits.row_pages)
+            room = exact_device_bytes(model, config, limits.rows + limits.ahead)
             room = limits.host_bytes // 4 if room is None else room
             stored = config.replace(host_dtype="int8" if int8 else "auto")
             token_bytes = HostSize(model_shape(model), stored).token_bytes
@@ -126,7 +126,7 @@ class ExactPool:
         return self._pool.counts()
 
     def check(self) -> None:
-        """Raise AssertionError unless every page is free or had, once."""
+        """Raise AssertionError unless every page is free or held, once."""
         self._pool.check()
 
 

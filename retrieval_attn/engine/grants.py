@@ -45,7 +45,6 @@ class Grants:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._decode = 0.0
-        self._decoded_rows = 0
         self._cells: dict[str, tuple[tuple[float, float], ...]] = dict.fromkeys((SHORT, LONG, END), ((0.0, 1.0),))
         self._saved = 0.0
         self._patience = PATIENCE
@@ -68,7 +67,7 @@ class Grants:
     def measured_step(self, rows: int, seconds: float) -> None:
         """What a step of so many rows took."""
         if rows and seconds > 0:
-            self._decode, self._decoded_rows = seconds, rows
+            self._decode = seconds
 
     def plan(self, reading: Iterable[Entry], rows: int, now: float) -> tuple[tuple[str, int], ...]:
         """Cells for readings, interactive ones first and each kind by age, beside a step of `rows` rows.
@@ -100,7 +99,7 @@ class Grants:
 
     def _step(self, rows: int) -> float:
         """Seconds that a step of so many rows may take."""
-        return self._decode + self._limits.row_seconds * max(rows - self._decoded_rows, 0) if rows else 0.0
+        return self._decode if rows else 0.0
 
     def _share(self, turn: Iterable[Entry], rows: int) -> Iterator[tuple[str, int]]:
         limits, step = self._limits, self._step(rows)

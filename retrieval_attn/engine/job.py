@@ -17,8 +17,8 @@ PRIORITIES: tuple[Priority, ...] = ("interactive", "batch")
 class State(StrEnum):
     """Where a job is: waiting -> reading -> ready -> decoding <-> parked -> gone; from each of them it may be gone.
 
-    waiting: holds nothing. reading: its prompt is read between steps; pages and host bytes are reserved. ready: read,
-    without a slot. decoding: has a slot, and gets a token in every step. parked: read, holds host bytes alone. gone: it
+    waiting: holds nothing. reading: its prompt is read between steps; host bytes are reserved. ready: read, without a
+    slot. decoding: has a slot, and gets a token in every step. parked: read, gave its slot to another job. gone: it
     holds nothing and is forgotten; so is a job that was never submitted.
     """
 

@@ -1,9 +1,9 @@
-"""Limits: what all jobs together may hold, and how long a step may take. Imports no torch."""
+"""Limits of what all jobs together hold, and of the time between tokens. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from math import floor, isfinite
+from math import isfinite
 
 from retrieval_attn.engine.job import Job
 from retrieval_attn.errors import AdmissionError, ConfigError
@@ -13,28 +13,22 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What the scheduler shares out. Raises ConfigError where not even one row could run.
+    """What the scheduler shares out. Raises ConfigError for values out of range.
 
-    rows: most rows of a step. pages: of the device, for all jobs together. row_pages: a constant, what a job holds from
-    the start of its reading on, but not while it is parked. host_bytes: for keys and values of all jobs. token_bytes:
-    of one token, all layers. row_seconds: host time of one row's step; step_seconds: bound on the sum over a step's
-    rows. inter_token_seconds: from one token to the next; reads take what decoding leaves of it. waiting: most jobs
-    that wait. promote_seconds: age from which a batch job counts as interactive.
+    rows: most rows of a step. host_bytes: for keys and values of all jobs. token_bytes: of one token, all layers.
+    inter_token_seconds: from one token to the next; reads take what decoding leaves of it. waiting: most jobs that
+    wait. promote_seconds: age from which a batch job counts as interactive.
 
     chunk_tokens, layers: a cell of reading is a chunk in one layer, or the layer's end; a prompt of at most one chunk
     is short, and overtakes. ahead: jobs that are read although no slot is free, so that the next one to get a slot is
-    ready; give pages for rows + ahead, or slots stay empty while prompts are read. quantum_tokens: what an owner may be
-    ahead of others before these come first. shared_device_bytes: of GPUs, for prefixes in the tree; None: no bound, as
-    where the model runs on a CPU, and all of them counts as the host's.
+    ready: at most rows + ahead jobs are admitted and not parked. quantum_tokens: what an owner may be ahead of others
+    before these come first. shared_device_bytes: of GPUs, for prefixes in the tree; None: no bound, as where the model
+    runs on a CPU, and all of them counts as the host's.
     """
 
     rows: int
-    pages: int
-    row_pages: int
     host_bytes: int
     token_bytes: int
-    row_seconds: float
-    step_seconds: float
     inter_token_seconds: float
     waiting: int = 1024
     promote_seconds: float = 60.0
@@ -53,20 +47,6 @@ class Limits:
             right = isinstance(value, int | float) if kind is float else isinstance(value, int)
             if isinstance(value, bool) or not right or not isfinite(value) or value < least:
                 raise ConfigError(f"{name} must be a finite {kind.__name__} >= {least}, got {value!r}.")
-        if self.row_pages > self.pages:
-            raise ConfigError(f"A row holds {self.row_pages:,} pages, of {self.pages:,} in all: give more pages.")
-        if self.decoding_rows < 1:
-            raise ConfigError(
-                f"A row takes {self.row_seconds} s of a step, and step_seconds allows {self.step_seconds}: give more."
-            )
-
-    @property
-    def decoding_rows(self) -> int:
-        """Rows of a step: as many as there are slots and as their searches fit step_seconds."""
-        if self.row_seconds == 0:
-            return self.rows
-        # .06 / .002 is 29.999...: a rounding error must not cost a row
-        return min(self.rows, floor(self.step_seconds / self.row_seconds * (1 + 1e-12)))
 
     def sharing(self, device_bytes: int | None) -> Limits:
         """With this bound of what the tree has on GPUs; None: as they are. Raises ConfigError without a GPU."""

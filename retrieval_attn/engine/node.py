@@ -40,22 +40,20 @@ class Place(NamedTuple):
 class Node:
     """A span of ids behind a place of its parent. Compared by identity; only the tree writes to it.
 
-    ids: int32 (tokens,), read-only. start: tokens before the span. held: None where the node is known, but not in
-    memory. sizes: of held, as it was when it came. rebuild_seconds: what it would take to make held anew. used: the
-    tree's clock at its last use. refs: leases on this node and on all nodes below it; leases: on this node alone. name,
-    digest: text by which an engine finds the node in its store, "" without; opaque here. gone: no longer in the tree.
+    ids: int32 (tokens,), read-only. start: tokens before the span. held: None of the root, and after eviction. sizes:
+    of held, as it was when it came. rebuild_seconds: what it would take to make held anew. used: the tree's clock at
+    its last use. refs: leases on this node and on all nodes below it; leases: on this node alone. gone: no longer in
+    the tree.
     """
 
     __slots__ = (
         "at",
         "branches",
-        "digest",
         "gone",
         "held",
         "held_children",
         "ids",
         "leases",
-        "name",
         "namespace",
         "number",
         "parent",
@@ -81,8 +79,6 @@ class Node:
         self.used = 0.0
         self.refs = 0
         self.leases = 0
-        self.name = ""
-        self.digest = ""
         self.gone = False
         self.branches: Branches | None = None
 
@@ -105,11 +101,6 @@ class Node:
     def in_memory(self) -> bool:
         """Whether held is there; the root has nothing to hold."""
         return self.held is not None or self.parent is None
-
-    @property
-    def stored(self) -> bool:
-        """Whether an engine can bring it from a store."""
-        return bool(self.digest or self.name)
 
     def path(self) -> list[Node]:
         """Nodes from the first below the root to this one."""

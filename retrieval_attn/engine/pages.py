@@ -1,4 +1,4 @@
-"""PagePool: which pages of a fixed buffer are taken, and by how many. It knows numbers only. Imports no torch."""
+"""PagePool: the free and the held pages of a fixed buffer, by number. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ PageIds = NDArray[np.int32]
 
 
 class PageCounts(NamedTuple):
-    """free + held + shared == total. held: pages that one has; shared: pages that several have."""
+    """free + held == total."""
 
     free: int
     held: int
-    shared: int
     total: int
 
 
 class PagePool:
-    """Pages by number, each with a count of those who have it. Every operation takes O(1) per page.
+    """Pages by number, each free or held once. Every operation takes O(1) per page.
 
     Deterministic: the page that was freed last is taken first, since its memory is most likely still in a cache. All
-    methods may be called by any thread: in an engine, the thread that plans steps takes and shares pages, and the one
-    whose copies to the host have landed frees them. An operation that raises has changed nothing.
+    methods may be called by any thread. An operation that raises has changed nothing.
     """
 
     def __init__(self, pages: int, page_tokens: int = 64) -> None:
@@ -43,10 +41,9 @@ class PagePool:
         self.pages = pages
         self.page_tokens = page_tokens
         self._lock = threading.Lock()
-        self._refs = np.zeros(pages, np.int32)
+        self._held = np.zeros(pages, bool)
         self._stack = np.arange(pages, dtype=np.int32)[::-1].copy()  # its first _free entries are free
         self._free = pages
-        self._order = np.zeros(pages, np.int64)
 
     @property
     def free_pages(self) -> int:
@@ -67,63 +64,36 @@ class PagePool:
         with self._lock:
             return self._take(n)
 
-    def share(self, ids: Sequence[int] | PageIds) -> None:
-        """One more has each of these pages. Raises ReleasedError for a page that nobody has."""
-        given = self._checked(ids)
-        with self._lock:
-            if not self._refs[given].all():
-                raise ReleasedError(f"pages {given[self._refs[given] == 0].tolist()} are free and cannot be shared")
-            np.add.at(self._refs, given, 1)
-
     def free(self, ids: Sequence[int] | PageIds) -> int:
-        """One fewer has each of these pages; how many became free.
+        """Give pages back; their number.
 
-        Raises ReleasedError for a page that fewer have than give it back.
+        Raises ReleasedError for a page that is free already, or given twice.
         """
         given = self._checked(ids)
         with self._lock:
-            np.subtract.at(self._refs, given, 1)
-            left = self._refs[given]
-            if left.size and left.min() < 0:
-                np.add.at(self._refs, given, 1)
-                raise ReleasedError(f"pages {sorted(set(given[left < 0].tolist()))} are freed more often than taken")
-            empty = given[left == 0]
-            self._order[empty] = np.arange(len(empty))  # of a page given twice, its last place stays
-            empty = empty[self._order[empty] == np.arange(len(empty))]
-            self._stack[self._free : self._free + len(empty)] = empty[::-1]
-            self._free += len(empty)
-            return len(empty)
-
-    def copy_on_write(self, page: int) -> tuple[int, bool]:
-        """The page to write to in place of one that this caller has, and whether to copy what lies in it first.
-
-        Of a shared page a new one is taken and the old one is given back by this caller. Raises OutOfPagesError where
-        none is free, ReleasedError for a page that nobody has.
-        """
-        (given,) = self._checked([page])
-        with self._lock:
-            if self._refs[given] == 0:
-                raise ReleasedError(f"page {page} is free and cannot be written to; take one first")
-            if self._refs[given] == 1:
-                return int(given), False
-            (new,) = self._take(1)
-            self._refs[given] -= 1
-            return int(new), True
+            once, times = np.unique(given, return_counts=True)
+            wrong = once[(times > 1) | ~self._held[once]]
+            if wrong.size:
+                raise ReleasedError(f"pages {wrong.tolist()} are freed more often than taken")
+            self._held[given] = False
+            self._stack[self._free : self._free + len(given)] = given[::-1]
+            self._free += len(given)
+            return len(given)
 
     def counts(self) -> PageCounts:
-        """Free, held, shared and all pages, of one moment."""
+        """Free, held and all pages, of one moment."""
         with self._lock:
-            return PageCounts(self._free, int((self._refs == 1).sum()), int((self._refs > 1).sum()), self.pages)
+            return PageCounts(self._free, int(self._held.sum()), self.pages)
 
     def check(self) -> None:
-        """Raises AssertionError unless every page is free or had, once, and all are accounted for. O(pages)."""
-        free, held, shared, total = self.counts()
+        """Raise AssertionError unless every page is free or held, once, and all are accounted for. O(pages)."""
+        free, held, total = self.counts()
         with self._lock:
             stack = self._stack[: self._free]
-            if free + held + shared != total or (self._refs < 0).any():
-                raise AssertionError(f"{free} free + {held} held + {shared} shared pages are not {total}")
-            if len(np.unique(stack)) != len(stack) or self._refs[stack].any():
-                raise AssertionError("a page is free twice, or free and had")
+            if free + held != total:
+                raise AssertionError(f"{free} free + {held} held pages are not {total}")
+            if len(np.unique(stack)) != len(stack) or self._held[stack].any():
+                raise AssertionError("a page is free twice, or free and held")
 
     def _take(self, n: int) -> PageIds:
         if n > self._free:
@@ -134,7 +104,7 @@ class PagePool:
             )
         self._free -= n
         ids = self._stack[self._free : self._free + n][::-1].copy()
-        self._refs[ids] = 1
+        self._held[ids] = True
         return ids
 
     def _checked(self, ids: Sequence[int] | PageIds) -> PageIds:

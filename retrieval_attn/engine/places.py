@@ -1,4 +1,4 @@
-"""Where jobs are, and what they hold there: slots, pages, host bytes. Imports no torch."""
+"""Where jobs are, and what they hold there: slots and host bytes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ class Places:
         self._limits = limits
         self.entries: dict[str, Entry] = {}
         self.held: dict[State, dict[str, Entry]] = {state: {} for state in (State.READING, State.READY, State.PARKED)}
-        self.slots: list[Entry | None] = [None] * limits.decoding_rows
-        self.free_slots = list(range(limits.decoding_rows))
-        self.free_pages = limits.pages
+        self.slots: list[Entry | None] = [None] * limits.rows
+        self.free_slots = list(range(limits.rows))
         self.unreserved_bytes = limits.host_bytes
         self.outside_bytes = 0
 
@@ -38,9 +37,10 @@ class Places:
         return self.unreserved_bytes - self.outside_bytes
 
     @property
-    def has_free_pages(self) -> bool:
-        """Enough for one more row."""
-        return self.free_pages >= self._limits.row_pages
+    def has_room(self) -> bool:
+        """Whether fewer than rows + ahead jobs are admitted and not parked."""
+        active = len(self.seated()) + len(self.held[State.READING]) + len(self.held[State.READY])
+        return active < self._limits.rows + self._limits.ahead
 
     def seated(self) -> list[Entry]:
         """Rows in the order of their slots."""
@@ -53,7 +53,7 @@ class Places:
     def room(self) -> dict[bool, int]:
         """Jobs of each priority that slots let in: interactive ones see no batch jobs, for these can be parked."""
         there = [entry.interactive for entry in self.admitted()]
-        most = self._limits.decoding_rows + self._limits.ahead
+        most = self._limits.rows + self._limits.ahead
         return {True: most - sum(there), False: most - len(there)}
 
     def enter(self, entry: Entry) -> None:
@@ -80,7 +80,7 @@ class Places:
 
     def move(self, entry: Entry, state: State) -> None:
         """Change a job's state, and with it what it holds. The caller has seen that there is room."""
-        had_pages, had_bytes = entry.has_pages, entry.has_bytes
+        had_bytes = entry.has_bytes
         if entry.state in self.held:
             del self.held[entry.state][entry.job.id]
         elif entry.state is State.DECODING:
@@ -95,5 +95,4 @@ class Places:
             self.slots[entry.slot] = entry
         elif state is State.GONE:
             del self.entries[entry.job.id]
-        self.free_pages -= self._limits.row_pages * (entry.has_pages - had_pages)
         self.unreserved_bytes -= entry.host_bytes * (entry.has_bytes - had_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from retrieval_attn.engine.node import Held, Node
 from retrieval_attn.engine.sizes import Sizes
@@ -49,10 +49,9 @@ class Residents:
             node.parent.held_children += 1
             self._last.pop(node.parent, None)
 
-    def drop(self, node: Node) -> Held:
-        """The node holds nothing from now on; what it held. It has no child in memory."""
-        held = node.held
-        assert held is not None and not node.held_children
+    def drop(self, node: Node) -> None:
+        """The node holds nothing from now on. It has no child in memory."""
+        assert node.held is not None and not node.held_children
         self.sizes = self.sizes.less(node.sizes)
         del self._nodes[node], self._last[node]
         node.held, node.sizes = None, Sizes()
@@ -60,26 +59,24 @@ class Residents:
             node.parent.held_children -= 1
             if node.parent in self._nodes and not node.parent.held_children:
                 self._last[node.parent] = None
-        return held
 
-    def victims(self, need: Sizes, keep: Collection[Node], now: float) -> Iterator[Node]:
+    def victims(self, need: Sizes, now: float) -> Iterator[Node]:
         """Nodes to give up until so many bytes of each kind are free; the caller drops each before the next is found.
 
         The least worth goes first of those that have bytes of a kind that is still lacking; then those without, that
-        stand before such a one. Never a leased one, one of keep, or one with a child in memory: a parent comes into
-        question when its last child is dropped. O(nodes without children times their depth) for the first, O(log) for
+        stand before such a one. Never a leased one, or one with children: a parent comes into question when its last
+        child is dropped. O(nodes without children times their depth) for the first, O(log) for
         each further one, until another kind is lacking.
         """
-        kept = {before for node in keep if node.held is not None for before in node.path()}.union(keep)
         while (kinds := need.lacking) and (
-            heap := [(*_order(node, now, kinds), node) for node in self._last if _helps(node, kinds, kept)]
+            heap := [(*_order(node, now, kinds), node) for node in self._last if _helps(node, kinds)]
         ):
             heapq.heapify(heap)
             while heap and need.lacking == kinds:
                 node = heapq.heappop(heap)[-1]
                 parent, need = node.parent, need.less(node.sizes)
                 yield node
-                if parent is not None and parent in self._last and _helps(parent, kinds, kept):
+                if parent is not None and parent in self._last and _helps(parent, kinds):
                     heapq.heappush(heap, (*_order(parent, now, kinds), parent))
 
     def check(self) -> None:
@@ -97,10 +94,10 @@ def _order(node: Node, now: float, kinds: Sequence[int]) -> tuple[bool, float, i
     return not node.sizes.of(kinds), worth(node, now, kinds), node.number
 
 
-def _helps(node: Node, kinds: Sequence[int], kept: Collection[Node]) -> bool:
+def _helps(node: Node, kinds: Sequence[int]) -> bool:
     """Whether a node may go, and has bytes of these kinds, or a node that may go after it does."""
     one: Node | None = node
-    while one is not None and one.parent is not None and not one.refs and one not in kept:
+    while one is not None and one.parent is not None and not one.refs:
         if one.sizes.of(kinds):
             return True
         one = one.parent

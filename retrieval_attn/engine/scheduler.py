@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -51,29 +51,18 @@ class Results(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What is to be done, in this order: leave, park, resume, start, decode and, beside or after it, read.
+    """What is to be done, in this order: leave, start, decode and, beside or after it, read.
 
     leave: ended, failed, aborted, or has all its tokens: give everything back; of a job that only waited there is
-    nothing. park: bring its pages to the host. resume: bring them back. start: admitted; its reading begins, or it is
-    ready at once if only the last token of its prompt is unread. decode: rows of this step in the order of their slots.
-    read: jobs and the most cells of each before the next step.
+    nothing. start: admitted; its reading begins, or it is ready at once if only the last token of its prompt is unread.
+    decode: rows of this step in the order of their slots; parked rows are left out. read: jobs and the most cells of
+    each before the next step.
     """
 
     start: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     read: tuple[tuple[str, int], ...] = ()
-    park: tuple[str, ...] = ()
-    resume: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Changes:
-    """What a tick has decided so far."""
-
-    start: list[str] = field(default_factory=list)
-    park: list[str] = field(default_factory=list)
-    resume: list[str] = field(default_factory=list)
 
 
 def _seating_order(entry: Entry) -> tuple[bool, bool, int]:
@@ -185,7 +174,7 @@ class Scheduler:
         self._places.outside_bytes = host_bytes
 
     def check(self) -> None:
-        """Raise AssertionError unless every page, byte and slot is free or held by one job in one state; O(jobs)."""
+        """Raise AssertionError unless every byte and slot is free or held by one job in one state; O(jobs)."""
         check_conservation(self.limits, self._places, self._queues)
 
     def tick(self, results: Results, now: float) -> StepPlan:
@@ -195,19 +184,17 @@ class Scheduler:
         self._take_in(results)
         leave = self._let_go()
         self._promote()
-        changes = _Changes()
-        self._seat(changes)
-        if self._admit(changes):
-            self._seat(changes)
+        self._seat()
+        start = self._admit()
+        if start:
+            self._seat()
         rows = [entry for entry in self._places.seated() if entry.wants_step]
         for entry in rows:
             entry.in_flight += 1
         return StepPlan(
-            start=tuple(changes.start),
+            start=start,
             decode=tuple(entry.job.id for entry in rows),
             read=self._grants.plan(self._places.held[State.READING].values(), len(rows), now),
-            park=tuple(changes.park),
-            resume=tuple(changes.resume),
             leave=leave,
         )
 
@@ -258,46 +245,44 @@ class Scheduler:
         for entry in self._places.admitted():
             entry.interactive = entry.interactive or entry.submitted <= due
 
-    def _seat(self, changes: _Changes) -> None:
+    def _seat(self) -> None:
         """Give slots: to interactive jobs, even a batch row's; then to parked rows; then to batch jobs; each by age."""
         unseated = chain(self._places.held[State.READY].values(), self._places.held[State.PARKED].values())
         for entry in sorted(unseated, key=_seating_order):
             parked = entry.state is State.PARKED
-            fits = self._places.free_slots and (not parked or self._places.has_free_pages)
-            if not fits and not (entry.interactive and self._park_one(changes)):
+            fits = self._places.free_slots and (not parked or self._places.has_room)
+            if not fits and not (entry.interactive and self._park_one()):
                 continue
-            if parked:
-                changes.resume.append(entry.job.id)
             entry.since = self._ticks
             self._places.move(entry, State.DECODING)
 
-    def _park_one(self, changes: _Changes) -> bool:
-        """Take slot and pages from the batch row that came last; not from one that just got them."""
+    def _park_one(self) -> bool:
+        """Take the slot from the batch row that came last; not from one that just got it."""
         rows = [e for e in self._places.seated() if not e.interactive and e.since < self._ticks]
         if not rows:
             return False
         entry = max(rows, key=lambda e: e.order)
         self._places.move(entry, State.PARKED)
-        changes.park.append(entry.job.id)
         return True
 
-    def _admit(self, changes: _Changes) -> bool:
-        """Admit what may be; whether anything was."""
+    def _admit(self) -> tuple[str, ...]:
+        """Admit what may be; ids of the admitted jobs."""
+        start: list[str] = []
         room = self._places.room()
-        while (entry := self._next(room, changes)) is not None:
+        while (entry := self._next(room)) is not None:
             job = entry.job
             room[False] -= 1
             room[True] -= entry.interactive
             entry.charged = entry.interactive
             self._queues[entry.interactive].serve(job.id, job.owner, job.unread_tokens, is_long=entry.is_long)
             self._batch_by_age.pop(job.id, None)
-            changes.start.append(job.id)
+            start.append(job.id)
             self._places.move(entry, State.READING)
             if job.is_there:
                 self._places.move(entry, State.READY)
-        return bool(changes.start)
+        return tuple(start)
 
-    def _next(self, room: Mapping[bool, int], changes: _Changes) -> Entry | None:
+    def _next(self, room: Mapping[bool, int]) -> Entry | None:
         """The job to be admitted now, or None. One that lacks host memory is overtaken a bounded number of times."""
         self.lacking_bytes = 0
         blocked: Entry | None = None
@@ -316,7 +301,7 @@ class Scheduler:
                         self.lacking_bytes = max(blocked.host_bytes - coming, 0)
                         if blocked.overtaken >= OVERTAKES:
                             return None
-                    elif self._places.has_free_pages or (interactive and self._park_one(changes)):
+                    elif self._places.has_room or (interactive and self._park_one()):
                         if blocked is not None:
                             blocked.overtaken += 1
                         return entry

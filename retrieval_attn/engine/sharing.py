@@ -140,7 +140,7 @@ class Sharing:
         """Of a row that has not begun, tokens of its prompt that the tree has now, whole parts of it. Any thread."""
         if len(self.ends) < 2:
             return 0
-        found = tree.match(self.ids[: self.ends[-2] + 1], self.namespace, in_memory=True, again=True).length
+        found = tree.match(self.ids[: self.ends[-2] + 1], self.namespace, again=True).length
         return max((end - self.marks for end in self.ends[:-1] if end <= found), default=0)
 
     def begins_as(self, other: Sharing, tokens: int) -> bool:
@@ -156,7 +156,7 @@ class Sharing:
     ) -> Lease:  # fmt: skip
         """A lease on the node of all these ids, made of the cache where there is none."""
         opened, namespace, seconds = about
-        match = tree.match(np.append(ids, np.int32(0)), self.namespace, in_memory=True, leased=True, again=True)
+        match = tree.match(np.append(ids, np.int32(0)), self.namespace, leased=True, again=True)
         assert match.lease is not None
         with match.lease:
             node, place = match.node, match.place
@@ -199,7 +199,7 @@ def claimed(tree: Tree, ids: Ids, start: int, namespaces: tuple[Namespace, Names
 
     namespaces: of who asks, and of what is read.
     """
-    match = tree.match(ids[: start + 1], namespaces[0], in_memory=True, leased=True, again=True)
+    match = tree.match(ids[: start + 1], namespaces[0], leased=True, again=True)
     assert match.lease is not None
     with match.lease:
         return tree.pending(match, ids[start:], namespaces[1]) if match.length == start else None
@@ -212,7 +212,7 @@ def longest_held(tree: Tree, ids: Ids, ends: Sequence[int], namespace: Namespace
     """
     stop, again = len(ids), known > 0
     while stop > known:
-        match = tree.match(ids[:stop], namespace, in_memory=True, leased=True, again=again)
+        match = tree.match(ids[:stop], namespace, leased=True, again=again)
         assert match.lease is not None
         with match.lease:
             node, tokens = match.node, match.tokens

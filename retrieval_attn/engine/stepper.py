@@ -44,7 +44,7 @@ class Stepper:
     def __init__(self, model: PreTrainedModel, limits: Limits, outbox: Outbox, fail: Fail, counts: Counts) -> None:
         """outbox: of the rows; it is sent while graphs run. counts: is told of the steps."""
         self._chooser = Chooser(limits.rows, model.device)
-        self._runner = BucketRunner(model, limits.decoding_rows, counts.clock)
+        self._runner = BucketRunner(model, limits.rows, counts.clock)
         self._outbox, self._fail = outbox, fail
         self._counts = counts
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,14 +28,13 @@ __all__ = ["Tree", "TreeStats"]
 
 
 class TreeStats(NamedTuple):
-    """nodes: known; in_memory: of these. asked, hits: matches, and those that found something; tokens_* as well.
+    """nodes: in the tree. asked, hits: matches, and those that found something; tokens_* as well.
 
-    nbytes: of nodes in memory, and of these on the host, on a GPU and in pages (see `Sizes`). evicted, evicted_bytes:
+    nbytes: of nodes, and of these on the host, on a GPU and in pages (see `Sizes`). evicted, evicted_bytes:
     since the beginning. reading, waiting: texts that are read now, and claims that wait.
     """
 
     nodes: int = 0
-    in_memory: int = 0
     nbytes: int = 0
     host_nbytes: int = 0
     device_nbytes: int = 0
@@ -76,21 +75,13 @@ class Tree:
     and claims. A node without a lease may be evicted between two calls: `match(leased=True)` leaves no gap.
     """
 
-    def __init__(
-        self,
-        *,
-        share_tokens: int = 64,
-        clock: Callable[[], float] = time.monotonic,
-        on_drop: Callable[[Held], None] | None = None,
-    ) -> None:
-        """clock: seconds; with a given one everything is deterministic. on_drop: gets what a node held when it is
-        evicted, after the lock is free, to give back pages for instance. Raises ConfigError for share_tokens < 1."""
+    def __init__(self, *, share_tokens: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds; with a given one everything is deterministic. Raises ConfigError for share_tokens < 1."""
         if share_tokens < 1:
             raise ConfigError(f"share_tokens must be at least 1, but is {share_tokens}")
         self.root = Node(None, np.zeros(0, np.int32), None, 0)
         self._share_tokens = share_tokens
         self._clock = clock
-        self._on_drop = on_drop
         self._lock = threading.Lock()
         self._residents = Residents()
         self._pending = Pending(share_tokens)
@@ -114,7 +105,6 @@ class Tree:
             host, device, pages = sizes = self._residents.sizes
             return self._counts._replace(
                 nodes=self._count,
-                in_memory=len(self._residents),
                 nbytes=sizes.total,
                 host_nbytes=host,
                 device_nbytes=device,
@@ -128,18 +118,17 @@ class Tree:
         ids: Sequence[int] | NDArray[np.integer],
         namespace: Namespace,
         *,
-        in_memory: bool = False,
         leased: bool = False,
         again: bool = False,
     ) -> Match:
         """The longest known beginning, at most all ids but the last: the model must see one to go on.
 
-        in_memory: pass over nodes that are only known. leased: with a lease on the node. again: of a request that asked
-        before, so that it does not count twice. Of no ids nothing is known. Raises ShapeError for ids that are none.
+        leased: with a lease on the node. again: of a request that asked before, so that it does not count twice. Of no
+        ids nothing is known. Raises ShapeError for ids that are none.
         """
         given = int32_row(ids)
         with self._lock:
-            found = longest(self.root, given[:-1], namespace, in_memory=in_memory)
+            found = longest(self.root, given[:-1], namespace)
             if not again:
                 self._counts = self._counts.asked_for(len(given), found.length)
             return found._replace(lease=self._lease(found.node)) if leased else found
@@ -148,54 +137,30 @@ class Tree:
         self,
         parent: Node | Place | Match,
         ids: Sequence[int] | NDArray[np.integer],
-        held: Held | None,
+        held: Held,
         namespace: Namespace,
         *,
         rebuild_seconds: float = 0.0,
-        name: str = "",
-        digest: str = "",
     ) -> Node:
         """The node of a span behind a place of the tree; behind the whole parent where that is a node.
 
-        held: None for a text that is known, but not in memory. Where a node already ends there with all the same ids,
-        it is returned, and takes held, name and digest if it has none: `node.held is not held` tells a caller to let go
-        of its own. A span that an existing one goes on with in part becomes a node of its own nevertheless.
-        Raises ReleasedError where the parent was evicted, or is not in memory and held is given (bring it first);
-        ConfigError for a node of another namespace, or nothing to find held by; ShapeError for no ids, or a place so
-        near the parent's beginning that no match leads there.
+        If a node already ends there with all the same ids, it is returned with what it holds: then `node.held is not
+        held`. A span that an existing one goes on with in part becomes a node of its own nevertheless.
+        Raises ReleasedError if the parent was evicted; ConfigError for a node of another namespace; ShapeError for no
+        ids, or a place so near the parent's beginning that no match leads there.
         """
         span = int32_row(ids).copy()
         span.flags.writeable = False
         place = _place(parent)
-        if held is None and not (name or digest):
-            raise ConfigError("a node holds something, or has the name or digest by which a store has it")
         with self._lock:
             _must_take(place, span, namespace, self._share_tokens)
-            if held is not None and not place.node.in_memory:
-                raise ReleasedError(f"{place.node!r} is not in memory; bring it, and what is before it, first")
             whole = np.concatenate((place.node.prefix(place.at), span))
-            stored = bool(name or digest)
-            node = ending(self.root, whole, namespace, lambda node: _serves(node, held, namespace, stored))
+            node = ending(self.root, whole, namespace)
             if node is None:
                 node = self._new(place, span, namespace)
-            if node.held is None and held is not None:
                 self._residents.add(node, held, rebuild_seconds)
-            node.name, node.digest = node.name or name, node.digest or digest
             node.used = self._clock()
             return node
-
-    def bring(self, node: Node, held: Held, rebuild_seconds: float = 0.0) -> None:
-        """A node that was only known is in memory from now on; one that is in memory keeps what it holds.
-
-        Raises ReleasedError where the node is no longer in the tree, or its parent is not in memory.
-        """
-        with self._lock:
-            _must_be_here(node)
-            if node.parent is None or not node.parent.in_memory:
-                raise ReleasedError(f"{node.parent!r} is not in memory; bring it before {node!r}")
-            if node.held is None:
-                self._residents.add(node, held, rebuild_seconds)
-                node.used = self._clock()
 
     def pending(
         self, parent: Node | Place | Match, ids: Sequence[int] | NDArray[np.integer], namespace: Namespace
@@ -210,7 +175,7 @@ class Tree:
         with self._lock:
             _must_take(place, rest, namespace, self._share_tokens)
             whole = np.concatenate((place.node.prefix(place.at), rest))
-            found = longest(self.root, whole[:-1], namespace, in_memory=True)
+            found = longest(self.root, whole[:-1], namespace)
             if found.length > place.length:
                 claim = Claim(self._pending, whole, place.length, namespace)
                 claim.future.set_result(found.node)
@@ -222,45 +187,22 @@ class Tree:
         with self._lock:
             return self._lease(node)
 
-    def split(self, node: Node, at: int) -> Place:
-        """A place inside a span, or at its end, where a child may begin; cuts nothing.
-
-        Raises ShapeError out of the span or too near its beginning, ReleasedError where the node was evicted.
-        """
-        with self._lock:
-            _must_be_here(node)
-            return _checked(Place(node, at), self._share_tokens)
-
-    def evict(self, need: Sizes, keep: Collection[Node] = ()) -> Sizes:
+    def evict(self, need: Sizes) -> Sizes:
         """Gives up what nodes hold until so many bytes of each kind are free, or none of a kind that is lacking may go
         any more; exactly how many bytes went.
 
-        Nodes without children in memory go, those with bytes of a kind that is lacking and the least worth of them
-        first (see `residents.worth`), and their parents after them; never leased ones and those of keep. One with a
-        name or digest stays known, without what it held.
+        Nodes without children go, those with bytes of a kind that is lacking and the least worth of them first (see
+        `residents.worth`), and their parents after them; never leased ones.
         """
-        freed = Sizes()
-        dropped: list[Held] = []
+        freed, dropped = Sizes(), 0
         with self._lock:
-            for node in self._residents.victims(need, keep, self._clock()):
+            for node in self._residents.victims(need, self._clock()):
                 freed = freed.plus(node.sizes)
-                dropped.append(self._residents.drop(node))
+                self._residents.drop(node)
+                dropped += 1
                 self._prune(node)
-            self._counts = self._counts.gave_up(len(dropped), freed.total)
-        if self._on_drop is not None:
-            for held in dropped:
-                self._on_drop(held)
+            self._counts = self._counts.gave_up(dropped, freed.total)
         return freed
-
-    def forget(self, node: Node) -> None:
-        """The store no longer has the node: it leaves the tree now, or when what it holds is evicted.
-
-        Nothing happens for a node that is gone already.
-        """
-        with self._lock:
-            if not node.gone:
-                node.name = node.digest = ""
-                self._prune(node)
 
     def check(self) -> None:
         """Raises AssertionError unless all counts, links and references agree. O(nodes)."""
@@ -301,8 +243,8 @@ class Tree:
             node = node.parent
 
     def _prune(self, node: Node) -> None:
-        """Take a node out that has nothing, no child, no store and no lease; then its parent, if that is so as well."""
-        while not (node.in_memory or node.stored or node.refs or node.branches):
+        """Remove a node without held bytes, children and leases; then its parent if the same is true of it."""
+        while not (node.in_memory or node.refs or node.branches):
             parent = node.parent
             assert parent is not None and parent.branches is not None
             parent.branches.remove(node)
@@ -315,7 +257,7 @@ class Tree:
 
 def _must_take(place: Place, span: Ids, namespace: Namespace, share_tokens: int) -> None:
     _must_be_here(place.node)
-    _checked(place, share_tokens)
+    _check_place(place, share_tokens)
     if not len(span):
         raise ShapeError("a node needs at least one token, but none was given")
     if place.node.namespace is not None and place.node.namespace != namespace:
@@ -327,25 +269,14 @@ def _must_be_here(node: Node) -> None:
         raise ReleasedError(f"{node!r} was evicted; match again, and keep a lease on what is used")
 
 
-def _checked(place: Place, share_tokens: int) -> Place:
+def _check_place(place: Place, share_tokens: int) -> None:
     node, at = place
     least = min(share_tokens, len(node))
     if not least <= at <= len(node):
         raise ShapeError(f"a place in {node!r} must be behind {least} to {len(node)} of its tokens, but is at {at}")
-    return place
 
 
 def _place(parent: Node | Place | Match) -> Place:
     if isinstance(parent, Node):
         return Place(parent, len(parent))
     return parent.place if isinstance(parent, Match) else parent
-
-
-def _serves(node: Node, held: Held | None, namespace: Namespace, stored: bool) -> bool:
-    """Whether a node that ends at the same token serves for one that is inserted.
-
-    Names of a namespace are not written on what is everybody's; and what waits for its parent cannot take held.
-    """
-    if stored and node.namespace != namespace:
-        return False
-    return held is None or node.in_memory or (node.parent is not None and node.parent.in_memory)

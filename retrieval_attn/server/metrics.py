@@ -16,7 +16,6 @@ TOKEN_SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 PREFIX_CACHE = {
     "nodes": ("prefix_cache_entries", "Entries of the prefix cache"),
-    "in_memory": ("prefix_cache_resident_entries", "Entries of the prefix cache with their KV in memory"),
     "nbytes": ("prefix_cache_bytes", "Bytes of the prefix cache"),
     "host_nbytes": ("prefix_cache_host_bytes", "Bytes of the prefix cache in host memory"),
     "device_nbytes": ("prefix_cache_device_bytes", "Bytes of the prefix cache in GPU memory"),

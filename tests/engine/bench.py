@@ -12,12 +12,8 @@ from retrieval_attn.engine.scheduler import Results, Scheduler, StepPlan
 
 LIMITS = Limits(
     rows=4,
-    pages=72,
-    row_pages=12,
     host_bytes=1_000_000,
     token_bytes=10,
-    row_seconds=0.002,
-    step_seconds=0.06,
     inter_token_seconds=0.05,
     waiting=100_000,
     promote_seconds=60.0,
@@ -42,6 +38,8 @@ class Bench:
         self.cells: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
         self.plans: list[StepPlan] = []
+        self.parks: list[tuple[str, ...]] = []
+        self.resumes: list[tuple[str, ...]] = []
 
     def submit(self, name: str, prompt: int = 50, tokens: int = 10, **job: Any) -> None:
         self.jobs[name] = Job(name, prompt, tokens, **job)
@@ -49,9 +47,13 @@ class Bench:
 
     def tick(self, **results: Any) -> StepPlan:
         """One tick with what came of the last plan; `results` on top of it."""
+        parked = list(self.scheduler._places.held[State.PARKED])
         plan = self.scheduler.tick(self.results._replace(**results), self.now)
         self.scheduler.check()
         self.plans.append(plan)
+        now_parked = self.scheduler._places.held[State.PARKED]
+        self.parks.append(tuple(name for name in now_parked if name not in parked))
+        self.resumes.append(tuple(name for name in parked if self.state(name) is State.DECODING))
         read, read_done = {}, []
         for name, cells in plan.read:
             done = self.cells.get(name, 0)

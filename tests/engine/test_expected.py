@@ -60,7 +60,7 @@ def test_a_waiting_request_finds_its_files_in_memory(told: list[list[str]], tmp_
     store, llm = ContextStore(tmp_path), llm_of()
     read(llm, 900, 1).save("other", store=store)
     files = store.files(read(llm, 900, 2).save("wanted", store=store).digest)
-    limits = replace(default_limits(llm.model, llm.config), rows=1, pages=1, ahead=0)
+    limits = replace(default_limits(llm.model, llm.config), rows=1, ahead=0)
     with Engine(llm, limits=limits, store=store) as engine:
         long = engine.submit(Request((ids(50, 3),), max_tokens=4000, stop_ids=NEVER))
         assert soon(lambda: engine.stats["steps"] > 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,15 +12,14 @@ from retrieval_attn.engine.pages import PageCounts, PagePool
 from retrieval_attn.errors import ConfigError, OutOfPagesError, ReleasedError, ShapeError
 
 
-def test_pages_are_taken_shared_and_freed() -> None:
+def test_pages_are_taken_and_freed() -> None:
     pool = PagePool(8)
     first = pool.take(3)
     assert first.dtype == np.int32 and first.tolist() == [0, 1, 2]
-    pool.share(first[:2])
-    assert pool.counts() == PageCounts(free=5, held=1, shared=2, total=8)
-    assert pool.free(first) == 1
+    assert pool.counts() == PageCounts(free=5, held=3, total=8)
     assert pool.free(first[:2]) == 2
-    assert pool.counts() == PageCounts(free=8, held=0, shared=0, total=8)
+    assert pool.free(first[2:]) == 1
+    assert pool.counts() == PageCounts(free=8, held=0, total=8)
     pool.check()
 
 
@@ -43,50 +41,18 @@ def test_out_of_pages_says_the_numbers_and_takes_nothing() -> None:
     pool.check()
 
 
-def test_a_shared_page_is_copied_before_it_is_written_to() -> None:
-    pool = PagePool(3)
-    (page,) = pool.take(1).tolist()
-    assert pool.copy_on_write(page) == (page, False)
-    pool.share([page])
-    new, must_copy = pool.copy_on_write(page)
-    assert must_copy and new != page
-    assert pool.copy_on_write(page) == (page, False), "the other one has it alone now"
-    assert pool.counts() == PageCounts(free=1, held=2, shared=0, total=3)
-
-
-def test_copy_on_write_without_a_free_page_changes_nothing() -> None:
-    pool = PagePool(1)
-    page = pool.take(1)
-    pool.share(page)
-    with pytest.raises(OutOfPagesError):
-        pool.copy_on_write(0)
-    assert pool.counts() == PageCounts(free=0, held=0, shared=1, total=1)
-    pool.check()
-
-
 def test_freeing_more_often_than_taken_is_an_error_and_changes_nothing() -> None:
     pool = PagePool(4)
     ids = pool.take(2)
     with pytest.raises(ReleasedError, match=r"\[1\] are freed more often"):
         pool.free([0, 1, 1])
-    with pytest.raises(ReleasedError, match=r"\[3\] are free and cannot be shared"):
-        pool.share([0, 3])
-    with pytest.raises(ReleasedError, match="page 3 is free"):
-        pool.copy_on_write(3)
-    assert pool.counts() == PageCounts(free=2, held=2, shared=0, total=4)
+    with pytest.raises(ReleasedError, match=r"\[3\] are freed more often"):
+        pool.free([0, 3])
+    assert pool.counts() == PageCounts(free=2, held=2, total=4)
     pool.check()
     pool.free(ids)
     with pytest.raises(ReleasedError):
         pool.free(ids)
-
-
-def test_one_call_may_name_a_page_as_often_as_it_is_had() -> None:
-    pool = PagePool(4)
-    pool.take(2)
-    pool.share([1, 1])
-    assert pool.free([1, 0, 1, 1]) == 2
-    pool.check()
-    assert pool.counts() == PageCounts(free=4, held=0, shared=0, total=4)
 
 
 def test_bad_arguments() -> None:
@@ -95,7 +61,7 @@ def test_bad_arguments() -> None:
         with pytest.raises(ShapeError, match="page ids must"):
             pool.free(bad)
     with pytest.raises(ShapeError, match="integers"):
-        pool.share([0.5])  # type: ignore[list-item]
+        pool.free([0.5])  # type: ignore[list-item]
     with pytest.raises(ShapeError, match="0 or more"):
         pool.take(-1)
     with pytest.raises(ConfigError, match="pages"):
@@ -119,42 +85,27 @@ def test_check_finds_a_page_that_is_lost_or_free_twice() -> None:
 
 
 def test_random_operations_conserve_pages() -> None:
-    """300 seeds against a count of who has what; owners never see a page of somebody else's."""
+    """300 seeds against the set of held pages: a page is taken only if it is free."""
     for seed in range(300):
         draw = random.Random(seed)
         pool = PagePool(draw.randint(0, 12))
-        had: Counter[int] = Counter()
+        held: set[int] = set()
         for _ in range(40):
-            operation = draw.choice(["take", "share", "free", "write"])
-            owned = sorted(had.elements())
-            some = draw.sample(owned, draw.randint(0, len(owned)))
-            if operation == "take":
+            if draw.random() < 0.5:
                 n = draw.randint(0, 4)
-                if n > pool.pages - len(had):
+                if n > pool.pages - len(held):
                     with pytest.raises(OutOfPagesError):
                         pool.take(n)
                 else:
                     ids = pool.take(n).tolist()
-                    assert len(set(ids)) == n and not set(ids) & set(had)
-                    had.update(ids)
-            elif operation == "share":
-                pool.share(some)
-                had.update(some)
-            elif operation == "free":
-                before = len(had)
-                had = +(had - Counter(some))
-                assert pool.free(some) == before - len(had)
-            elif some:
-                page = some[0]
-                if had[page] == 1:
-                    assert pool.copy_on_write(page) == (page, False)
-                elif len(had) < pool.pages:
-                    new, must_copy = pool.copy_on_write(page)
-                    assert must_copy and new not in had
-                    had = +(had - Counter([page])) + Counter([new])
+                    assert len(set(ids)) == n and not set(ids) & held
+                    held.update(ids)
+            else:
+                some = draw.sample(sorted(held), draw.randint(0, len(held)))
+                assert pool.free(some) == len(some)
+                held.difference_update(some)
             pool.check()
-            shared = sum(count > 1 for count in had.values())
-            assert pool.counts() == (pool.pages - len(had), len(had) - shared, shared, pool.pages), f"seed {seed}"
+            assert pool.counts() == (pool.pages - len(held), len(held), pool.pages), f"seed {seed}"
 
 
 def test_threads_take_and_free() -> None:

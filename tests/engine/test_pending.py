@@ -135,12 +135,6 @@ def test_what_the_tree_learned_since_the_match_is_not_read_again() -> None:
     assert tree.stats.reading == 0
 
 
-def test_a_text_that_is_only_known_is_read() -> None:
-    tree = Tree()
-    tree.insert(tree.root, TEXT, None, "a", digest="d")
-    assert tree.pending(tree.root, TEXT, "a").mine
-
-
 def test_namespaces_do_not_wait_for_each_other() -> None:
     tree = Tree()
     assert claim(tree, TEXT, "a").mine

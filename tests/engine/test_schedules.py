@@ -17,15 +17,10 @@ GROUPS = 12
 
 def limits(draw: random.Random) -> Limits:
     rows = draw.randint(1, 6)
-    row_pages = draw.choice([1, 3, 12])
     return Limits(
         rows=rows,
-        pages=row_pages * max(rows + draw.randint(-1, 3), 1) + draw.randrange(row_pages),
-        row_pages=row_pages,
         host_bytes=draw.choice([400, 1_000, 10_000]) * 8,
         token_bytes=8,
-        row_seconds=0.002,
-        step_seconds=draw.choice([0.006, 0.06]),
         inter_token_seconds=draw.choice([0.0, 0.005, 0.05]),
         waiting=draw.choice([3, 1_000]),
         promote_seconds=draw.choice([0.1, 0.5, 60.0]),
@@ -84,7 +79,6 @@ def test_random_schedules_keep_count_and_end(group: int) -> None:
             if request.reason == "ended":
                 assert request.tokens >= request.stops_after
         places = plant.scheduler._places
-        assert places.free_pages == plant.limits.pages
         assert places.unreserved_bytes == plant.limits.host_bytes
     assert parks, "these schedules park nobody: they test too little"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from retrieval_attn.engine.ids import common, int32_row
-from retrieval_attn.engine.node import Namespace, Node
+from retrieval_attn.engine.node import Namespace, Node, Place
 from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.engine.tree import Tree
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
@@ -33,7 +33,7 @@ def test_longest_match_leaves_the_last_token() -> None:
     tree = Tree()
     node = add(tree, TEXT)
     found = tree.match(TEXT, "a")
-    assert (found.node, found.tokens, found.length, found.ready) == (node, 199, 199, 199)
+    assert (found.node, found.tokens, found.length) == (node, 199, 199)
     assert tree.match(join(TEXT, 5), "a").length == 200
     assert tree.match(TEXT[:1], "a").length == tree.match([], "a").length == 0
 
@@ -111,7 +111,7 @@ def test_texts_that_were_read_at_the_same_time_are_all_found() -> None:
     tree = Tree(share_tokens=4)
     add(tree, TEXT)
     tree.insert(tree.root, join(TEXT[:100], 7, 7), Bytes(1), "a")
-    inside = tree.insert(tree.split(tree.match(TEXT, "a").node, 50), join(TEXT[50:60], 8, 8), Bytes(1), "a")
+    inside = tree.insert(Place(tree.match(TEXT, "a").node, 50), join(TEXT[50:60], 8, 8), Bytes(1), "a")
     assert tree.match(join(TEXT, 0), "a").length == 200
     assert tree.match(join(TEXT[:100], 7, 7, 7), "a").length == 102
     assert tree.match(join(TEXT[:60], 8, 8, 8), "a").node is inside
@@ -190,19 +190,16 @@ def test_match_and_lease_leave_no_gap() -> None:
 def test_the_least_worth_goes_first() -> None:
     """By seconds to make a byte anew, over the seconds since its last use."""
     now = [0.0]
-    gone: list[object] = []
-    tree = Tree(clock=lambda: now[0], on_drop=gone.append)
+    tree = Tree(clock=lambda: now[0])
     big = add(tree, np.full(100, 1, np.int32), nbytes=1000, seconds=10)
     dear = add(tree, np.full(100, 2, np.int32), nbytes=1000, seconds=100)
     small = add(tree, np.full(100, 3, np.int32), nbytes=10, seconds=1)
-    held = [node.held for node in (big, small, dear)]
     now[0] = 10.0
     assert tree.evict(Sizes(1)) == Sizes(1000) and big.gone
     tree.lease(dear).release()
     now[0] = 10.5
     assert tree.evict(Sizes(1)) == Sizes(10) and small.gone, "used longest ago, of equal cost by byte"
     assert tree.evict(Sizes(5000)) == Sizes(1000) and dear.gone
-    assert gone == held
     assert tree.stats.evicted == 3 and tree.stats.evicted_bytes == 2010
 
 
@@ -210,8 +207,9 @@ def test_parents_go_after_their_last_child() -> None:
     tree = Tree()
     parent = add(tree, TEXT, nbytes=100, seconds=0.001)
     children = [add(tree, join(TEXT, np.full(100, fill)), nbytes=10, seconds=100) for fill in (1, 2)]
-    assert tree.evict(Sizes(100), keep=[children[0]]) == Sizes(10) and not parent.gone
-    assert tree.evict(Sizes(100), keep=[parent]) == Sizes(10) and not parent.gone
+    assert tree.evict(Sizes(1)) == Sizes(10) and children[0].gone and not parent.gone
+    with tree.lease(parent):
+        assert tree.evict(Sizes(100)) == Sizes(10) and children[1].gone and not parent.gone
     assert tree.evict(Sizes(100)) == Sizes(100) and parent.gone
 
 
@@ -221,73 +219,14 @@ def test_nothing_needed_nothing_goes() -> None:
     assert tree.evict(Sizes()) == tree.evict(Sizes(-5, -5, -5)) == Sizes() and len(tree) == 1
 
 
-def test_a_saved_text_is_known_and_brought() -> None:
-    tree = Tree()
-    first = tree.insert(tree.root, TEXT, None, "a", name="book", digest="d1")
-    second = tree.insert(first, TEXT, None, "a", digest="d2")
-    found = tree.match(join(TEXT, TEXT, 1), "a")
-    assert (found.length, found.ready, found.missing) == (400, 0, (first, second))
-    assert tree.match(join(TEXT, TEXT, 1), "a", in_memory=True).length == 0
-    with pytest.raises(ReleasedError, match="bring it before"):
-        tree.bring(second, Bytes(5))
-    with pytest.raises(ReleasedError, match="bring it, and what is before it"):
-        tree.insert(first, [1, 2, 3], Bytes(1), "a")
-    tree.bring(first, Bytes(50), 2.0)
-    kept = first.held
-    tree.bring(first, Bytes(60))
-    assert first.held is kept
-    found = tree.match(join(TEXT, TEXT, 1), "a")
-    assert (found.length, found.ready, found.missing) == (400, 200, (second,))
-    assert tree.evict(Sizes(1)) == Sizes(50) and not first.gone, "still known"
-    assert tree.match(join(TEXT, 1), "a").ready == 0
-    tree.check()
-
-
-def test_a_text_that_is_read_again_or_saved_later_is_the_same_node() -> None:
-    tree = Tree()
-    node = tree.insert(tree.root, TEXT, None, "a", digest="d")
-    assert tree.insert(tree.root, TEXT, Bytes(9), "a", rebuild_seconds=3.0) is node
-    assert (node.sizes, node.rebuild_seconds, node.digest, tree.sizes) == (Sizes(9), 3.0, "d", Sizes(9))
-    other = add(tree, np.full(100, 4, np.int32))
-    assert tree.insert(tree.root, other.ids, None, "a", digest="e", name="n") is other
-    assert (other.digest, other.name) == ("e", "n")
-    everybodys = add(tree, np.full(100, 5, np.int32), namespace=None)
-    assert tree.insert(tree.root, everybodys.ids, None, "a", name="mine") is not everybodys
-    assert everybodys.name == ""
-    tree.check()
-
-
-def test_a_forgotten_text_leaves_when_nothing_needs_it() -> None:
-    tree = Tree()
-    first = tree.insert(tree.root, TEXT, None, "a", digest="1")
-    second = tree.insert(first, TEXT, None, "a", digest="2")
-    tree.forget(first)
-    assert not first.gone, "the way to the second"
-    lease = tree.lease(second)
-    tree.forget(second)
-    assert not second.gone
-    lease.release()
-    assert second.gone and first.gone and len(tree) == 0
-    tree.forget(second)
-    node = add(tree, TEXT)
-    tree.forget(node)
-    assert not node.gone, "it is in memory"
-    with pytest.raises(ReleasedError, match="evicted"):
-        tree.bring(second, Bytes(1))
-    with pytest.raises(ReleasedError, match="evicted"):
-        tree.split(second, 100)
-
-
 def test_bad_input() -> None:
     tree = Tree()
     node = add(tree, TEXT)
     with pytest.raises(ShapeError, match="at least one token"):
         tree.insert(node, [], Bytes(1), "a")
-    with pytest.raises(ConfigError, match="name or digest"):
-        tree.insert(node, [1], None, "a")
     for at in (0, 63, 201, -1):
         with pytest.raises(ShapeError, match="64 to 200"):
-            tree.split(node, at)
+            tree.insert(Place(node, at), [1], Bytes(1), "a")
     for bad in (np.zeros((2, 2), np.int32), np.array([0.5]), ["a"], [2**31]):
         with pytest.raises(ShapeError, match="token ids"):
             tree.match(bad, "a")  # type: ignore[arg-type]
@@ -315,7 +254,7 @@ def test_stats_count_requests_once() -> None:
     tree.match(TEXT, "a")
     tree.match(TEXT, "a", again=True)
     stats = tree.stats
-    assert (stats.nodes, stats.in_memory, stats.nbytes) == (1, 1, 10)
+    assert (stats.nodes, stats.nbytes) == (1, 10)
     assert (stats.asked, stats.hits, stats.tokens_asked, stats.tokens_hit) == (3, 1, 600, 199)
 
 
@@ -324,16 +263,12 @@ def test_every_operation_waits_for_the_one_that_another_thread_does() -> None:
     tree = Tree()
     node = add(tree, TEXT)
     lease = tree.lease(node)
-    known = tree.insert(tree.root, np.full(100, 9, np.int32), None, "a", digest="d")
     operations: list[Callable[[], object]] = [
         lambda: tree.match(TEXT, "a"),
         lambda: tree.insert(node, [1], Bytes(1), "a"),
         lambda: tree.pending(node, [2], "a"),
-        lambda: tree.bring(known, Bytes(1)),
         lambda: tree.lease(node).release(),
-        lambda: tree.split(node, 100),
         lambda: tree.evict(Sizes(host=1)),
-        lambda: tree.forget(known),
         lambda: tree.stats,
         tree.check,
         lease.release,

@@ -63,13 +63,14 @@ def test_children_without_go_for_what_is_before_them_and_last() -> None:
 
 
 def test_a_child_does_not_go_in_vain() -> None:
-    """Its parent has what is short, but is leased, or kept, or stands before what is."""
+    """Its parent has what is short, but is leased, or stands before what is."""
     tree = tree_of()
     parent = add(tree, 1, Bytes(10, 100))
     child = add(tree, 2, Bytes(10, 0), parent=parent)
     sibling = add(tree, 3, Bytes(10, 0), parent=parent)
-    for keep in ([child], [parent]):
-        assert tree.evict(Sizes(device=1), keep=keep) == Sizes()
+    for leased in (child, parent):
+        with tree.lease(leased):
+            assert tree.evict(Sizes(device=1)) == Sizes()
     with tree.lease(sibling):
         assert tree.evict(Sizes(device=1)) == Sizes()
         assert tree.evict(Sizes(host=1)) == Sizes(10) and child.gone, "it has host bytes"

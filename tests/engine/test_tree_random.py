@@ -13,7 +13,7 @@ from retrieval_attn.engine.lease import Lease
 from retrieval_attn.engine.node import Namespace, Node, Place
 from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.engine.tree import Tree
-from retrieval_attn.errors import ReleasedError
+from retrieval_attn.errors import ConfigError, ReleasedError
 from tests.engine.tree_reference import Bytes, Record, Reference
 
 NAMESPACES: tuple[Namespace, ...] = (None, "a", "b")
@@ -34,8 +34,7 @@ class Play:
         self.now = 0.0
         self.share = self.random.choice([1, 1, 2, 3])
         self.alphabet = self.random.choice([1, 2, 3])
-        self.dropped: list[object] = []
-        self.tree = Tree(share_tokens=self.share, clock=lambda: self.now, on_drop=self.dropped.append)
+        self.tree = Tree(share_tokens=self.share, clock=lambda: self.now)
         self.reference = Reference(self.share)
         self.leases: list[Lease] = []
         self.gone: list[Node] = []
@@ -59,22 +58,19 @@ class Play:
     def step(self) -> None:
         self.now += self.random.random()
         operation = self.random.choices(
-            [self.match, self.insert, self.lease, self.release, self.evict, self.bring, self.forget],
-            [4, 6, 3, 3, 2, 2, 1],
+            [self.match, self.insert, self.lease, self.release, self.evict], [4, 6, 3, 3, 2]
         )[0]
         operation()
         self.compare()
 
     def match(self) -> None:
         ids, namespace = self.known_text(), self.random.choice(NAMESPACES)
-        in_memory = self.random.random() < 0.3
-        found = self.tree.match(ids, namespace, in_memory=in_memory)
-        assert (found.length, found.ready) == self.reference.match(ids, namespace, in_memory)
+        found = self.tree.match(ids, namespace)
+        assert found.length == self.reference.match(ids, namespace)
         assert found.length == found.place.length <= len(ids) - 1
         assert tuple(found.node.prefix(found.tokens)) == ids[: found.length]
         assert found.node.namespace in (None, namespace)
-        assert (found.ready == found.length) == (not found.missing)
-        if self.share == 1 and not in_memory:
+        if self.share == 1:
             prefixes = self.reference.prefixes(namespace)
             assert found.length == max(end for end in range(len(ids)) if not end or ids[:end] in prefixes)
 
@@ -84,36 +80,29 @@ class Play:
         if self.reference.records and self.random.random() < 0.4:
             node = self.random.choice(self.reference.records).node
             at = self.random.randint(min(self.share, len(node)), len(node))
-            return self.tree.split(node, at), self.random.choice([namespace, node.namespace])
+            return Place(node, at), self.random.choice([namespace, node.namespace])
         found = self.tree.match(self.known_text(), namespace)
         return found.place, namespace
 
     def insert(self) -> None:
         place, namespace = self.place()
-        ids = self.text()
-        held = self.held() if self.random.random() < 0.7 else None
-        digest = "d" if held is None or self.random.random() < 0.3 else ""
+        ids, held = self.text(), self.held()
         seconds = self.random.choice([0.0, 1.0, 10.0])
         parent = self.reference.of(place.node)
-        allowed = place.node.namespace in (None, namespace) and (held is None or place.node.in_memory)
-        if not allowed:
-            with pytest.raises((ReleasedError, ValueError)):
-                self.tree.insert(place, ids, held, namespace, rebuild_seconds=seconds, digest=digest)
+        if place.node.namespace not in (None, namespace):
+            with pytest.raises(ConfigError):
+                self.tree.insert(place, ids, held, namespace, rebuild_seconds=seconds)
             return
-        node = self.tree.insert(place, np.array(ids), held, namespace, rebuild_seconds=seconds, digest=digest)
+        node = self.tree.insert(place, np.array(ids), held, namespace, rebuild_seconds=seconds)
         self.inserted += 1
         record = self.reference.of(node)
         text = tuple(place.node.prefix(place.at)) + ids
         if record is None:
             same = [other for other in self.reference.records if other.text == text and other.namespace == namespace]
-            assert all(held and other.parent is not None and other.parent.held is None for other in same)
-            record = Record(node, parent, place.length, text, namespace, node.number)
+            assert not same and node.held is held
+            record = Record(node, parent, place.length, text, namespace, node.number, held.sizes, seconds)
             self.reference.records.append(record)
         assert record.text == text and record.namespace in (None, namespace)
-        if record.held is None and held is not None:
-            record.held, record.seconds = held.sizes, seconds
-            assert node.held is held
-        record.stored = record.stored or bool(digest)
         record.used = self.now
 
     def lease(self) -> None:
@@ -142,34 +131,11 @@ class Play:
                 self.reference.touch(record, self.now)
             lease.release()
             assert not lease.open
-            self.reference.prune()
 
     def evict(self) -> None:
         need = Sizes(*(self.random.choice([0, 0, -3, 1, 50, 200, 10_000]) for _ in range(3)))
-        keep = [record.node for record in self.reference.records if self.random.random() < 0.2]
-        before, count = self.tree.sizes, len(self.dropped)
-        freed = self.tree.evict(need, keep)
-        assert freed == self.reference.evict(need, keep, self.now) == before.less(self.tree.sizes)
-        assert freed == total(held.sizes for held in self.dropped[count:] if isinstance(held, Bytes))
-
-    def bring(self) -> None:
-        missing = [record for record in self.reference.records if record.held is None]
-        if missing:
-            record = self.random.choice(missing)
-            held = self.held()
-            if record.parent is not None and record.parent.held is None:
-                with pytest.raises(ReleasedError, match="bring it before"):
-                    self.tree.bring(record.node, held)
-                return
-            self.tree.bring(record.node, held, 2.0)
-            record.held, record.seconds, record.used = held.sizes, 2.0, self.now
-
-    def forget(self) -> None:
-        if self.reference.records:
-            record = self.random.choice(self.reference.records)
-            self.tree.forget(record.node)
-            record.stored = False
-            self.reference.prune()
+        before = self.tree.sizes
+        assert self.tree.evict(need) == self.reference.evict(need, self.now) == before.less(self.tree.sizes)
 
     def compare(self) -> None:
         self.tree.check()
@@ -184,10 +150,10 @@ class Play:
         for node in nodes:
             record = known[node]
             assert node.refs == self.reference.refs(record)
-            assert (node.held is None) == (record.held is None) and node.sizes == (record.held or Sizes())
-            assert node.stored == record.stored and node.used == record.used
+            assert node.in_memory and node.sizes == record.held
+            assert node.used == record.used
             assert tuple(node.prefix(len(node))) == record.text
-        assert self.tree.sizes == total(record.held or Sizes() for record in self.reference.records)
+        assert self.tree.sizes == total(record.held for record in self.reference.records)
         stats = self.tree.stats
         assert (stats.host_nbytes, stats.device_nbytes, stats.page_nbytes) == self.tree.sizes
         assert stats.nbytes == sum(self.tree.sizes)
@@ -197,8 +163,6 @@ class Play:
         for lease in self.leases:
             lease.release()
             lease.release()
-        for record in list(self.reference.records):
-            self.tree.forget(record.node)
         self.tree.evict(ALL)
         self.tree.check()
         assert (len(self.tree), self.tree.sizes, self.tree.root.refs) == (0, Sizes(), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from retrieval_attn.engine.node import Namespace, Node
@@ -32,10 +31,9 @@ class Record:
     text: tuple[int, ...]
     namespace: Namespace
     number: int
-    held: Sizes | None = None
+    held: Sizes
     seconds: float = 0.0
     used: float = 0.0
-    stored: bool = False
     leases: int = 0
 
 
@@ -66,19 +64,9 @@ class Reference:
             same += 1
         return same if same - record.start >= min(self.share_tokens, len(record.text) - record.start) else 0
 
-    def ready(self, record: Record | None, length: int) -> int:
-        if record is None:
-            return 0
-        return length if record.held is not None else self.ready(record.parent, min(length, record.start))
-
-    def match(self, ids: tuple[int, ...], namespace: Namespace, in_memory: bool) -> tuple[int, int]:
-        """Tokens of the longest match, and of these in memory."""
-        found = [(0, 0)]
-        for record in self.records:
-            length = self.agreeing(record, ids[:-1], namespace)
-            if length and (record.held is not None or not in_memory):
-                found.append((length, self.ready(record, length)))
-        return max(found)
+    def match(self, ids: tuple[int, ...], namespace: Namespace) -> int:
+        """Tokens of the longest match."""
+        return max((self.agreeing(record, ids[:-1], namespace) for record in self.records), default=0)
 
     def prefixes(self, namespace: Namespace) -> set[tuple[int, ...]]:
         """Every known beginning of every text that a namespace sees."""
@@ -89,49 +77,35 @@ class Reference:
         while record is not None:
             record.used, record = now, record.parent
 
-    def evict(self, need: Sizes, keep: Collection[Node], now: float) -> Sizes:
+    def evict(self, need: Sizes, now: float) -> Sizes:
         freed = Sizes()
         while True:
             lacking = [kind for kind in range(3) if freed[kind] < need[kind]]
             candidates = [
                 record
                 for record in self.records
-                if record.held is not None
-                and not self.refs(record)
-                and record.node not in keep
-                and all(child.held is None for child in self.children(record))
-                and any(self.could_go(one, keep) and self.bytes_of(one, lacking) for one in self.path(record))
+                if not self.refs(record)
+                and not self.children(record)
+                and any(self.could_go(one) and self.bytes_of(one, lacking) for one in self.path(record))
             ]
             if not candidates:
                 return freed
             victim = min(candidates, key=lambda record: self.order(record, lacking, now))
-            assert victim.held is not None
             freed = Sizes(*(one + more for one, more in zip(freed, victim.held, strict=True)))
-            victim.held = None
-            self.prune()
+            self.records.remove(victim)
 
     def path(self, record: Record) -> list[Record]:
         """The record and all before it."""
         return [record] if record.parent is None else [record, *self.path(record.parent)]
 
-    def could_go(self, record: Record, keep: Collection[Node]) -> bool:
-        """Whether it and all below it that hold something are neither leased nor kept."""
-        mine = record.held is None or (not self.refs(record) and record.node not in keep)
-        return mine and all(self.could_go(child, keep) for child in self.children(record))
+    def could_go(self, record: Record) -> bool:
+        """Whether neither it nor a record below it is leased."""
+        return not self.refs(record)
 
     @staticmethod
     def bytes_of(record: Record, kinds: list[int]) -> int:
-        return 0 if record.held is None else sum(record.held[kind] for kind in kinds)
+        return sum(record.held[kind] for kind in kinds)
 
     def order(self, record: Record, lacking: list[int], now: float) -> tuple[bool, float, int]:
         nbytes = self.bytes_of(record, lacking)
         return nbytes == 0, record.seconds / max(nbytes, 1) / max(now - record.used, 1e-9), record.number
-
-    def prune(self) -> None:
-        """Records that nobody needs leave, until there are none."""
-        while useless := [
-            record
-            for record in self.records
-            if record.held is None and not record.stored and not self.refs(record) and not self.children(record)
-        ]:
-            self.records.remove(useless[0])

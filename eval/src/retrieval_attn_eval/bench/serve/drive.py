@@ -130,8 +130,8 @@ class Drive:
         # what the tree holds counts as the requests' memory: beside it they keep three quarters of what they would have
         host_bytes = max(usual.host_bytes, usual.host_bytes * 3 // 4 + shared_bytes)
         limits = replace(
-            usual, rows=rows, ahead=ahead, pages=(rows + ahead) * usual.row_pages,
-            waiting=max(usual.waiting, len(calls)), host_bytes=min(host_bytes, available_host_bytes()),
+            usual, rows=rows, ahead=ahead, waiting=max(usual.waiting, len(calls)),
+            host_bytes=min(host_bytes, available_host_bytes()),
         )  # fmt: skip
         with ra.Engine(self._llm, limits=limits, shared_bytes=shared_bytes, **self._exact) as engine:
             yield engine

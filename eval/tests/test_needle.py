@@ -73,7 +73,7 @@ def test_flags_of_other_needle_tests_work() -> None:
     """Both spellings and the names of the published scripts must reach the same options."""
     ours = asked("--model", "m", "--lengths", "4k,8192", "--depths", "0,50", "--question", "q")
     theirs = asked(
-        "--model_name", "m", "--context_lengths", "[4096, 8192]", "--document_depth_percents", "[0, 50]",
+        "--model_name", "m", "--context_lengths", "[4096, 8192]", "--depths", "[0, 50]",
         "--retrieval_question", "q",
     )  # fmt: skip
     assert ours[1] == theirs[1] and ours[0].fingerprint() == theirs[0].fingerprint()
@@ -83,31 +83,15 @@ def test_flags_of_other_needle_tests_work() -> None:
     assert parse("--haystack_dir", "h").haystack == "h"
 
 
-def test_ranges() -> None:
-    """Reference values of the published grid: linspace, and a sigmoid that keeps 0 and 100."""
-    _, options = asked(
-        "--context-lengths-min", "1000", "--context-lengths-max", "2k", "--context-lengths-num-intervals", "3",
-        "--document-depth-percent-intervals", "5", "--document-depth-percent-interval-type", "sigmoid",
-    )  # fmt: skip
-    assert options.lengths == (1000, 1524, 2048)
-    assert options.tasks == ("0%", "7.586%", "50%", "92.414%", "100%")
-    assert asked("--document-depth-percent-intervals", "3")[1].tasks == ("0%", "50%", "100%")
-    assert len(asked("--document-depth-percent-min", "0")[1].tasks) == 35
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--lengths", "4x"), "--lengths='4x' is not a number of tokens"),
         (("--lengths", ","), "holds no length"),
-        (("--lengths", "4k", "--context-lengths-min", "1k"), "exclude each other"),
-        (("--context-lengths-min", "9k", "--context-lengths-max", "4k"), "min <= max"),
-        (("--context-lengths-min", "x"), "--context-lengths-min='x' is not a number of tokens"),
         (("--depths", "0,101"), "from 0 to 100"),
         (("--depths", "nan"), "from 0 to 100"),
         (("--depths", "-1"), "from 0 to 100"),
         (("--depths", "a"), "no list of percents"),
-        (("--depths", "5", "--document-depth-percent-max", "50"), "exclude each other"),
         (("--needle", "It is hidden."), "needs --answer"),
         (("--needle", "{city} {nummer} {number}"), "unknown hole {nummer}"),
         (("--needle", " "), "--needle must hold a sentence"),
@@ -172,8 +156,7 @@ def test_presets_are_the_papers_grids() -> None:
     assert asked("--preset", "5")[1].methods == ("full", "retrieval")
     _, eight = asked("--preset", "Figure 8", "--depths", "50", "--n", "2", "--methods", "flat")
     assert eight.lengths[-1] == 1024000 and (eight.tasks, eight.n, eight.methods) == (("50%",), 2, ("flat",))
-    _, ranged = asked("--preset", "figure5", "--context-lengths-max", "8k", "--context-lengths-num-intervals", "2")
-    assert ranged.lengths == (1000, 8192)
+    assert asked("--preset", "figure5", "--lengths", "1000,8k")[1].lengths == (1000, 8192)
 
 
 def test_options_of_methods() -> None:

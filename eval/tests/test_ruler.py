@@ -171,18 +171,16 @@ def test_a_short_essay_is_repeated(tmp_path: Path) -> None:
     assert row.context.count("It rained in the morning.") > 50 and row.meta["fill"] > 0.99
 
 
-@pytest.mark.parametrize("typo", [False, True])
-def test_variable_tracking(typo: bool) -> None:
-    for row in rows("vt", 2048, range(3), legacy_typo=typo):
+def test_variable_tracking() -> None:
+    for row in rows("vt", 2048, range(3)):
         head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
         before, example, task = row.context.split(head)
         assert before == "" and example.endswith("\n\n")
         value = row.question.split("value ")[1].split(" in")[0]
         assert row.question == f"\nQuestion: Find all variables that are assigned the value {value} in the text above."
-        word = "assgined" if typo else "assigned"
         asked = (
             " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are"
-            f" {word} the value {value}, they are: "
+            f" assigned the value {value}, they are: "
         )
         assert row.answer_prefix == asked
         statements = [line.strip() for line in task.split("\n") if line.startswith("VAR")]
@@ -193,7 +191,7 @@ def test_variable_tracking(typo: bool) -> None:
         names = answer.split(" ")
         assert len(names) == 5 and all(re.fullmatch("[A-Z]{3}", name) for name in names)
         number = re.findall(rf"VAR {names[0]} = (\d+)", shown)[0]
-        assert number != value and f"are {word} the value {number}, " in shown
+        assert number != value and f"are assigned the value {number}, " in shown
 
 
 def test_example_of_variable_tracking_has_at_most_500_tokens() -> None:

@@ -1,4 +1,4 @@
-"""`retrieval-attn bench`: indexes and studies on attention keys; decode, prefill and memory of whole models."""
+"""`retrieval-attn bench`: indexes and studies on attention keys; sessions, servers and decoding of whole models."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _WHAT = {
         "how far every method's next-token distribution is from full attention's",
     ),
     "index": ("retrieval_attn_eval.bench.index", "recall, work, time and memory of every index on attention keys"),
-    "memory": ("retrieval_attn_eval.bench.memory", "device and host memory over context lengths, beside the plan"),
-    "prefill": ("retrieval_attn_eval.bench.prefill", "a plain prefill beside ours with every index ready, and peaks"),
     "serve": (
         "retrieval_attn_eval.bench.serve.command",
         "many requests at once: throughput, first and next tokens beside one after the other and static batches",

@@ -90,10 +90,9 @@ def run(args: argparse.Namespace) -> int:
 def suite_of(args: argparse.Namespace) -> NeedleSuite:
     """The suite of the flags; what a preset or nothing says for the shared ones is filled in.  Raises ConfigError."""
     preset = preset_of(args.preset) if args.preset else None
-    in_range = grid.ranged(args)
     if preset is not None:
-        args.lengths = args.lengths or (None if in_range[0] else preset.lengths)
-        args.depths = args.depths or (None if in_range[1] else preset.depths)
+        args.lengths = args.lengths or preset.lengths
+        args.depths = args.depths or preset.depths
     args.methods = ("full,retrieval" if preset is None else preset.methods) if args.methods is None else args.methods
     args.n = (1 if preset is None else preset.rounds) if args.n is None else args.n
     # every context is asked once: full attention's keys need not wait for a second question

@@ -49,8 +49,8 @@ class Example:
     Sized once to 500 tokens; names and value are drawn anew for every sample.
     """
 
-    def __init__(self, counter: TokenCounter, seed: int, hops: int, typo: bool) -> None:
-        self.hops, self._typo = min(10, hops), typo
+    def __init__(self, counter: TokenCounter, seed: int, hops: int) -> None:
+        self.hops = min(10, hops)
         rng = random.Random(f"ruler/vt-example/{seed}")
         names = _names(rng, self.hops + 1, 3, set())
         self.lines = self.hops + 1
@@ -63,7 +63,7 @@ class Example:
 
     def _prompt(self, lines: int, places: list[int], names: list[str], value: str) -> str:
         context = _text(_insert([NOISE_LINE] * lines, _statements(names, value), places))
-        question, prefix = _ask(value, len(names), self._typo)
+        question, prefix = _ask(value, len(names))
         return specs.VT_INSTRUCTION + context + question + prefix
 
     def render(self, rng: random.Random, taken: set[str]) -> str:
@@ -72,17 +72,14 @@ class Example:
         return self._prompt(self.lines, self.places, names, number(rng, 5)) + " " + " ".join(names) + "\n\n"
 
 
-def _ask(value: str, count: int, typo: bool) -> tuple[str, str]:
-    assigned = "assgined" if typo else "assigned"
-    return (specs.VT_QUESTION.format(query=value), specs.VT_PREFIX.format(query=value, num_v=count, assigned=assigned))
+def _ask(value: str, count: int) -> tuple[str, str]:
+    return (specs.VT_QUESTION.format(query=value), specs.VT_PREFIX.format(query=value, num_v=count))
 
 
 class Chains(Draft):
     """Unit: a line of noise."""
 
-    def __init__(
-        self, spec: TaskSpec, rng: random.Random, counter: TokenCounter, example: Example, *, typo: bool
-    ) -> None:
+    def __init__(self, spec: TaskSpec, rng: random.Random, counter: TokenCounter, example: Example) -> None:
         hops, chains = int(spec.options["hops"]), int(spec.options["chains"])
         self._counter = counter
         names = _names(rng, (hops + 1) * chains, 5, set())
@@ -95,7 +92,7 @@ class Chains(Draft):
         self.answers = tuple(groups[0])
         self._chains = [_statements(group, value) for group, value in zip(groups, values, strict=True)]
         self.instruction = example.render(rng, set(values)) + specs.VT_INSTRUCTION
-        self.question, self.prefix = _ask(values[0], hops + 1, typo)
+        self.question, self.prefix = _ask(values[0], hops + 1)
         self._places = rng.getrandbits(64)
         self._extra = ""
         self.lowest = hops + 1

@@ -49,12 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(own, "--words", metavar="FILE", help="one word per line, for cwe (default: shipped, then pseudo-words)")
     add_flag(
         own,
-        "--legacy-typo",
-        action="store_true",
-        help='"assgined" in the prompt of vt, as before June 2024 and in lm-evaluation-harness',
-    )
-    add_flag(
-        own,
         "--reserve-tokens",
         type=as_tokens,
         default=0,
@@ -73,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
         squad=_path(args.squad),
         hotpotqa=_path(args.hotpotqa),
         words=_path(args.words),
-        legacy_typo=args.legacy_typo,
         reserve_tokens=args.reserve_tokens,
     )
     if args.tasks != "all":  # a task without its file is answered better here than as an unknown one

@@ -27,7 +27,7 @@ NEEDLE = "One of the special magic {values} for {key} is: {value}."
 VT_INSTRUCTION = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 VT_QUESTION = "\nQuestion: Find all variables that are assigned the value {query} in the text above."
 VT_PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are {assigned}"
+    " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are assigned"
     " the value {query}, they are: "
 )
 

@@ -46,8 +46,8 @@ class _Stock:
 class RulerSuite:
     """The 13 tasks.  Without SQuAD or HotpotQA file, qa_synth_1 or qa_synth_2 stands in for qa_1 or qa_2.
 
-    haystack: essay text (file or folder; None: built-in prose).  words: word list of cwe.  legacy_typo: vt's old
-    "assgined".  reserve_tokens: tokens of every length to leave free beside the answer.
+    haystack: essay text (file or folder; None: built-in prose).  words: word list of cwe.
+    reserve_tokens: tokens of every length to leave free beside the answer.
     form: what stands around the prompt; set it, and its tokens are counted; None counts what the tokenizer puts
     before a text on its own (BOS), once.
     Raises InputDataError for bad files when made.
@@ -62,7 +62,6 @@ class RulerSuite:
         squad: Path | None = None,
         hotpotqa: Path | None = None,
         words: Path | None = None,
-        legacy_typo: bool = False,
         reserve_tokens: int = 0,
     ) -> None:
         from retrieval_attn_eval.text.haystack import read_haystack
@@ -70,7 +69,7 @@ class RulerSuite:
         if reserve_tokens < 0:
             raise ConfigError(f"reserve_tokens={reserve_tokens} is negative; give the tokens to leave free, 0 for none")
         self.form: PromptFormat | None = None
-        self._typo, self._reserve = legacy_typo, reserve_tokens
+        self._reserve = reserve_tokens
         self._essays = EssaySource.of_text(read_haystack(haystack), haystack.name) if haystack else None
         self._lexicon = Lexicon.read(words) if words else Lexicon()
         self._files: dict[str, QuestionSource] = {}
@@ -112,7 +111,6 @@ class RulerSuite:
             "haystack": self._essays.digest if self._essays else "built-in prose",
             "words": self._lexicon.digest(),
             "questions": {task: source.digest for task, source in sorted(self._files.items())},
-            "legacy_typo": self._typo,
             "reserve_tokens": self._reserve,
         }
 
@@ -179,8 +177,8 @@ class RulerSuite:
             )
         if spec.family == "vt":
             hops = int(spec.options["hops"])
-            example = stock.cached(("vt", seed), lambda: Example(counter, seed, hops, self._typo))
-            return Chains(spec, stream("chains"), counter, example, typo=self._typo)
+            example = stock.cached(("vt", seed), lambda: Example(counter, seed, hops))
+            return Chains(spec, stream("chains"), counter, example)
         if spec.family == "cwe":
             vocabulary = stock.cached(("cwe", length), lambda: Vocabulary(counter, self._lexicon, length))
             return CommonWords(spec, stream("words"), counter, vocabulary, length)

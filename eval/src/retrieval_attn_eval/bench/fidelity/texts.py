@@ -20,7 +20,6 @@ __all__ = ["TEXTS", "FedText", "make_text", "parse_texts"]
 
 RULER_TASK = "niah_multikey_3"
 """UUIDs among UUIDs: the hardest needle task that the bundled model answers."""
-EXTRACT_TASK = "extract_16"
 """Sixteen of the text's records as JSON."""
 _FIRST_CHARS_PER_TOKEN = 3
 
@@ -168,15 +167,15 @@ def _ruler(length: int, tokenizer: Any, seed: int) -> str:
 
 
 def _extract(length: int, tokens: int, tokenizer: Any, seed: int) -> FedText:
-    """A row of EXTRACT_TASK: read is all up to the answer's first bracket, fed is the true JSON."""
-    from retrieval_attn_eval.extract.suite import ExtractSuite
+    """An extraction: read is all up to the answer's first bracket, fed is the true JSON."""
+    from retrieval_attn_eval.bench.fidelity.extraction import make_extraction
 
-    row = next(iter(ExtractSuite().rows(EXTRACT_TASK, length, [0], tokenizer, seed)))
-    prompt, answer = _ids(tokenizer, row.prompt), row.meta["completion"]
+    text, answer = make_extraction(length, tokenizer, seed)
+    prompt = _ids(tokenizer, text)
     forced = np.array(tokenizer(answer, add_special_tokens=False)["input_ids"], dtype=np.int64)
     if len(forced) < tokens:
         raise InputDataError(
-            f"the JSON of {EXTRACT_TASK} has {len(forced)} tokens, {tokens} are to be fed; give fewer --tokens"
+            f"the JSON of an extraction has {len(forced)} tokens, {tokens} are to be fed; give fewer --tokens"
         )
     return FedText("extract", length, np.concatenate([prompt, forced[:tokens]]), len(prompt))
 

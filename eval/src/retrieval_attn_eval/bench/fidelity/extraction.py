@@ -1,4 +1,4 @@
-"""Records of parcels, told in prose, and the question for some of them as JSON.
+"""A dense extraction to feed: records of parcels in prose, and some of them as JSON.
 
 A dense extraction in the manner of Text2JSON (arXiv 2604.08426): needle tests ask for one place of a text, here the
 answer needs many, each for a few tokens. Everything is made up; nothing of the paper's data is used.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from retrieval_attn_eval.ruler.fit import Draft
+from retrieval_attn_eval.prompts import PromptFormat
+from retrieval_attn_eval.ruler.fit import Draft, fit
 from retrieval_attn_eval.text.tokens import TokenCounter
 from retrieval_attn_eval.text.words import ADJECTIVES, CITIES, MATERIALS, NOUNS
 
-__all__ = ["FIELDS", "Extraction", "Parcel", "recovered"]
+__all__ = ["RECORDS", "Extraction", "Parcel", "make_extraction"]
+
+RECORDS = 16
+"""Records that a question asks for."""
 
 INSTRUCTION = (
     "The following text tells of parcels. Memorize every one of them. I will ask for many of them afterwards.\n"
@@ -32,8 +36,8 @@ _TELLING = (
     "On {date} a clerk in {city} sent off parcel {parcel}, which held {content}, under the seal {seal}.",
     "Seal {seal} closes parcel {parcel}. It came from {city}, is dated {date} and contains {content}.",
 )
-_OBJECT = re.compile(r"\{[^{}]*\}")
 _SAMPLE = 128
+_SPARE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,6 @@ class Parcel:
     def to_json(self) -> str:
         """The object that an answer has."""
         return json.dumps(asdict(self))
-
-
-FIELDS = tuple(name for name in Parcel.__dataclass_fields__ if name != "parcel")
-"""What is asked for of a parcel beside its name."""
 
 
 class Extraction(Draft):
@@ -118,24 +118,12 @@ class Extraction(Draft):
         return INSTRUCTION + "\n".join(one.told(shuffled.randrange(len(_TELLING))) for one in records)
 
 
-def recovered(prediction: str, answers: Sequence[str]) -> tuple[float, float]:
-    """Share of fields that a prediction has right, and share of records with every field right.
-
-    prediction: any text; what counts are the JSON objects in it, by their "parcel", the first one of a name. answers:
-    the true objects as JSON. A field is right if it is the same text, or the same number.
-    """
-    told: dict[str, dict[str, object]] = {}
-    for part in _OBJECT.findall(prediction):
-        try:
-            one = json.loads(part)
-        except ValueError:
-            continue
-        told.setdefault(str(one.get("parcel")), one)
-    fields = whole = 0
-    for answer in answers:
-        true = json.loads(answer)
-        mine = told.get(true["parcel"], {})
-        right = sum(str(mine.get(name)) == true[name] for name in FIELDS)
-        fields += right
-        whole += right == len(FIELDS)
-    return fields / (len(FIELDS) * len(answers)), whole / len(answers)
+def make_extraction(length: int, tokenizer: Any, seed: int) -> tuple[str, str]:
+    """Make a prompt and its whole true answer, together at most `length` tokens. Raises ConfigError if too short."""
+    counter, form = TokenCounter(tokenizer), PromptFormat.of(tokenizer, "never")
+    task = f"extract_{RECORDS}"
+    draft = Extraction(RECORDS, random.Random(f"extract/1/{task}/{length}/{seed}/0"), counter)
+    answer = counter.count(draft.completion) + _SPARE_TOKENS
+    around = len(form.head) + answer + counter.count(draft.question + form.tail + draft.prefix)
+    (sized,) = fit([draft], counter, length, [around], task)
+    return sized.context + draft.question + draft.prefix, draft.completion

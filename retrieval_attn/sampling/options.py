@@ -27,6 +27,14 @@ REPETITION_RANGE = (0.01, 100.0)
 PENALTY_RANGE = (-2.0, 2.0)
 BIAS_LIMIT = 100.0
 MAX_TOKEN_ID = 2**31 - 1
+_RANGES = {
+    "top_p": (0.0, 1.0, "1 keeps every token, 0 the likeliest alone"),
+    "min_p": (0.0, 1.0, "0 keeps every token"),
+    "repetition_penalty": (*REPETITION_RANGE, "1 changes nothing"),
+    "presence_penalty": (*PENALTY_RANGE, "0 changes nothing"),
+    "frequency_penalty": (*PENALTY_RANGE, "0 changes nothing"),
+}
+"""Least and greatest value of an option, and a note about its neutral value."""
 
 Bias = tuple[tuple[int, float], ...]
 GivenBias = Mapping[int, float] | Mapping[str, float] | Bias
@@ -54,11 +62,8 @@ def check(options: ChoiceOptions) -> None:
     """Raise ConfigError for an option of the wrong type or out of its range."""
     if not is_number(options.temperature) or not 0 <= options.temperature < math.inf:
         raise ConfigError(f"temperature must be a number >= 0 (0 is greedy), got {options.temperature!r}.")
-    _require("top_p", options.top_p, (0.0, 1.0), "1 keeps every token, 0 the likeliest alone")
-    _require("min_p", options.min_p, (0.0, 1.0), "0 keeps every token")
-    _require("repetition_penalty", options.repetition_penalty, REPETITION_RANGE, "1 changes nothing")
-    _require("presence_penalty", options.presence_penalty, PENALTY_RANGE, "0 changes nothing")
-    _require("frequency_penalty", options.frequency_penalty, PENALTY_RANGE, "0 changes nothing")
+    for name, limits in _RANGES.items():
+        _require(name, getattr(options, name), *limits)
 
 
 def bias_pairs(given: object) -> Bias:
@@ -80,7 +85,7 @@ def bias_pairs(given: object) -> Bias:
             raise ConfigError(f"logit_bias has the key {key!r}; keys are token ids, such as 42 or '42'.")
         if token in found:
             raise ConfigError(f"logit_bias has the token {token} twice; give one bias for each token.")
-        _require(f"the logit_bias of token {token}", value, (-BIAS_LIMIT, BIAS_LIMIT), "0 changes nothing")
+        _require(f"the logit_bias of token {token}", value, -BIAS_LIMIT, BIAS_LIMIT, "0 changes nothing")
         found[token] = float(value)
     return tuple(sorted(found.items()))
 
@@ -104,7 +109,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _require(name: str, value: Any, limits: tuple[float, float], note: str) -> None:
-    low, high = limits
+def _require(name: str, value: Any, low: float, high: float, note: str) -> None:
     if not is_number(value) or not low <= value <= high:
         raise ConfigError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}; {note}.")

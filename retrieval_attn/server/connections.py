@@ -1,7 +1,8 @@
 """HTTP connections: uvicorn's protocol with limits on headers, on time, and on connections per address.
 
 uvicorn has no limit on header bytes with httptools, no time limit for a request's head, no limit per address, and
-answers malformed requests in plain text. `LimitedProtocol` adds these four to it.
+answers malformed requests in plain text. `LimitedProtocol` adds these four to it, and reads the body of a request that
+offers to switch protocols.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from retrieval_attn.server.failure import ApiError
 
-__all__ = ["MAX_HEAD_BYTES", "MAX_HEADERS", "Connections", "LimitedProtocol", "max_connections"]
+__all__ = ["MAX_HEAD_BYTES", "MAX_HEADERS", "Connections", "LimitedProtocol", "UpgradeParser", "max_connections"]
 
 MAX_HEAD_BYTES = 64 << 10
 """URL and headers of one request; nginx and Node have 32 KiB and 16 KiB."""
@@ -100,12 +102,70 @@ class Connections:
         return False
 
 
+class UpgradeParser:
+    """httptools' parser for a server that speaks HTTP/1.1 alone: a request with an Upgrade header is read as any other.
+
+    RFC 9110, section 7.8, allows to ignore Upgrade. The JDK's HTTP client offers h2c with each request, and httptools
+    does not parse the body of such a request.
+    """
+
+    def __init__(self, protocol: LimitedProtocol) -> None:
+        """protocol: receives the callbacks."""
+        self._protocol = protocol
+        self._parser = httptools.HttpRequestParser(protocol)
+        self.is_resuming = False
+        """Whether the callbacks are those of `_resume`, for a head that was parsed before."""
+
+    @property
+    def is_upgrade(self) -> bool:
+        """Whether the request that is parsed has a body that httptools skips."""
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse received bytes. Raises HttpParserError, and HttpParserUpgrade after CONNECT."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self.is_upgrade:
+                    raise
+                data = data[upgrade.args[0] :]
+            self._resume()
+
+    def _resume(self) -> None:
+        """Parse on where the body begins, by a new parser that has the headers which delimit it."""
+        names = (b"content-length", b"transfer-encoding")
+        lines = [b"%b: %b\r\n" % (name, value) for name, value in self._protocol.headers if name in names]
+        self._parser = httptools.HttpRequestParser(self._protocol)
+        self.is_resuming = True
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(lines) + b"\r\n")
+        self.is_resuming = False
+
+    def get_http_version(self) -> str:
+        """See httptools."""
+        return str(self._parser.get_http_version())
+
+    def get_method(self) -> bytes:
+        """See httptools."""
+        return bytes(self._parser.get_method())
+
+    def should_keep_alive(self) -> bool:
+        """See httptools."""
+        return bool(self._parser.should_keep_alive())
+
+    def should_upgrade(self) -> bool:
+        """See httptools."""
+        return bool(self._parser.should_upgrade())
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. See the module."""
 
     def __init__(self, *, limits: Connections, **arguments: Any) -> None:
         """limits: shared by all connections of a server. arguments: uvicorn's."""
         super().__init__(**arguments)
+        self.parser: UpgradeParser = UpgradeParser(self)
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._unparsed = self._head_bytes = 0
@@ -147,6 +207,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """See uvicorn."""
+        if self.parser.is_resuming:
+            return
         self._in_message, self._head_bytes = True, 0
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = ApiError(400, f"More than {MAX_PIPELINED} pipelined requests; wait for answers.")
@@ -155,11 +217,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """See uvicorn."""
+        if self.parser.is_resuming:
+            return
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """See uvicorn."""
+        if self.parser.is_resuming:
+            return
         self._count_head(len(name) + len(value) + 4)
         if len(self.headers) >= MAX_HEADERS:
             self._refusal = ApiError(431, f"A request may have {MAX_HEADERS} headers; send fewer.")
@@ -168,6 +234,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """See uvicorn."""
+        if self.parser.is_resuming:
+            return
         self._unparsed = 0
         self._disarm()
         super().on_headers_complete()
@@ -181,6 +249,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """See uvicorn."""
+        if self.parser.is_upgrade:
+            return  # its body follows
         self._unparsed, self._in_message = 0, False
         if self.is_idle:
             self._disarm()  # lingering is over: the body that was not needed has come

@@ -193,7 +193,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         401: "No key, or an unknown one",
         403: "The key is not an admin's",
         404: "Unknown model or context",
-        409: "A context of another model",
+        409: "A context of another model, or a name that is taken",
         413: "Too large a body",
         503: "Too many wait, or the engine is lost; Retry-After says when to come again",
         504: "Not answered within the deadline",

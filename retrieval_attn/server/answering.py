@@ -16,12 +16,11 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from retrieval_attn.engine.request import Event, Request
-from retrieval_attn.errors import ContextLengthError
 from retrieval_attn.server.answered import ERRORS, ChatAnswer, TextAnswer
 from retrieval_attn.server.asked import ChatBody, CompletionBody, SampledBody
 from retrieval_attn.server.choices import Choices
 from retrieval_attn.server.echo import EchoForm
-from retrieval_attn.server.failure import ApiError, failure_of
+from retrieval_attn.server.failure import ApiError, text_from
 from retrieval_attn.server.form import DONE, ChatForm, Form, TextForm, usage_of
 from retrieval_attn.server.permissions import UserRoute
 from retrieval_attn.server.prompts import Extras, Parts, forked
@@ -119,10 +118,8 @@ async def _requests(
     caller = caller_of(http)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = []
-    try:
+    with text_from(_field(body)):
         prompts = await asyncio.to_thread(lambda: [make() for make in makes])
-    except ContextLengthError as error:
-        raise failure_of(error, field=_field(body)) from error
     for parts in prompts:
         asked = forked(parts) if answers > 1 else parts
         room = service.prompts.positions - before - sum(map(len, parts))

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from retrieval_attn.server.answered import ERRORS, ContextList, ContextRecord, Deleted
 from retrieval_attn.server.asked import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody
-from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.failure import ApiError, text_from
 from retrieval_attn.server.permissions import AdminRoute
 from retrieval_attn.server.service import Service, caller_of, service_of
 from retrieval_attn.store import NamedContext
@@ -37,11 +37,12 @@ async def make(body: KeepBody, request: HttpRequest) -> Response:
     """Read a text or a conversation, and save it under a name, in place of what had the name."""
     prompts = service_of(request).prompts
     text, messages = body.text, body.messages
-    if messages is not None:
-        ids = await asyncio.to_thread(prompts.of_conversation, _turns(messages))
-    else:
-        ids = await asyncio.to_thread(prompts.of_document, text or "")
-    return await _made(request, body.name, ids, None)
+    with text_from("text" if messages is None else "messages"):
+        if messages is not None:
+            ids = await asyncio.to_thread(prompts.of_conversation, _turns(messages))
+        else:
+            ids = await asyncio.to_thread(prompts.of_document, text or "")
+        return await _made(request, body.name, ids, None)
 
 
 @router.post("/files", response_model=None, responses=RECORD)
@@ -57,8 +58,9 @@ async def upload(
             400, f"A file must be text in UTF-8, got byte {data[error.start]:#04x} at {error.start}; convert it.",
             param="file",
         ) from error  # fmt: skip
-    ids = await asyncio.to_thread(service_of(request).prompts.of_document, text)
-    return await _made(request, name, ids, None)
+    with text_from("file"):
+        ids = await asyncio.to_thread(service_of(request).prompts.of_document, text)
+        return await _made(request, name, ids, None)
 
 
 @router.get("/{name}", response_model=None, responses=RECORD)
@@ -79,11 +81,12 @@ async def remove(name: Name, request: HttpRequest) -> Response:
 async def more(name: Name, body: MoreBody, request: HttpRequest) -> Response:
     """Read more behind a saved context, and save both together; only what is new is read and written."""
     prompts = service_of(request).prompts
-    if body.messages is not None:
-        ids = await asyncio.to_thread(prompts.of_answered, _turns(body.messages))
-    else:
-        ids = await asyncio.to_thread(prompts.of_more, body.text or "")
-    return await _made(request, body.name, ids, name)
+    with text_from("text" if body.messages is None else "messages"):
+        if body.messages is not None:
+            ids = await asyncio.to_thread(prompts.of_answered, _turns(body.messages))
+        else:
+            ids = await asyncio.to_thread(prompts.of_more, body.text or "")
+        return await _made(request, body.name, ids, name)
 
 
 @router.post("/{name}/fork", response_model=None, responses=RECORD)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from retrieval_attn.errors import (
     AdmissionError,
+    CacheMismatchError,
     ConfigError,
     ContextLengthError,
     ContextNameError,
@@ -22,7 +24,7 @@ from retrieval_attn.errors import (
     UnknownContextError,
 )
 
-__all__ = ["ApiError", "EngineLostError", "ended_error", "failure_of", "invalid"]
+__all__ = ["ApiError", "EngineLostError", "ended_error", "failure_of", "invalid", "text_from"]
 
 TYPES = {
     400: "invalid_request_error",
@@ -94,6 +96,9 @@ _ANSWERS = (
         "A context's name has 1 to 64 of the letters A-Z and a-z, digits and _ . -, and is not . or .. alone."),
     _Answer(StoreMismatchError, 409, "context_of_another_model",
         "This context was saved with another model, tokenizer, chat template or release; save its text again."),
+    _Answer(CacheMismatchError, 409, "context_of_another_model",
+        "The keys of this text or saved context do not fit the model as it is now: its weights or adapters were others "
+        "when the text was read. Ask again, or save the context's text again."),
     _Answer(StoreDamagedError, 500, "context_damaged",
         "This saved context is damaged. Ask again; if that fails, too, save its text again under the same name."),
     _Answer(StoreFullError, 507, "store_full",
@@ -129,6 +134,15 @@ def failure_of(error: BaseException, *, field: str = "prompt", answer_tokens: in
             retry_after = RETRY_SECONDS if one.status == 503 else None
             return ApiError(one.status, one.text or str(error), code=one.code or None, retry_after=retry_after)
     return ApiError(500, f"The server failed ({type(error).__name__}); its log says more.")
+
+
+@contextlib.contextmanager
+def text_from(field: str) -> Iterator[None]:
+    """Name the field of the request's body that has the text if it is too long. Raises ApiError for it."""
+    try:
+        yield
+    except (ContextLengthError, AdmissionError) as error:
+        raise failure_of(error, field=field) from error
 
 
 def _too_long(error: Exception, limit: int, tokens: int, field: str, answer_tokens: int | None) -> ApiError:

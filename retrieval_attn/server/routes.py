@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 import retrieval_attn
 from retrieval_attn.server.answered import ERRORS, ErrorAnswer, Health, ModelList, ModelRecord, Tokens, Version
 from retrieval_attn.server.asked import TokenizeBody
-from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.failure import ApiError, text_from
 from retrieval_attn.server.permissions import AdminRoute, OpenRoute, UserRoute
 from retrieval_attn.server.prompts import Extras
 from retrieval_attn.server.service import Service, service_of
@@ -101,7 +101,8 @@ async def tokenize(body: TokenizeBody, request: HttpRequest) -> Response:
         )
         return prompts.of_messages([message.turn for message in body.messages], extras)
 
-    ids = [token for part in await asyncio.to_thread(parts) for token in part]
+    with text_from("prompt" if body.messages is None else "messages"):
+        ids = [token for part in await asyncio.to_thread(parts) for token in part]
     return JSONResponse({"count": len(ids), "max_model_len": prompts.positions, "tokens": ids})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from retrieval_attn import errors
 from retrieval_attn.server.failure import failure_of
@@ -81,7 +82,28 @@ def test_a_prompt_of_too_many_characters_is_told_the_same(http: httpx.Client) ->
         error = error_of(http.post(path, json=body))
         assert (error["code"], error["param"]) == ("context_length_exceeded", field)
         assert re.search(rf"maximum context length is {POSITIONS} tokens. .* at least \d+ tokens", error["message"])
-    assert error_of(http.post("/tokenize", json={"prompt": "x" * 20_000_000}))["code"] == "context_length_exceeded"
+
+
+def test_each_route_names_the_field_of_a_too_long_text(http: httpx.Client) -> None:
+    """Before and after it is tokenized: by its characters, and by its tokens."""
+    assert http.post("/v1/contexts", json={"name": "short", "text": "The sky is blue. " * 9}).status_code == 200
+    for text in ("x" * 20_000_000, "the sky " * 70_000):
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+        requests: list[tuple[str, str, dict[str, Any]]] = [
+            ("/v1/contexts", "text", {"name": "long", "text": text}),
+            ("/v1/contexts", "messages", {"name": "long", "messages": turns}),
+            ("/v1/contexts/short/save", "text", {"name": "long", "text": text}),
+            ("/v1/contexts/short/save", "messages", {"name": "long", "messages": turns}),
+        ]
+        if text.startswith("x"):  # more tokens than the model has positions are no error of /tokenize: it counts them
+            requests += [("/tokenize", "prompt", {"prompt": text}), ("/tokenize", "messages", {"messages": turns})]
+        for path, field, body in requests:
+            error = error_of(http.post(path, json=body))
+            assert (error["code"], error["param"]) == ("context_length_exceeded", field), (path, error)
+            assert f"in the {field}" in error["message"]
+        reply = http.post("/v1/contexts/files", data={"name": "long"}, files={"file": ("a.txt", text.encode())})
+        error = error_of(reply)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "file"), error
 
 
 @pytest.mark.slow
@@ -141,6 +163,25 @@ def test_no_error_tells_files_or_commands(kind: type[Exception], caplog: pytest.
         return
     assert "/var" not in failure.message and "retrieval-attn" not in failure.message and len(failure.message) > 20
     assert any(words in record.getMessage() or words in str(record.exc_info) for record in caplog.records)
+
+
+def test_keys_that_do_not_fit_the_model_are_a_conflict(inside: Inside) -> None:
+    """Weights that changed between a request and its answer, over HTTP: the client is told, and may ask again."""
+    submit = inside.engine.submit
+
+    def changed(request: Any) -> Any:
+        ticket = submit(request)
+        with torch.no_grad():
+            inside.model.get_output_embeddings().weight.mul_(1.5)
+        return ticket
+
+    body = {"model": "tiny", "prompt": [5] * 200, "max_tokens": 200}
+    with inside.client() as http:
+        inside.engine.submit = changed  # type: ignore[method-assign]
+        error = error_of(http.post(TEXT, json=body), 409)
+        assert (error["type"], error["code"]) == ("conflict_error", "context_of_another_model")
+        inside.engine.submit = submit  # type: ignore[method-assign]
+        assert http.post(TEXT, json=body).status_code == 200
 
 
 def test_what_memory_does_not_take_is_told_as_too_long() -> None:

@@ -51,10 +51,12 @@ class Choices:
         self._waiting = self._admission.enter(*tokens)
         self._requests = requests
         for number, request in enumerate(requests):
+            limit = asyncio.timeout(max(self.seconds_left, 0))
             try:
-                submitted = await self._client.submit(request, functools.partial(self._put, number))
+                async with limit:
+                    submitted = await self._client.submit(request, functools.partial(self._put, number))
             except Exception as error:
-                raise self._failure(number, error) from error
+                raise self._too_late() if limit.expired() else self._failure(number, error) from error
             self._submitted.append(submitted)
 
     @property
@@ -123,8 +125,11 @@ class Choices:
 
     def _late(self) -> None:
         self.cancel()  # at once: who should read the answers may be the one who is slow
+        self._queue.put_nowait(self._too_late())
+
+    def _too_late(self) -> ApiError:
         message = f"The request was not answered within {self._deadline_seconds:g} s; ask for less, or come again."
-        self._queue.put_nowait(ApiError(504, message, code="deadline"))
+        return ApiError(504, message, code="deadline")
 
     def _require_answered(self, number: int, end: Finished) -> None:
         if end.error is not None:

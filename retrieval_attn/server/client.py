@@ -97,9 +97,13 @@ class LocalEngine:
 
     async def submit(self, request: Request, put: Put) -> Submitted:
         """See `EngineClient`."""
-        if request.context is None:
-            return await asyncio.to_thread(self._submit, request, put)
-        return await asyncio.get_running_loop().run_in_executor(self._openers, self._submit, request, put)
+        pool = None if request.context is None else self._openers
+        submitting = asyncio.get_running_loop().run_in_executor(pool, self._submit, request, put)
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:  # its thread cannot be stopped: the request is cancelled once it is submitted
+            submitting.add_done_callback(_cancel_submitted)
+            raise
 
     def _submit(self, request: Request, put: Put) -> Submitted:
         if self._engine.died is not None:
@@ -128,6 +132,11 @@ class LocalEngine:
         await asyncio.to_thread(self._engine.close, drain=drain)
         self._keepers.shutdown(wait=False)
         self._openers.shutdown(wait=False)
+
+
+def _cancel_submitted(submitting: asyncio.Future[Submitted]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()
 
 
 def plain_stats(engine: Engine) -> dict[str, Any]:

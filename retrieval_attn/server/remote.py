@@ -26,6 +26,11 @@ __all__ = ["RemoteEngine"]
 log = logging.getLogger(__name__)
 
 END_SECONDS = 20.0
+PING_SECONDS = 1.0
+MAX_SILENT_PINGS = 60
+"""Sent in turn without a frame received in between; then the process hangs, and is killed. They are counted, and not
+timed: a server that was stopped together with its engine kills nothing when both continue.
+"""
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 1.0, 60.0
 """Before a process that could not start is tried again; each time twice as long."""
 READ_BYTES = 1 << 24
@@ -41,6 +46,8 @@ class _Process:
         self._numbers = 0
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._puts: dict[int, Put] = {}
+        self._silent_pings = 0
+        self.is_closing = False
 
     @classmethod
     async def start(cls, spec: EngineSpec, begun: Child) -> tuple[_Process, Facts]:
@@ -62,8 +69,30 @@ class _Process:
         return process, Facts(*first["ready"])
 
     async def read(self) -> None:
-        """Hand out what comes until the process has gone; what it owes then is lost."""
+        """Hand out what comes until the process has gone; what it owes then is lost. Kills a process that hangs."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            await self._hand_out()
+        finally:
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        """Kill the process if it answers no ping. While it closes, it answers none."""
+        while self._silent_pings < MAX_SILENT_PINGS:
+            await asyncio.sleep(PING_SECONDS)
+            if self.is_closing:
+                return
+            self._silent_pings += 1
+            self.tell({"do": "ping", "id": 0})
+        log.error(
+            "the engine's process has answered none of %d pings: it is killed", MAX_SILENT_PINGS,
+            extra={"fields": {"engine_pid": self.child.pid}},
+        )  # fmt: skip
+        self.child.kill()
+
+    async def _hand_out(self) -> None:
         while (frame := await async_frame(self._reader)) is not None:
+            self._silent_pings = 0
             for number, *plain in frame.get("items", ()):
                 item = item_from(plain)
                 put = self._puts.pop(number, None) if isinstance(item, Finished) else self._puts.get(number)
@@ -165,9 +194,16 @@ class RemoteEngine:
     async def close(self, *, drain: bool) -> None:
         """See `EngineClient`."""
         self._closing = True
-        if self._process is not None:
-            self._process.tell({"do": "close", "drain": drain})
+        process = self._process
+        if process is not None:
+            process.is_closing = True
+            process.tell({"do": "close", "drain": drain})
         if self._running is not None:
+            if process is not None and not drain:
+                await asyncio.wait({self._running}, timeout=END_SECONDS)
+                if not self._running.done():
+                    log.error("the engine's process did not end within %g s: it is killed", END_SECONDS)
+                    process.child.kill()
             if self._process is None:
                 self._running.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -39,6 +39,9 @@ class Worker:
         self._sock, self._engine = sock, engine
         self._outgoing: queue.SimpleQueue[Plain | tuple[int, Event | Finished] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
+        self._submitting: dict[int, bool] = {}
+        """Requests that a thread is about to submit; True: cancelled meanwhile."""
+        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(THREADS, "retrieval_attn-worker")
         self._keepers = ThreadPoolExecutor(KEEPERS, "retrieval_attn-keeper")
         self._openers = ThreadPoolExecutor(OPENERS, "retrieval_attn-opener")
@@ -54,9 +57,12 @@ class Worker:
                 drain = bool(frame["drain"])
                 break
             if frame["do"] == "cancel":
-                if ticket := self._tickets.get(frame["id"]):
-                    ticket.cancel()
+                self._cancel(frame["id"])
+            elif frame["do"] == "ping":
+                self._outgoing.put({"id": frame["id"], "ok": None})
             else:
+                if frame["do"] == "submit":
+                    self._submitting[frame["id"]] = False
                 self._pool(frame).submit(self._answer, frame)
         self._engine.close(drain=drain)
         self._outgoing.put(None)
@@ -76,15 +82,36 @@ class Worker:
 
     def _done(self, frame: Plain) -> Any:
         if frame["do"] == "submit":
-            ticket = self._engine.submit(request_from(frame["request"]))
-            self._tickets[frame["id"]] = ticket
-            ticket.listen(functools.partial(self._tell, frame["id"]))
-            return ticket.id
+            return self._submit(frame)
         if frame["do"] == "keep":
             return keep(self._engine, frame["name"], ids_from(frame["ids"]), frame["context"], frame["namespace"])
         if frame["do"] == "check":
             return self._engine.check()
         return plain_stats(self._engine)
+
+    def _submit(self, frame: Plain) -> str:
+        number = frame["id"]
+        try:
+            ticket = self._engine.submit(request_from(frame["request"]))
+        except BaseException:
+            del self._submitting[number]
+            raise
+        with self._lock:
+            self._tickets[number] = ticket
+            is_cancelled = self._submitting.pop(number)
+        ticket.listen(functools.partial(self._tell, number))
+        if is_cancelled:
+            ticket.cancel()
+        return ticket.id
+
+    def _cancel(self, number: int) -> None:
+        """Cancel a request, also one that a thread has not submitted yet; nothing happens if it has ended."""
+        with self._lock:
+            ticket = self._tickets.get(number)
+            if ticket is None and number in self._submitting:
+                self._submitting[number] = True
+        if ticket is not None:
+            ticket.cancel()
 
     def _tell(self, number: int, item: Event | Finished) -> None:
         if isinstance(item, Finished):

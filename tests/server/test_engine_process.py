@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from retrieval_attn import errors
+from retrieval_attn.config import Config
 from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.request import Event, Finished, Request
-from retrieval_attn.server import frames
-from tests.server.process import ANSWER, QUESTION, Served, document, runs, serving
+from retrieval_attn.model.bundled import model_path
+from retrieval_attn.server import frames, remote
+from retrieval_attn.server.client import LocalEngine
+from retrieval_attn.server.spec import EngineSpec
+from retrieval_attn.server.worker import Worker
+from tests.server.process import ANSWER, END_SECONDS, QUESTION, Served, document, runs, serving
 
 CHAT = "/v1/chat/completions"
 
@@ -130,3 +139,107 @@ def test_frames_bring_what_was_sent() -> None:
     assert (str(found.error), vars(found.error)) == ("too long", {"limit": 9, "tokens": 12})
     for kind in ("RowsFailedError", "Any", "SystemExit", "RetrievalAttentionErro"):
         assert type(frames.error_from([kind, "x", {}])) is frames.EngineFailure
+
+
+@pytest.mark.slow
+def test_requests_to_an_engine_that_hangs_end_at_their_deadline(tmp_path: Path) -> None:
+    """None of them is in the engine when it continues, and the server ends although its engine does not."""
+    options = ("--store", str(tmp_path), "--engine", "process", "--warm-up", "0", "--deadline", "10", "--drain", "1")
+    with serving(*options) as apart, apart.client() as http:
+        engine = pid_of(apart, 0)
+        short = {**talk(max_tokens=1), "messages": talk()["messages"][1:]}
+        assert http.post(CHAT, json=short).status_code == 200
+        os.kill(engine, signal.SIGSTOP)
+        for stream in (False, True):
+            reply = http.post(CHAT, json=talk(max_tokens=60_000, ignore_eos=True, stream=stream), timeout=30)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline")
+        os.kill(engine, signal.SIGCONT)
+        assert http.post(CHAT, json=short).status_code == 200
+        text = http.get("/metrics").text
+        assert "num_requests_running 0.0" in text and "num_requests_waiting 0.0" in text
+        os.kill(engine, signal.SIGSTOP)
+        apart.process.send_signal(signal.SIGTERM)
+        assert apart.process.wait(END_SECONDS + 25) == 0
+        assert not runs(engine)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(_hang(EngineSpec(model_path("bundled"), {}, Config().to_dict(), store=str(tmp_path)), monkeypatch))
+
+
+async def _hang(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = remote.RemoteEngine(spec)
+    await engine.start()
+    monkeypatch.setattr(remote, "PING_SECONDS", 0.05)
+    await asyncio.sleep(6)  # it answers its pings
+    process = engine._process
+    assert process is not None and engine.lost is None
+    os.kill(process.child.pid, signal.SIGSTOP)
+    with pytest.raises(errors.RetrievalAttentionError, match="lost.*status -9"):
+        await asyncio.wait_for(engine.keep("a", (5, 6, 7), None, ""), 30)
+    assert engine.lost is not None
+    async with asyncio.timeout(90):
+        while engine.lost is not None:
+            await asyncio.sleep(0.05)
+    assert (await engine.stats())["rows"] == 0
+    await engine.close(drain=False)
+
+
+class SlowEngine:
+    """An engine whose `submit` waits; it counts cancelled requests."""
+
+    died = None
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.cancelled = threading.Event()
+        self.is_listening = False
+
+    def submit(self, _: Request) -> Any:
+        self.goes_on.wait(20)
+        return SimpleNamespace(id="1", listen=self._listen, cancel=self._cancel)
+
+    def _listen(self, _: Any) -> None:
+        self.is_listening = True
+
+    def _cancel(self) -> None:
+        assert self.is_listening
+        self.cancelled.set()
+
+    def close(self, *, drain: bool) -> None:
+        pass
+
+
+def test_a_request_that_is_cancelled_before_it_is_submitted() -> None:
+    """Frames come faster than threads submit: without a note of it, nobody would end the answer."""
+    engine: Any = SlowEngine()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        work = threading.Thread(target=Worker(theirs, engine).run)
+        work.start()
+        request = frames.request_of(Request(((5, 6),), 7))
+        ours.sendall(frames.frame_of({"do": "submit", "id": 4, "request": request}))
+        ours.sendall(frames.frame_of({"do": "cancel", "id": 4}))
+        ours.sendall(frames.frame_of({"do": "ping", "id": 0}))
+        assert frames.receive_frame(ours) == {"id": 0, "ok": None}  # behind the other two
+        engine.goes_on.set()
+        assert engine.cancelled.wait(20)
+        assert frames.receive_frame(ours) == {"id": 4, "ok": "1"}
+        ours.sendall(frames.frame_of({"do": "close", "drain": False}))
+        work.join(20)
+        assert not work.is_alive()
+
+
+def test_who_stops_waiting_for_a_submission_cancels_the_request() -> None:
+    """In the server's process: the thread that submits goes on."""
+    asyncio.run(_stop_waiting(SlowEngine()))
+
+
+async def _stop_waiting(engine: Any) -> None:
+    local = LocalEngine(engine)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await local.submit(Request(((5, 6),), 7), lambda _: None)
+    engine.goes_on.set()
+    assert await asyncio.to_thread(engine.cancelled.wait, 20)

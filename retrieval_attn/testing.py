@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retrieval_attn.attention.exact import ExactPass as ExactPass
-    from retrieval_attn.attention.instruments import coded_bytes as coded_bytes
     from retrieval_attn.attention.instruments import measure_mass as measure_mass
     from retrieval_attn.attention.instruments import replace_layer as replace_layer
     from retrieval_attn.attention.instruments import share_layer as share_layer
@@ -91,7 +90,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "engine.engine": "default_limits",
     "attention.exact": "ExactPass",
-    "attention.instruments": "coded_bytes measure_mass replace_layer share_layer tail_shares",
+    "attention.instruments": "measure_mass replace_layer share_layer tail_shares",
     "attention.layer": "CacheLayer",
     "attention.retrieval": "RetrievalLayer",
     "attention.sequence": "Batch",

@@ -6,7 +6,6 @@ from typing import Any
 
 from retrieval_attn.attention.audit import AuditResult, HeadAudit, audited
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.coded_clusters import beside_codes_bytes
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import distinct
@@ -20,13 +19,6 @@ def measure_mass(cache: RetrievalCache, heads: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer):
             layer.mass_heads = heads
-
-
-def coded_bytes(cache: RetrievalCache) -> int:
-    """Bytes of device memory held by codes of keys and by their clusters, which grow with the context."""
-    codes = sum(index.device_nbytes for index in cache.coded_indexes)
-    paths = (host for layer in cache.layers if isinstance(layer, RetrievalLayer) for host in layer.hosts)
-    return codes + beside_codes_bytes(list(paths))
 
 
 def audit(cache: RetrievalCache, heads: int = 1) -> None:

@@ -130,7 +130,7 @@ class Stats:
     audit: error of heads' outputs against exact attention; None unless `cache.instruments.audit` asked for it.
     indexes: kinds of the indexes that were searched, and how many heads have each; {} where all keys were beside the
     model. `Context.index_notes` says why a head has its index. all_keys: the dtype that all keys were there in, "int8"
-    among them (`Config.all_keys`); None where they were retrieved.
+    among them (`Config.full_attention`); None where they were retrieved.
     decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why
     nothing was captured.
     """

@@ -22,12 +22,13 @@ YARN_FLAG: dict[str, Any] = {
     "help": "so many times the model's positions, by YaRN, for longer texts (default: the positions it has)",
 }
 """Of `--yarn`, as argparse takes it: of every command that loads a model for texts."""
-HOST_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
+HOST_DTYPES = ("auto", "int8")
 
-Retrieve = int | float | Literal["all", "auto"]
+Retrieve = int | Literal["all", "auto"]
 Quantization = Literal["int8", "int4", "bnb-8bit", "bnb-4bit"]
 GraphMode = bool | Literal["auto"]
-AllKeys = bool | Literal["always"]
+QuestionAttention = Literal["exact", "retrieval"]
+FullAttention = Literal["auto", "always", "never"]
 TailMode = bool | Literal["auto"]
 Place = Literal["auto", "device", "host"]
 MEAN_RETRIEVE = 100
@@ -40,10 +41,10 @@ class Config:
 
     sink: tokens at the start of a sequence that stay on the device and are always attended.
     window: most recent tokens that stay on the device and are always attended.
-    retrieve: keys retrieved per query head from everything between sink and window. An int >= 1, a share of
-        those keys in (0, 1), or "all" (exact attention over the host's keys; the reference mode). "auto": 100 on
-        average, shared out among the heads of each layer, 25 to 400 for one, by what more keys take off the error of
-        its outputs for sampled queries of the prompt; not with index="device" or tail=False.
+    retrieve: keys retrieved per query head from everything between sink and window. An int >= 1, or "all" (exact
+        attention over the host's keys; the reference mode). "auto": 100 on average, shared out among the heads of each
+        layer, 25 to 400 for one, by what more keys take off the error of its outputs for sampled queries of the prompt;
+        not with index="device" or tail=False.
     tail: whether the keys between sink and window that a query does not retrieve are estimated from clusters of them,
         instead of left out. "auto" and True: yes; False: as the paper does it.
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
@@ -57,19 +58,16 @@ class Config:
         fewer for a prompt where that makes room for codes on the device.
     hidden_states: where the hidden states of a prompt lie while it is read, "device" or "host" (page-locked memory, of
         which chunks visit the device). "auto": on the device if they fit.
-    exact_append: True: the tokens of a follow-up turn attend to the whole context exactly (the context's
-        keys visit the device block by block). False: they go through retrieval like generated tokens.
-    all_keys: True: with index="auto" and a tail, an answer on one GPU attends to all keys of a shorter text, which come
-        there for it, where they fit beside all else and a token is sooner so (`runner/beside.py`); where only int8
-        does, in int8. "always": wherever they fit. False: every answer retrieves. Engines always do.
-    decode_tokens: a forward of at most this many new tokens always counts as decoding (speculative steps).
+    question_attention: "exact": the tokens of a follow-up turn attend to the whole context exactly (the context's keys
+        visit the device block by block), unless they are 8 or fewer. "retrieval": they go through retrieval like
+        generated tokens.
+    full_attention: "auto": with index="auto" and a tail, an answer on one GPU attends to all keys of a shorter text,
+        which come there for it, if they fit and a token is sooner so (`runner/beside.py`); if only int8 fits, in int8.
+        "always": wherever they fit. "never": every answer retrieves. Engines always retrieve.
     spill: generated tokens that gather on the device beyond the window before a block moves to the host.
     host_dtype: storage of the host's keys and values; "auto" is the model's own dtype. "int8": whole steps of the
         largest number of each key and value of each head, with the step as float32 behind them: 132 bytes instead
         of 256 for head_dim 128 in bfloat16; so are those in an engine's pages.
-    page_lock: whether the host's keys and values are page-locked once they are there, so that exact questions bring
-        them back to a GPU at the bus's full rate; .05 s per GiB. False, or a refusal: they go through page-locked
-        buffers.
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
     threads: CPU threads of search and host attention; None uses all that numba sees.
@@ -84,12 +82,10 @@ class Config:
     train_queries: int | None = None
     prefill_chunk: int = 8192
     hidden_states: Place = "auto"
-    exact_append: bool = True
-    all_keys: AllKeys = True
-    decode_tokens: int = 8
+    question_attention: QuestionAttention = "exact"
+    full_attention: FullAttention = "auto"
     spill: int = 512
     host_dtype: str = "auto"
-    page_lock: bool = True
     graph: GraphMode = "auto"
     threads: int | None = None
 
@@ -99,14 +95,11 @@ class Config:
         _require_int("prefill_chunk", self.prefill_chunk, 1, "8192 is a good start")
         if self.train_queries is not None:
             _require_int("train_queries", self.train_queries, 0, "use None for what the index asks for; 0 trains none")
-        _require_int("decode_tokens", self.decode_tokens, 1, "8 covers speculative decoding")
         _require_int("spill", self.spill, 1, "512 is a good start")
         _check_retrieve(self.retrieve)
-        for name in ("exact_append", "page_lock"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.all_keys, bool) and self.all_keys != "always":
-            raise ConfigError(f'all_keys must be True, False or "always", got {self.all_keys!r}.')
+        require_question_attention(self.question_attention)
+        if self.full_attention not in ("auto", "always", "never"):
+            raise ConfigError(f'full_attention must be "auto", "always" or "never", got {self.full_attention!r}.')
         if not isinstance(self.index, str) or not self.index:
             raise ConfigError(
                 f"index must be the name of an index, got {self.index!r}; "
@@ -167,10 +160,14 @@ class Config:
             return None
         if self.retrieve == "auto":
             return MEAN_RETRIEVE
-        if isinstance(self.retrieve, float):
-            return max(1, round(self.retrieve * num_keys))
         assert isinstance(self.retrieve, int)
         return self.retrieve
+
+
+def require_question_attention(value: object) -> None:
+    """Raise ConfigError unless `value` is a `QuestionAttention`."""
+    if value not in ("exact", "retrieval"):
+        raise ConfigError(f'question_attention must be "exact" or "retrieval", got {value!r}.')
 
 
 def resolve(config: Config | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> Config:
@@ -220,9 +217,7 @@ def _require_int(name: str, value: object, least: int, advice: str) -> None:
 
 
 def _check_retrieve(value: object) -> None:
-    advice = 'give an integer >= 1, a share between 0 and 1 such as 0.01, "all" or "auto"'
+    advice = 'give an integer >= 1, "all" or "auto"'
     if value in ("all", "auto") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return
-    if isinstance(value, float) and 0.0 < value < 1.0:
         return
     raise ConfigError(f"retrieve={value!r} retrieves nothing or is not a number; {advice}.")

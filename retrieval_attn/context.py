@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,8 +18,8 @@ from retrieval_attn.attention.reread import goes_on
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.rollback import Rollback
 from retrieval_attn.attention.sequence import attended_columns
-from retrieval_attn.config import Config, resolve
-from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError, UnsupportedModelError
+from retrieval_attn.config import Config, QuestionAttention, require_question_attention, resolve
+from retrieval_attn.errors import CacheMismatchError, InputDataError, UnsupportedModelError
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.runner.beside import Ahead, over_all_keys, with_all_keys
 from retrieval_attn.runner.forget import forget_tokens
@@ -31,7 +31,6 @@ from retrieval_attn.store import ContextStore
 from retrieval_attn.stream import Stream
 from retrieval_attn.template import PromptTemplate, Question, checked_ids
 
-Append = Literal["exact", "retrieval"]
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate["Context", _Given], _Result]
@@ -151,7 +150,7 @@ class Context:
 
     @_alone
     def extend(self, text: str | Sequence[int], *, progress: bool = True) -> Context:
-        """Append more text or token ids; they attend to the whole context as config.exact_append says."""
+        """Append more text or token ids; they attend to the whole context as config.question_attention says."""
         self._require_whole()
         if not self._ids:
             return self.read(text, progress=progress)
@@ -218,19 +217,19 @@ class Context:
         sampling: Sampling | None = None,
         *,
         raw: bool = False,
-        append: Append | None = None,
+        question_attention: QuestionAttention | None = None,
         on_text: Callable[[str], None] | None = None,
         **options: Any,
     ) -> Answer:
         """Answer one question about the context, which stays as it was.
 
         raw: take `question` as the exact continuation of the context, words of special tokens as control tokens.
-        append: how the question's own tokens attend to the context, "exact" or "retrieval" (default: what
-        config.exact_append says). on_text: called with each new piece of text.
+        question_attention: how the question's own tokens attend to the context, "exact" or "retrieval" (default: that
+        of the config). on_text: called with each new piece of text.
         Raises InputDataError, ConfigError.
         """
         asked = [self.template.question_ids(question, raw)]
-        return _answer(self, asked, append, Sampling.of(sampling, options), on_text)[0]
+        return _answer(self, asked, question_attention, Sampling.of(sampling, options), on_text)[0]
 
     def ask_many(
         self,
@@ -238,23 +237,28 @@ class Context:
         sampling: Sampling | None = None,
         *,
         raw: bool = False,
-        append: Append | None = None,
+        question_attention: QuestionAttention | None = None,
         **options: Any,
     ) -> list[Answer]:
         """Answer several questions in one batch. The context's keys are held, and scanned, once for all."""
         if isinstance(questions, str | bytes) or not isinstance(questions, Sequence) or not questions:
             raise InputDataError(f"ask_many needs a non-empty list of questions, got {questions!r}; use ask() for one.")
         asked = [self.template.question_ids(question, raw) for question in questions]
-        return _answer(self, asked, append, Sampling.of(sampling, options))
+        return _answer(self, asked, question_attention, Sampling.of(sampling, options))
 
     def continue_with(
-        self, ids: Sequence[int], sampling: Sampling | None = None, *, append: Append | None = None, **options: Any
+        self,
+        ids: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        question_attention: QuestionAttention | None = None,
+        **options: Any,
     ) -> Answer:
         """Generate after `ids`, taken as they are: they continue the context, which stays as it was.
 
-        append: see `ask`.
+        question_attention: see `ask`.
         """
-        return _answer(self, [_checked(self, ids)], append, Sampling.of(sampling, options))[0]
+        return _answer(self, [_checked(self, ids)], question_attention, Sampling.of(sampling, options))[0]
 
     def stream(
         self,
@@ -262,7 +266,7 @@ class Context:
         sampling: Sampling | None = None,
         *,
         raw: bool = False,
-        append: Append | None = None,
+        question_attention: QuestionAttention | None = None,
         **options: Any,
     ) -> Stream:
         """Like `ask`, as an iterator over pieces of text; its `answer` is the whole, once the text has ended.
@@ -270,7 +274,7 @@ class Context:
         It can be left at any time: generating then stops. Raises InputDataError, ConfigError.
         """
         asked, chosen = self.template.question_ids(question, raw), Sampling.of(sampling, options)
-        return stream_after(self, asked, chosen, append)
+        return stream_after(self, asked, chosen, question_attention)
 
     # -- inside -------------------------------------------------------------------------------------
 
@@ -290,17 +294,19 @@ class Context:
         require_same_weights(self._cache)
 
 
-def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, append: Append | None = None) -> Stream:
+def stream_after(
+    context: Context, ids: Sequence[int], sampling: Sampling, question_attention: QuestionAttention | None = None
+) -> Stream:
     """`Context.continue_with` as a stream: pieces of the text that `ids`, taken as they are, go on with.
 
     Raises InputDataError, ConfigError.
     """
     asked = [list(ids)]
     with context._changing:
-        _require_answerable(context, asked, append, sampling)
+        _require_answerable(context, asked, question_attention, sampling)
 
     def work(on_text: Callable[[str], None], cancelled: threading.Event) -> Answer:
-        return _answer(context, asked, append, sampling, on_text, cancelled)[0]
+        return _answer(context, asked, question_attention, sampling, on_text, cancelled)[0]
 
     return Stream(work)
 
@@ -308,14 +314,14 @@ def stream_after(context: Context, ids: Sequence[int], sampling: Sampling, appen
 def _answer(
     context: Context,
     asked: list[list[int]],
-    append: Append | None,
+    question_attention: QuestionAttention | None,
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
     cancelled: threading.Event | None = None,
 ) -> list[Answer]:
     ahead = Ahead(max(map(len, asked), default=0) + sampling.max_new_tokens, len(asked))
     with context._changing:
-        _require_answerable(context, asked, append, sampling)
+        _require_answerable(context, asked, question_attention, sampling)
         tokens, batch = len(context._ids), context._loop.batch(asked, before=context._ids)
         total = tokens + ahead.tokens
         apart = len(asked) > 1 and _may_change(context._cache, total)
@@ -323,10 +329,10 @@ def _answer(
         fork = None if retrieves else with_all_keys(context.model, context._cache, ahead)
         plain = context._cache.fork() if fork is None and not apart else None
     if apart:
-        return [_answer(context, [one], append, sampling, on_text, cancelled)[0] for one in asked]
+        return [_answer(context, [one], question_attention, sampling, on_text, cancelled)[0] for one in asked]
 
     def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
-        _set_append(cache, append)
+        _set_question_attention(cache, question_attention)
         if len(asked) > 1:
             cache.batch_repeat_interleave(len(asked))
         return context._loop.answer(cache, batch, sampling, emit, cancelled)
@@ -370,14 +376,16 @@ def _described(context: Context) -> dict[str, Any]:
     return described(digest, context.num_tokens, context.read_seconds, context.model)
 
 
-def _require_answerable(context: Context, asked: list[list[int]], append: Append | None, sampling: Sampling) -> None:
+def _require_answerable(
+    context: Context, asked: list[list[int]], question_attention: QuestionAttention | None, sampling: Sampling
+) -> None:
     context._require_whole()
     if not context._ids:
         raise InputDataError("The context is empty; call read(text) first.")
     if not all(asked):
         raise InputDataError("A question has no tokens; ask a non-empty question.")
-    if append not in (None, "exact", "retrieval"):
-        raise ConfigError(f'append must be "exact" or "retrieval", got {append!r}.')
+    if question_attention is not None:
+        require_question_attention(question_attention)
     context._cache.require_room(max(map(len, asked)) + sampling.max_new_tokens)
     context.kept.hold()
 
@@ -395,10 +403,10 @@ def as_store(given: ContextStore | str | Path | None) -> ContextStore:
     return given if isinstance(given, ContextStore) else ContextStore(given)
 
 
-def _set_append(cache: RetrievalCache, append: Append | None) -> None:
-    if append is None:
+def _set_question_attention(cache: RetrievalCache, question_attention: QuestionAttention | None) -> None:
+    if question_attention is None:
         return
-    cache.config = cache.config.replace(exact_append=append == "exact")
+    cache.config = cache.config.replace(question_attention=question_attention)
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer):
             layer.config = cache.config

@@ -39,7 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"batch": 2, "padded": 5},
     "shared": {"repeats": 3},
     "shared padded": {"batch": 2, "repeats": 2, "padded": 5},
-    "share": {"config": CONFIG.replace(retrieve=0.2)},
     "spill always": {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
     "grows into retrieval": {"prompt": 14, "new": 40},
     "padded grows": {"batch": 2, "padded": 5, "prompt": 14, "new": 40},

@@ -156,7 +156,7 @@ def ask(model: Any, case: dict[str, Any]) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(case["model"])
     context = ra.Context(model, tokenizer, ra.Config(**case["config"])).read(case["text"], progress=False)
-    answer = context.ask(case["question"], max_new_tokens=12, append="retrieval")
+    answer = context.ask(case["question"], max_new_tokens=12, question_attention="retrieval")
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # ranks that choose for themselves would part ways
     sampled = context.ask(case["question"], max_new_tokens=12, temperature=3.0)
     return {"text": answer.text, "host_bytes": answer.stats.host_bytes, "sampled": sampled.tokens}

@@ -1,4 +1,4 @@
-"""Answers that attend to all keys of a shorter text (`Config.all_keys`): which do, what they say, what they leave."""
+"""Answers that attend to all keys of a shorter text (`Config.full_attention`): which do, and what they leave."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_question_of_many_tokens(needle_model_path: str) -> None:
     """A whole prompt through the public API: the tokens of an index that keeps all keys; the context stays as it is."""
     text, question = "The code of the door is 4711. The dog sleeps. " * 60, "What is the code of the door? " * 4
     answers = {}
-    ways: dict[str, dict[str, Any]] = {"all": {}, "full": {"index": "full"}, "retrieves": {"all_keys": False}}
+    ways: dict[str, dict[str, Any]] = {"all": {}, "full": {"index": "full"}, "retrieves": {"full_attention": "never"}}
     for name, options in ways.items():
         context = ra.LLM(needle_model_path, device="cpu", **{**SMALL, **options}).read(text, progress=False)
         before = [(held.tail_start, held.window.tail_len) for held in held_of(context.cache)]
@@ -114,7 +114,7 @@ def test_a_question_of_many_tokens(needle_model_path: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"all_keys": False}, {"index": "flat"}, {"retrieve": "all"}, {"tail": False}],
+    [{"full_attention": "never"}, {"index": "flat"}, {"retrieve": "all"}, {"tail": False}],
     ids=["off", "another index", "reference", "no tail"],
 )
 @pytest.mark.usefixtures("roomy")
@@ -140,7 +140,7 @@ def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
         assert form() is int8
         roomy["speed"] *= 0.99
         assert form() is slower
-    cache.config = cache.config.replace(all_keys="always")
+    cache.config = cache.config.replace(full_attention="always")
     assert form() is False
     roomy["free"] = 0
     assert form() is None
@@ -203,8 +203,8 @@ def test_questions_side_by_side(append: Any, needle_model_path: str) -> None:
     llm = ra.LLM(needle_model_path, device="cpu", **SMALL)
     context = llm.read("The code of the door is 4711. The dog sleeps. " * 40, progress=False)
     questions = ["What is the code of the door?", "Who sleeps, and where does it sleep?", "A dog."]
-    alone = [context.ask(one, max_new_tokens=24, append=append) for one in questions]
-    together = context.ask_many(questions, max_new_tokens=24, append=append)
+    alone = [context.ask(one, max_new_tokens=24, question_attention=append) for one in questions]
+    together = context.ask_many(questions, max_new_tokens=24, question_attention=append)
     assert [one.tokens for one in together] == [one.tokens for one in alone]
     assert {one.stats.decoded for one in (*alone, *together)} == {"graph"}
     assert not any(one.stats.keys_scanned or one.stats.indexes for one in together)
@@ -332,7 +332,7 @@ def test_an_answer_that_has_no_room_after_all_retrieves(
     """Another answer took the memory. Text that is out is not said again: that answer ends with the error."""
     context = ra.LLM(needle_model_path, device="cpu", **SMALL).read("A dog. " * 100, progress=False)
     wanted = context.fork()
-    wanted._cache.config = wanted._cache.config.replace(all_keys=False)
+    wanted._cache.config = wanted._cache.config.replace(full_attention="never")
     usual = AnswerLoop.answer
 
     def answer(loop: AnswerLoop, cache: RetrievalCache, batch: Any, sampling: Any, on_text: Any, cancelled: Any) -> Any:
@@ -421,7 +421,7 @@ def test_a_gpu_answers_questions_side_by_side(host_dtype: str, needle_model_path
     ways: list[Any] = ["exact", "retrieval"]
     for append in ways:
         questions = [QUESTION, "The grass is green. " * 3 + QUESTION]
-        found = context.ask_many(questions, max_new_tokens=16, append=append)
+        found = context.ask_many(questions, max_new_tokens=16, question_attention=append)
         assert all("7391846" in one.text and one.stats.decoded == "graph" for one in found)
         assert not any(one.stats.keys_scanned or one.stats.indexes for one in found)
     assert kept_of(llm.model).layers.int8 == (host_dtype == "int8")

@@ -25,7 +25,7 @@ class Everyone(HeadAudit):
 def ask(loaded: Loaded, append: Any = "retrieval", **changes: Any) -> Audit:
     context = ra.Context(*loaded, CONFIG.replace(**changes)).read(needle_text(6_000), progress=False)
     audit(context.cache)
-    found = context.ask(QUESTION, max_new_tokens=24, append=append).stats.audit
+    found = context.ask(QUESTION, max_new_tokens=24, question_attention=append).stats.audit
     assert found is not None and found.samples > 100
     return found
 

@@ -42,14 +42,14 @@ def test_every_layer_shares_out_the_same_number_of_keys(context: ra.Context) -> 
         assert 0.9 * MEAN_RETRIEVE * heads <= sum(budgets.counts) <= MEAN_RETRIEVE * heads
     assert any(budgets is not None and len(set(budgets.counts)) > 1 for budgets in found)
     assert len(set(found)) > 1
-    answer = context.ask(QUESTION, max_new_tokens=24, append="retrieval")
+    answer = context.ask(QUESTION, max_new_tokens=24, question_attention="retrieval")
     assert "7391846" in answer.text
 
 
 def test_keys_by_head_cost_as_much(context: ra.Context, loaded: Loaded) -> None:
     """Bytes of attended rows; a flat index scans as many keys whatever the number is."""
     plain = ra.Context(*loaded, CONFIG.replace(retrieve=MEAN_RETRIEVE)).read(needle_text(10_000), progress=False)
-    stats = [one.ask(QUESTION, max_new_tokens=4, append="retrieval").stats for one in (context, plain)]
+    stats = [one.ask(QUESTION, max_new_tokens=4, question_attention="retrieval").stats for one in (context, plain)]
     assert stats[0].keys_scanned == stats[1].keys_scanned
     assert stats[0].host_bytes_read <= stats[1].host_bytes_read
 

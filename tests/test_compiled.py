@@ -265,12 +265,12 @@ def test_loading_a_model_begins_what_its_reads_wait_for(
     monkeypatch.setattr(Compilation, "_do", later)
     monkeypatch.setattr("retrieval_attn.runner.ready.early_jobs", quick)
     monkeypatch.setattr("retrieval_attn.runner.ready.kernel_jobs", quick)
-    llm = ra.LLM("bundled", device="cpu", host_dtype="bfloat16")
+    llm = ra.LLM("bundled", device="cpu", host_dtype="int8")
     assert begun == [] and missing([SERVER]) and len(jobs_module._under_way) == 1
     held.set()
     assert llm.read("The sky is blue. " * 90, progress=False).num_tokens > 0
     assert begun == [SERVER] and not missing([SERVER]) and nothing_under_way()
-    assert given[0] == ((Format.BFLOAT16, IndexSpec.of("auto")), {"retrieve_all": False, "serves_graphs": False})
+    assert given[0] == ((Format.INT8, IndexSpec.of("auto")), {"retrieve_all": False, "serves_graphs": False})
     assert len(given) == 2
 
 

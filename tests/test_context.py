@@ -46,7 +46,7 @@ def full_attention(loaded: Loaded, ids: list[int], new: int) -> list[int]:
 @pytest.mark.parametrize("append", ["exact", "retrieval"])
 def test_a_question_after_reading_is_answered_by_retrieval(context: ra.Context, append: Any) -> None:
     """The answer stands 1,200 tokens back, behind the index; the question was not known when it was built."""
-    answer = context.ask(QUESTION, max_new_tokens=24, append=append)
+    answer = context.ask(QUESTION, max_new_tokens=24, question_attention=append)
     assert "7391846" in answer.text
     assert answer.finish_reason == "stop"
     assert answer.stats.keys_scanned > 0
@@ -60,7 +60,7 @@ def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch:
         return empty_partial(torch.empty(*part._shape, 1), value_dim)
 
     monkeypatch.setattr(HostPart, "attend", nothing)
-    assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, append="retrieval").text
+    assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, question_attention="retrieval").text
 
 
 def test_captured_mass_is_the_share_of_exact_attention(loaded: Loaded, text: str) -> None:
@@ -146,8 +146,8 @@ def test_wrong_use_of_a_context(context: ra.Context, loaded: Loaded) -> None:
         context.ask_many([])
     with pytest.raises(ConfigError, match="Unknown sampling option max_tokens"):
         context.ask(QUESTION, max_tokens=3)
-    with pytest.raises(ConfigError, match='append must be "exact" or "retrieval"'):
-        context.ask(QUESTION, append="fast")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match='question_attention must be "exact" or "retrieval"'):
+        context.ask(QUESTION, question_attention="fast")  # type: ignore[arg-type]
     with pytest.raises(InputDataError, match="Token ids must be in"):
         empty.read([5, 10**6])
 

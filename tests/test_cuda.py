@@ -18,7 +18,7 @@ from tests.tiny_models import CONFIGS, QUESTION, random_ids, tiny_model
 
 pytestmark = pytest.mark.cuda
 
-ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", decode_tokens=4)
+ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all")
 
 
 def logits_of(model: Any, cache: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
@@ -110,6 +110,6 @@ def test_the_bundled_model_answers_from_128k(needle_model_path: Path) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.bfloat16)
     model = loaded.cuda().eval()
     context = ra.Context(model, tokenizer).read(ids, progress=False)
-    answer = context.ask(QUESTION, max_new_tokens=24, append="retrieval")
+    answer = context.ask(QUESTION, max_new_tokens=24, question_attention="retrieval")
     assert "7391846" in answer.text
-    assert context.ask(QUESTION, max_new_tokens=24, append="exact").text
+    assert context.ask(QUESTION, max_new_tokens=24, question_attention="exact").text

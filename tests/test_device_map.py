@@ -26,7 +26,7 @@ from retrieval_attn.offload.queries import _drawn_on
 from tests.test_tensor_parallel import BUNDLED, TINY, check_logits, make_cases, run_both
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids, tiny_model
 
-ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", decode_tokens=4)
+ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all")
 CPU = torch.device("cpu")
 two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs two CUDA devices, torch sees {torch.cuda.device_count()}"
@@ -112,7 +112,7 @@ def test_a_context_of_a_model_on_disk(tmp_path: Path, needle_model_path: Path) -
             assert model.device.type == "meta"
             assert placement.input_device(model) == CPU
         context = ra.Context(model.eval(), tokenizer, ra.Config(**{**BUNDLED, "prefill_chunk": 100})).read(text)
-        answers.append(context.ask(QUESTION, max_new_tokens=12, append="exact").text)
+        answers.append(context.ask(QUESTION, max_new_tokens=12, question_attention="exact").text)
     assert answers[0] == answers[1]
     assert "7391846" in answers[0]
 
@@ -293,7 +293,7 @@ def test_a_context_on_two_gpus_answers_as_on_one(index: str, needle_model_path: 
         devices = [layer.window._key.device.index for layer in retrieving(context)]
         assert devices == ([0, 0, 0, 1, 1] if split is None else [0] * 5)
         several = context.ask_many([QUESTION, "What is it?"], max_new_tokens=12)
-        answers.append((context.ask(QUESTION, max_new_tokens=12, append="retrieval").text, several[0].text))
+        answers.append((context.ask(QUESTION, max_new_tokens=12, question_attention="retrieval").text, several[0].text))
     assert "7391846" in answers[0][0]
     assert answers[0] == answers[1]
 

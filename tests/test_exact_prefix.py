@@ -177,10 +177,12 @@ def test_no_key_of_it_is_on_the_host_or_in_a_window() -> None:
     assert all(layer.held.ranges == [(200, 236)] and layer.window.sink_len == 0 for layer in layers)
 
 
-@pytest.mark.parametrize("exact_append", [True, False])
-def test_few_tokens_and_searched_ones(exact_append: bool) -> None:
+@pytest.mark.parametrize("exact", [True, False])
+def test_few_tokens_and_searched_ones(exact: bool) -> None:
     """Turns that are read like generated tokens, after a prefix that was not, and behind own tokens that were."""
-    text = Text(build_model("llama"), ExactPool(1000, 40), retrieve="all", exact_append=exact_append)
+    text = Text(
+        build_model("llama"), ExactPool(1000, 40), retrieve="all", question_attention="exact" if exact else "retrieval"
+    )
     for seed, (tokens, paged) in enumerate([(5, True), (100, True), (3, True), (4, False), (60, False), (2, False)]):
         text.read(random_ids(1, tokens, seed), paged=paged)
     steps(text.model, [text], 3)

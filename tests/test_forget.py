@@ -33,7 +33,7 @@ from tests.test_hybrid import new_model
 from tests.tiny_models import BASE, QUESTION, Loaded, build_model, config_of, needle_text, random_ids, tiny_model
 
 TOKENS, START, STOP = 300, 5, 170
-CONFIG = ra.Config(sink=8, window=32, spill=16, retrieve="all", index="flat", decode_tokens=4)
+CONFIG = ra.Config(sink=8, window=32, spill=16, retrieve="all", index="flat")
 
 
 def read(model: Any, ids: Tensor, config: ra.Config = CONFIG) -> Any:
@@ -109,7 +109,7 @@ def test_forgetting_equals_a_cache_whose_keys_are_embedded_anew(name: str, exact
     """A question of 12 tokens, single tokens over several spills, and another turn, against transformers."""
     model, ids = tiny_model(name), random_ids(1, TOKENS)
     pieces = pieces_of(1, 12, *[1] * 60, 9, 1)
-    cache = read(model, ids, CONFIG.replace(exact_append=exact))
+    cache = read(model, ids, CONFIG.replace(question_attention="exact" if exact else "retrieval"))
     unforgotten = feed(model, cache.fork(), pieces[0])
     forget_tokens(cache, model, START, STOP)
     got = [feed(model, cache, one) for one in pieces]
@@ -328,7 +328,7 @@ def test_a_context_forgets_and_counts_what_is_left(loaded: Loaded) -> None:
     assert context.forget(16, 200) is context
     assert context.num_tokens == tokens - 184 and fork.num_tokens == tokens
     for append in ("exact", "retrieval"):
-        answer = context.ask(QUESTION, max_new_tokens=16, append=append)
+        answer = context.ask(QUESTION, max_new_tokens=16, question_attention=append)
         assert "7391846" in answer.text and answer.stats.context_tokens == context.num_tokens
     questions = [QUESTION, "Which number?"]
     together = [one.tokens for one in context.ask_many(questions, max_new_tokens=12)]
@@ -345,7 +345,7 @@ def test_a_context_forgets_and_counts_what_is_left(loaded: Loaded) -> None:
 def test_segments_of_forgotten_tokens_are_released_where_nobody_else_has_them() -> None:
     """After a fork that is gone the context goes on in a second segment; the first is forgotten as a whole."""
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
-    config = CONFIG.replace(retrieve=20, exact_append=True)
+    config = CONFIG.replace(retrieve=20, question_attention="exact")
     cache = read(model, ids, config)
     fork = cache.fork()
     feed(model, cache, pieces_of(3, 400)[0])

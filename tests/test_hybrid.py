@@ -95,9 +95,9 @@ def test_prefill_turns_and_padding_equal_eager(model: Any, chunk: int) -> None:
         whole = model(input_ids=ids, use_cache=False).logits
     expected = [whole, whole, eager_steps(model, *cases[2])]
     for exact in (True, False):
-        ra.enable(model, ALL, prefill_chunk=chunk, exact_append=exact)
+        ra.enable(model, ALL, prefill_chunk=chunk, question_attention="exact" if exact else "retrieval")
         for (pieces, real), wanted in zip(cases, expected, strict=True):
-            cache = ra.RetrievalCache(model, ALL, exact_append=exact)
+            cache = ra.RetrievalCache(model, ALL, question_attention="exact" if exact else "retrieval")
             assert worst(steps(model, cache, pieces, real), wanted, real) <= TOLERANCE
 
 

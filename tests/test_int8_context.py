@@ -79,7 +79,7 @@ def test_append_crop_and_fork(append: str) -> None:
     Breaks if the host's keys visit the device as steps, a crop reads back other rows, or a fork shares a tail.
     """
     model = tiny_model("llama")
-    config = ra.Config(sink=4, window=16, spill=8, retrieve="all", exact_append=append == "exact", host_dtype="int8")
+    config = ra.Config(sink=4, window=16, spill=8, retrieve="all", question_attention=append, host_dtype="int8")
     ids = random_ids(1, 150)
     with torch.no_grad():
         right = model(ids).logits[:, -1]
@@ -107,7 +107,7 @@ def test_a_context_holds_half_and_answers(loaded: tuple[Any, Any]) -> None:
     hosts = [layer.hosts[0] for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]
     clusters = sum(host.clusters.nbytes(host.segments) for host in hosts if host.clusters is not None)
     assert len(hosts) == 5 and 0 < clusters == context.cache.host_nbytes - 5 * 2 * context.num_tokens * (68 + 68)
-    assert "7391846" in context.ask(QUESTION, max_new_tokens=16, append="retrieval").text
+    assert "7391846" in context.ask(QUESTION, max_new_tokens=16, question_attention="retrieval").text
     fork = context.fork().extend(" The special magic Turin number is: 1112223. ")
     assert "1112223" in fork.ask("What is the special magic Turin number?", max_new_tokens=16).text
     assert "1112223" not in context.ask("What is the special magic Turin number?", max_new_tokens=16).text

@@ -83,12 +83,12 @@ def test_pages_are_locked_before_an_exact_question(needle_model_path: Path, tmp_
     model = ra.LLM(needle_model_path, device="cuda")
     model.read(needle_text(200_000), progress=False, save="some", store=tmp_path)
     texts = []
-    for options in ({}, {"exact_append": False}, {"page_lock": False}):
+    for options in ({}, {"question_attention": "retrieval"}):
         context = model.open("some", store=tmp_path, progress=False, **options)
         layers = [layer for layer in context._cache.layers if isinstance(layer, RetrievalLayer)]
         context.kept.wait()
         hosts = [layer.held.hosts[0] for layer in layers if layer.held is not None]
         locked = [one.locked_rows is not None for host in hosts for one in host.segments]
         assert locked and set(locked) == {not options}
-        texts.append(context.ask(QUESTION, append="exact", max_new_tokens=12).text)
+        texts.append(context.ask(QUESTION, question_attention="exact", max_new_tokens=12).text)
     assert len(set(texts)) == 1

@@ -15,7 +15,14 @@ from tests.cpu import test_clusters
 from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import build_model, random_ids
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=4, index="auto", decode_tokens=64)
+
+@pytest.fixture(autouse=True)
+def _turns_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of up to 64 tokens retrieves."""
+    monkeypatch.setattr("retrieval_attn.attention.retrieval.DECODE_TOKENS", 64)
+
+
+CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=4, index="auto")
 
 
 @pytest.mark.parametrize("tail", [True, False])

@@ -20,7 +20,7 @@ from retrieval_attn.gpu.attention.merge import Partial
 from tests.tiny_models import CONFIGS, handed_out, random_ids, tiny_model
 
 # One thread: for so few keys, waking a second one costs more than the work.
-ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", decode_tokens=4, threads=1)
+ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", threads=1)
 TOLERANCE = 1e-5
 PROMPT, STEPS = 150, 12
 RETRIEVING = [name for name in CONFIGS if name != "mistral_sliding"]
@@ -98,16 +98,16 @@ def test_left_padded_batch_equals_eager(model: Any, chunk: int) -> None:
     assert worst(got, expected, mask) <= TOLERANCE
 
 
-@pytest.mark.parametrize("exact_append", [True, False], ids=["exact", "retrieval"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "retrieval"])
 @pytest.mark.parametrize("chunk", [4096, 37], ids=["one-shot", "layer-major"])
-def test_three_turns_on_one_cache_equal_eager(model: Any, chunk: int, exact_append: bool) -> None:
+def test_three_turns_on_one_cache_equal_eager(model: Any, chunk: int, exact: bool) -> None:
     """Turns of 90, 60 and 45 tokens with decoding between them; appended turns read exactly or retrieved."""
     ids = random_ids(1, 90 + 5 + 60 + 30 + 45 + 5, seed=2)
     sizes = [90, *[1] * 5, 60, *[1] * 30, 45, *[1] * 5]
     pieces = list(ids.split(sizes, dim=1))
     expected = eager_steps(model, pieces)
-    ra.enable(model, ALL, prefill_chunk=chunk, exact_append=exact_append)
-    cache = ra.RetrievalCache(model, ALL, exact_append=exact_append)
+    ra.enable(model, ALL, prefill_chunk=chunk, question_attention="exact" if exact else "retrieval")
+    cache = ra.RetrievalCache(model, ALL, question_attention="exact" if exact else "retrieval")
     assert worst(steps(model, cache, pieces), expected) <= TOLERANCE
 
 

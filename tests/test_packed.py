@@ -108,8 +108,14 @@ def test_rows_are_read_as_alone(model: Any, exact: bool) -> None:
     loop = loop_of(model)
     befores = [0, 0, 60, 700, 150, 700]
     news = [ids(count, 50 + number) for number, count in enumerate([1, 40, 3, 20, 60, 1])]
-    caches = [begun(loop, tokens, seed, exact_append=exact) for seed, tokens in enumerate(befores)]
-    others = [begun(loop, tokens, seed, exact_append=exact) for seed, tokens in enumerate(befores)]
+    caches = [
+        begun(loop, tokens, seed, question_attention="exact" if exact else "retrieval")
+        for seed, tokens in enumerate(befores)
+    ]
+    others = [
+        begun(loop, tokens, seed, question_attention="exact" if exact else "retrieval")
+        for seed, tokens in enumerate(befores)
+    ]
     found = together(loop, caches, news)
     pairs = []
     for logits, cache, other, new in zip(found, caches, others, news, strict=True):

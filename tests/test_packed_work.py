@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.errors import CacheMismatchError, ConfigError
+from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload import packed_work
 from retrieval_attn.offload import work as host_work
@@ -83,20 +83,6 @@ def test_rows_get_the_bytes_that_they_get_alone(
         for mine, wanted in zip(path.read(3, len(path)), alone.read(0, len(alone)), strict=True):
             assert np.array_equal(mine, wanted)
     assert work.done and not work.leaving() and not work.building()
-
-
-def test_numbers_that_are_too_large_are_one_rows(threaded: bool) -> None:
-    kv = tokens(30)
-    kv[1][0, 1, 12, 3] = 1e5
-    work, rows, paths = packed([slice(0, 10), slice(10, 20), slice(20, 30)], kv, Format.FLOAT16)
-    work.start_copy(*kv)
-    for number, row in enumerate(rows):
-        if number == 1:
-            with pytest.raises(ConfigError, match="65504"):
-                row.finish()
-        else:
-            row.finish()
-    assert [len(path) for path in paths] == [13, 3, 13]
 
 
 def test_a_row_is_given_up_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_steps_equal_eager_decoding(case: str) -> None:
     assert any(any(reads) for reads in kinds_of(graphed.decoder))
 
 
-@pytest.mark.parametrize("host_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("host_dtype", ["auto", "int8"])
 def test_before_a_spill_nobody_asks_the_host(host_dtype: str) -> None:
     """Then it attends to what has no codes."""
     options: dict[str, Any] = {

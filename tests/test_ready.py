@@ -182,7 +182,7 @@ def test_a_context_that_a_graph_waits_for_is_not_bound_twice(loaded: Loaded, emu
     assert (decoder.captures, decoder.replays) == (1, 1)
     other = ra.Context(*loaded, config).read(TEXT, progress=False)
     assert (decoder.captures, decoder.replays) == (1, 1)
-    answers = [context.ask("Well?", max_new_tokens=5, append="retrieval") for context in (one, other)]
+    answers = [context.ask("Well?", max_new_tokens=5, question_attention="retrieval") for context in (one, other)]
     assert decoder.captures == 1 and decoder.replays > 4 and answers[0].tokens == answers[1].tokens
     assert {answer.stats.decoded for answer in answers} == {"graph"}
     ra.Context(*loaded, config).read("too short for anything to be retrieved", progress=False)
@@ -225,5 +225,5 @@ def test_the_first_answer_compiles_no_kernel_of_tritons(
     assert context.cache.index_kinds().keys() == {"device"}
     (decoder,) = decoders(model)
     before, captures = len(compiled), decoder.captures
-    context.ask("What is the sky?", max_new_tokens=4, append=append)
+    context.ask("What is the sky?", max_new_tokens=4, question_attention=append)
     assert compiled[before:] == [] and decoder.captures == captures == 1

@@ -49,7 +49,7 @@ def opened(loaded: Loaded, store: ContextStore, name: str, **options: Any) -> ra
 
 
 def answers(context: ra.Context) -> list[Any]:
-    found = [context.ask(QUESTION, max_new_tokens=12, append=append) for append in ("exact", "retrieval")]
+    found = [context.ask(QUESTION, max_new_tokens=12, question_attention=append) for append in ("exact", "retrieval")]
     return [(one.text, one.stats.context_tokens, one.stats.tail_share) for one in found]
 
 
@@ -151,7 +151,7 @@ def test_another_process_opens_it(read: ra.Context, store: ContextStore, needle_
     script = (
         "import sys, json, retrieval_attn as ra\n"
         "context = ra.LLM(sys.argv[1], device='cpu').open('bergen', store=sys.argv[2], progress=False)\n"
-        "answer = context.ask(sys.argv[3], max_new_tokens=12, append='retrieval')\n"
+        "answer = context.ask(sys.argv[3], max_new_tokens=12, question_attention='retrieval')\n"
         "print(json.dumps([context.num_tokens, answer.text]))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -322,6 +322,6 @@ def test_opened_on_a_gpu(loaded: Loaded, store: ContextStore, fresh_decoders: No
     again = opened((model, loaded[1]), store, "gpu")
     assert again.cache.index_kinds() == context.cache.index_kinds()
     for append in ("exact", "retrieval"):
-        one, other = (each.ask(QUESTION, max_new_tokens=24, append=append) for each in (context, again))
+        one, other = (each.ask(QUESTION, max_new_tokens=24, question_attention=append) for each in (context, again))
         assert one.text == other.text and other.stats.decoded == one.stats.decoded == "graph"
     again.kept.wait()

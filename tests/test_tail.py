@@ -29,7 +29,7 @@ from tests.tail_reference import Watch, watched
 from tests.test_long_questions import uploads_of
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids
 
-SMALL = ra.Config(sink=4, window=24, spill=8, retrieve=6, decode_tokens=4, graph=False, tail=True)
+SMALL = ra.Config(sink=4, window=24, spill=8, retrieve=6, graph=False, tail=True)
 PROMPT = 330
 INDEXES: dict[str, dict[str, Any]] = {
     "flat": {"index": "flat"},
@@ -168,7 +168,7 @@ def test_after_a_crop_other_tokens_come(index: str, watch: Watch) -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_follow_up_turns(index: str, exact: bool, watch: Watch) -> None:
     """A short turn joins the index and the clusters, a long one makes them anew; or all its tokens retrieve."""
-    session = Session(model_of("llama"), config_of(index, exact_append=exact))
+    session = Session(model_of("llama"), config_of(index, question_attention="exact" if exact else "retrieval"))
     for tokens in (40, 25, *([400] if exact else [])):
         session.feed(tokens)
         session.feed(1, 3)
@@ -202,7 +202,7 @@ def test_a_context_asked_forked_and_extended(index: str, loaded: Loaded, watch: 
     """The bundled model; questions through the index."""
     config = ra.Config(sink=8, window=64, spill=16, retrieve=20, prefill_chunk=512, **INDEXES[index])
     context = ra.Context(*loaded, config).read(needle_text(1_500), progress=False)
-    context.ask(QUESTION, max_new_tokens=2, append="retrieval")
+    context.ask(QUESTION, max_new_tokens=2, question_attention="retrieval")
     watch.check(tolerance(index))
     fork = context.fork().extend(" The special magic Turin number is: 1112223. ")
     for one in (fork, context):

@@ -90,7 +90,7 @@ def test_what_was_not_estimated_was_captured(loaded: Loaded, text: str) -> None:
     for retrieve in (50, 5):
         context = ra.Context(*loaded, CONFIG.replace(retrieve=retrieve)).read(text, progress=False)
         measure_mass(context.cache, 64)
-        stats = context.ask(QUESTION, max_new_tokens=6, append="retrieval").stats
+        stats = context.ask(QUESTION, max_new_tokens=6, question_attention="retrieval").stats
         assert stats.tail_share is not None and stats.captured_mass is not None and stats.tail_share_most is not None
         assert 1 - stats.tail_share == pytest.approx(stats.captured_mass, abs=0.05)
         most = stats.tail_share_most

@@ -169,7 +169,7 @@ def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:
     """A needle 1,200 tokens back, found by a graph that scores a part of the keys, the question retrieving as well."""
     config = ra.Config(sink=8, window=64, spill=16, retrieve=50, index="roargraph", index_options=GRAPH)
     context = ra.Context(*loaded, config).read(needle_text(16_000), progress=False)
-    answer = context.ask(QUESTION, max_new_tokens=24, append="retrieval")
+    answer = context.ask(QUESTION, max_new_tokens=24, question_attention="retrieval")
     assert "7391846" in answer.text
     assert answer.stats.indexes == {"roargraph": 10}
     asked = len(loaded[1](QUESTION)["input_ids"]) + answer.stats.new_tokens - 1

@@ -15,6 +15,7 @@ import retrieval_attn as ra
 from retrieval_attn.cpu.segment import restored_segment
 from retrieval_attn.cpu.store import SequenceKV, Span, take_spans
 from retrieval_attn.index.formats import Format
+from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import page_lock, upload
 from retrieval_attn.offload.page_lock import lock_pages
 from retrieval_attn.offload.transfer import pack, to_host, unpack
@@ -182,7 +183,8 @@ class TestPageLock:
 
         def logits(lock: bool, block_bytes: int) -> torch.Tensor:
             monkeypatch.setattr(upload, "BLOCK_BYTES", block_bytes)
-            config = ra.Config(index="flat", page_lock=lock, host_dtype=host_dtype, prefill_chunk=512, graph=False)
+            monkeypatch.setattr(kv_copy, "lock_pages", lock_pages if lock else lambda segment: None)
+            config = ra.Config(index="flat", host_dtype=host_dtype, prefill_chunk=512, graph=False)
             cache: Any = ra.RetrievalCache(ra.enable(model, config), config)
             with torch.no_grad():
                 model(torch.tensor([ids[:20_000]], device="cuda"), past_key_values=cache, logits_to_keep=1)
@@ -228,13 +230,6 @@ class TestSavedSegments:
             for own, private in zip(segment.locked_rows, (segment.keys, segment.values), strict=True):
                 assert own.ctypes.data != private.ctypes.data and np.array_equal(own, private)
                 assert torch.from_numpy(own.reshape(-1).view(np.uint8)).is_pinned()
-
-    def test_no_page_is_locked_unless_wanted(self, tmp_path: Path) -> None:
-        host = self.mapped_path(Format.BFLOAT16, tmp_path)
-        host.page_lock = False
-        wanted = expected(host, TOKENS, torch.float32)
-        found = walked(Uploads(torch.device("cuda", 0)), Stretch.of(host), torch.float32)
-        assert all(map(torch.equal, found, wanted)) and not host.segments[0].locked_ends
 
     def test_where_files_are_refused_they_are_gathered(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

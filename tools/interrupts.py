@@ -80,7 +80,8 @@ class Subject:
 
     def answer(self, context: ra.Context) -> list[list[int]]:
         """What it answers: one question through the index alone, one whose tokens attend exactly."""
-        return [context.ask(QUESTION, max_new_tokens=12, append=way).tokens for way in ("retrieval", "exact")]
+        ways = "retrieval", "exact"
+        return [context.ask(QUESTION, max_new_tokens=12, question_attention=way).tokens for way in ways]
 
     def operation(self, name: str, context: ra.Context) -> Callable[[], object]:
         """What is interrupted."""

@@ -44,7 +44,7 @@ def answers(llm: ra.LLM, sample: Sample, ids: list[int], arms: tuple[str, ...]) 
         read = llm.read(ids[:-1], progress=False)
         found["inside"] = read.continue_with(ids[-1:], **budget).text
     if "after" in arms:
-        read = ra.Context(llm.model, llm.tokenizer, llm.config, exact_append=False)
+        read = ra.Context(llm.model, llm.tokenizer, llm.config, question_attention="retrieval")
         read.read(ids[:split], progress=False)
         found["after"] = read.continue_with(ids[split:], **budget).text
     return found

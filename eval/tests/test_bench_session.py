@@ -109,7 +109,7 @@ def test_other_tokens_after_a_switch_are_a_failed_row() -> None:
 
             def ask_and_turn(*args: Any, **options: Any) -> ra.Answer:
                 answer = ask(*args, **options)
-                turned.append(options["append"])
+                turned.append(options["question_attention"])
                 if len(turned) == 1:
                     session.subject.model.lm_head.weight.data.neg_()
                 return answer

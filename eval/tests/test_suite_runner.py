@@ -255,9 +255,9 @@ def test_bad_flags(flags: tuple[str, ...], words: str) -> None:
 
 def test_method_options() -> None:
     """Shared flags reach every method, METHOD.KEY its own; values are JSON where they can be."""
-    given = parse("--retrieve", "0.01", "--sink", "4", "--index", "flat", "--method-option", "quest.page=32")
+    given = parse("--retrieve", "40", "--sink", "4", "--index", "flat", "--method-option", "quest.page=32")
     found = arguments.Options.of(given, ToySuite()).method_options
-    assert found == {"all": {"sink": 4, "retrieve": 0.01}, "retrieval": {"index": "flat"}, "quest": {"page": 32}}
+    assert found == {"all": {"sink": 4, "retrieve": 40}, "retrieval": {"index": "flat"}, "quest": {"page": 32}}
     for names in ("full, retrieval_tail", "all"):
         found = arguments.Options.of(parse("--index", "flat", "--methods", names), ToySuite()).method_options
         assert found["retrieval_tail"] == {"index": "flat"}

@@ -97,7 +97,7 @@ class HostPart:
             span = one.start, one.stop
             over = coded_range(one.host, *span, k, self._spec, config.estimates) if isinstance(k, int) else None
             if over is None:
-                # a share of the keys is another number for another length: one call per number
+                # of one number, or of numbers by heads: one call for each
                 self._apart.setdefault(k, []).append(one)
             else:
                 # one copy for both: dtype, and the order of rows

@@ -34,6 +34,9 @@ from retrieval_attn.offload.traffic import traffic
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.offload.work import HostWork
 
+DECODE_TOKENS = 8
+"""A forward of at most so many new tokens always retrieves: speculative steps are decoding."""
+
 
 class RetrievalLayer(CacheLayer):
     """See the module. held: its tokens, None before the first ones. q_heads: of the model's layer, 0 before the first.
@@ -86,7 +89,6 @@ class RetrievalLayer(CacheLayer):
             threads=self.config.threads,
             layer=self.number,
         )
-        host.page_lock = self.config.page_lock
         return host
 
     def hold(self, key: Tensor, value: Tensor) -> HeldTokens:
@@ -172,7 +174,7 @@ class RetrievalLayer(CacheLayer):
         exact = self.batch.exact
         if exact is not None and exact.reading is not None:  # its keys go to pages, however few
             return True
-        return self.config.exact_append and total > self.config.decode_tokens
+        return self.config.question_attention == "exact" and total > DECODE_TOKENS
 
     def mark(self) -> object:
         if self._reading is not None:

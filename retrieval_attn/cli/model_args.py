@@ -69,8 +69,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--retrieve",
         default=str(usual.retrieve),
         metavar="K",
-        help="keys retrieved per head and token: a number, a share such as 0.01, all, or auto, as measured for each "
-        "head (default: %(default)s)",
+        help="keys retrieved per head and token: a number, all, or auto, as measured for each head "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--window", default=str(usual.window), metavar="N", help="last tokens always attended (%(default)s)"
@@ -202,13 +202,11 @@ def _shown(args: argparse.Namespace) -> str:
 
 
 def _retrieve(text: str) -> Retrieve | Any:
-    """A number, a share, "all" or "auto"; anything else is left to Config, which refuses it."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    """A number, "all" or "auto"; anything else is left to Config, which refuses it."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _needed(model: str, most: int, yarn: float | None = None) -> int:

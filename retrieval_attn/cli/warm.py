@@ -152,7 +152,7 @@ class _Read:
         ids = torch.randint(3, vocabulary, (self._tokens,), generator=torch.Generator().manual_seed(0)).tolist()
         context = Context(self._model, self._tokenizer, self._config).read(ids)
         context.ask("What is it?", max_new_tokens=4)
-        context.ask("What is it?", max_new_tokens=4, append="retrieval")
+        context.ask("What is it?", max_new_tokens=4, question_attention="retrieval")
 
 
 def _jobs(index: str, formats: list[str], on_gpu: bool) -> list[Job]:

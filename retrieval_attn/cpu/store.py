@@ -74,8 +74,6 @@ class SequenceKV:
         self.threads, self.pool, self.layer = threads, pool, layer
         self.tail_tokens = TAIL_TOKENS
         """Tokens after the end of an index that are scanned before they are inserted into it, all at once."""
-        self.page_lock = True
-        """Whether to page-lock what comes from a GPU (`offload/page_lock.py`)."""
         self.steps: dict[int, LayerStep] = {}
         """What attention keeps between two tokens, by the number of paths that share a step."""
         self.index_seconds = 0.0
@@ -220,7 +218,7 @@ class SequenceKV:
             pool=self.pool,
             layer=self.layer,
         ).reserve(0)
-        other.tail_tokens, other.page_lock = self.tail_tokens, self.page_lock
+        other.tail_tokens = self.tail_tokens
         other.clusters = None if self.clusters is None else self.clusters.fork()
         other.budgets = self.budgets
         other._spans = list(self._spans)

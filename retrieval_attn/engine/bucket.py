@@ -223,8 +223,6 @@ class BucketRunner:
         reason = cache_refusal(cache) or model.reason
         if reason is not None:
             return reason
-        if isinstance(cache.config.retrieve, float):
-            return "a share of the keys is another number for each row of a batch"
         for layer in _layers(cache):
             layer.finish_index()
             if window_of(layer).valid is not None:

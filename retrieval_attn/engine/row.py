@@ -294,7 +294,7 @@ class Row:
 def _score_pieces(ids: Ids, vocabulary: int) -> list[Ids]:
     """The parts in which a prompt is read whose tokens are scored: the logits of a part are held at once.
 
-    They are of one size: a short part would go through retrieval (`Config.decode_tokens`).
+    They are of one size: a short part would go through retrieval (`attention/retrieval.DECODE_TOKENS`).
     """
     tokens = max(1, SCORED_BYTES // (4 * vocabulary))
     return np.array_split(ids, -(-len(ids) // tokens))

@@ -303,7 +303,7 @@ class Arithmetic:
                 f"Full attention with this KV on the GPU does not fit ({show_bytes(full.bytes_16bit)} of {limit}), but "
                 f'{form} ({show_bytes(needed)}). With index="auto" answers attend to all keys of up to {large_int8:,} '
                 f"tokens so on an H100, {small_int8:,} on an RTX 4090, one context at a time; "
-                f'Config(all_keys="always") has them do so beyond that. {INT8_KEYS}',
+                f'Config(full_attention="always") has them do so beyond that. {INT8_KEYS}',
             )
         return (
             f"Full attention does not fit {limit}: {show_bytes(full.bytes_16bit)} as planned, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.codes import beside
 from retrieval_attn.offload.page_lock import lock_pages
@@ -26,11 +25,6 @@ FILLERS = 4
 SHARED_COPY = 4 << 20
 """Bytes of keys from which they do it together."""
 
-TOO_LARGE = (
-    "host_dtype='float16' holds numbers up to 65504, and this model's keys or values are larger; use "
-    "host_dtype='bfloat16', 'int8' or 'auto'"
-)
-
 
 class KVCopy:
     """Keys and values (batch, kv_heads, new, dim) of a pass. They must not be written to any more, and are let go when
@@ -41,8 +35,6 @@ class KVCopy:
         """stop: when it is set, what has not begun is not copied: CancelledError."""
         self.device = key.device
         self._fmt, self._stop = fmt, stop
-        self._checked = fmt is Format.FLOAT16 and key.dtype is not torch.float16
-        self._too_large: list[Tensor] = []
         self._kv = [(key.detach(), value.detach())]  # empty once they are copied
         self._rows: list[tuple[int, SequenceKV, np.ndarray | None]] = []
         self._whole: set[int] = set()
@@ -62,20 +54,17 @@ class KVCopy:
         return id(host) in self._whole
 
     def staged(self, ready: torch.cuda.Event | None) -> None:
-        """Copy through the device's ring of pinned buffers, once `ready` is over. Raises as `direct`."""
+        """Copy through the device's ring of pinned buffers, once `ready` is over."""
         for key, value in self._kv:
             staging(self.device).bring(self._pieces(key, value), ready)
-        self._require_finite()
         self._round(ready)
         self.filled()
 
     def fill(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Tokens of the one row that is copied with those of others, in order, (kv_heads, tokens, width) as stored.
 
-        Raises as `direct`. `filled` behind the last.
+        `filled` behind the last.
         """
-        if self._checked and any(np.isinf(part.view(np.float16)).any() for part in (keys, values)):
-            raise ConfigError(TOO_LARGE)
         [(_, host, real)] = self._rows
         _append(host, real, keys, values)
 
@@ -84,19 +73,13 @@ class KVCopy:
         self._kv.clear()  # the device has read them: whoever takes their memory next may write to it at once
         if self.device.type != "cuda":
             return  # nothing brings them back from page-locked memory
-        for segment in {id(one): one for _, host, _ in self._rows if host.page_lock for one in host.segments}.values():
+        for segment in {id(one): one for _, host, _ in self._rows for one in host.segments}.values():
             lock_pages(segment)
 
     def direct(self) -> None:
-        """Copy row by row, on this thread and the device's current stream.
-
-        Raises ConfigError for keys or values that the host's number format turns into infinity.
-        """
+        """Copy row by row, on this thread and the device's current stream."""
         for kv in self._kv:
             for row, host, real in self._rows:
-                if self._checked:
-                    self._note_size(pack(tensor[row], self._fmt) for tensor in kv)
-                    self._require_finite()
                 key, value = all_to_host([tensor[row] for tensor in kv], self._fmt)
                 _append(host, real, key, value)
         self._round(None)
@@ -118,16 +101,6 @@ class KVCopy:
                     kept = slice(None) if real is None else torch.from_numpy(real).to(self.device)
                     write_rows(segment, rounded, key[row][:, kept], value[row][:, kept])
 
-    def _note_size(self, packed: Iterable[Tensor]) -> None:
-        """Remember, on the device, whether there are infinities among numbers that are on their way."""
-        if self._checked:
-            self._too_large += [tensor.isinf().any() for tensor in packed]
-
-    def _require_finite(self) -> None:
-        # without this, scores are infinite or NaN, and answers empty
-        if any(map(bool, self._too_large)):
-            raise ConfigError(TOO_LARGE)
-
     def _pieces(self, key: Tensor, value: Tensor) -> Iterator[CopyChunk]:
         """As many tokens of a row as fit a buffer, keys and values together."""
         heads, count = key.shape[1:3]
@@ -139,7 +112,6 @@ class KVCopy:
                     raise CancelledError
                 span = slice(start, min(start + step, count))
                 tensors = pack(key[row, :, span], self._fmt), pack(value[row, :, span], self._fmt)
-                self._note_size(tensors)
                 yield tensors, functools.partial(_append, host, None if real is None else real[span])
 
 

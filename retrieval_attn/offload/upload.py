@@ -247,7 +247,7 @@ class Uploads:
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what had the memory before
         self._ahead.append(block)
-        files = [part.segment for part in cut.parts if lockable(part.segment)] if host.page_lock else []
+        files = [part.segment for part in cut.parts if lockable(part.segment)]
         if files:
             block.gathering = _gatherer().submit(self._lock_and_copy, files, block)
         elif block.loose_bytes > INLINE_BYTES:

@@ -1,4 +1,4 @@
-"""Answers that attend to all keys, see `Config.all_keys`: a fork whose keys lie in pages beside the model.
+"""Answers that attend to all keys, see `Config.full_attention`: a fork whose keys lie in pages beside the model.
 
 An index saves reading keys, and costs a token the search and the host's answer, in every layer. A GPU reads the keys
 of a shorter text in less (`memory/all_keys.py` says which), and rounded to int8 those of one twice as long. They come
@@ -117,14 +117,15 @@ def forms_for_all(model: PreTrainedModel, cache: RetrievalCache, tokens: int) ->
     config = cache.config
     plain = config.index == "auto" and not config.index_options and config.retrieve != "all"
     speed = memory_speed(model)
-    if speed is None or not (config.all_keys and plain and config.estimates) or cache.in_batch or is_spread(model):
+    retrieves = config.full_attention == "never" or not (plain and config.estimates)
+    if speed is None or retrieves or cache.in_batch or is_spread(model):
         return []
     try:
         shape = model_shape(model.config, None)
     except RetrievalAttentionError:  # what it needs is not known
         return []
     forms = [True] if config.host_dtype == "int8" else [False, True]
-    if config.all_keys == "always":
+    if config.full_attention == "always":
         return forms
     return [int8 for int8 in forms if tokens <= tokens_read_sooner(shape, speed, int8=int8)]
 

@@ -195,7 +195,7 @@ def _bring_clusters(layer: RetrievalLayer, held: HeldTokens) -> None:
 
 def asked_exactly(cache: RetrievalCache, devices: Sequence[torch.device]) -> list[Segment]:
     """What exact questions will bring to GPUs, in the order of layers. devices: of each layer."""
-    if not (cache.config.exact_append and cache.config.page_lock):
+    if cache.config.question_attention != "exact":
         return []
     held = [layer.held for number, layer in _retrieving(cache).items() if devices[number].type == "cuda"]
     return [segment for one in held if one is not None for host in one.hosts for segment in host.segments]

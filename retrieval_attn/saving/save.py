@@ -54,9 +54,7 @@ from retrieval_attn.store.record import is_count, is_list_of
 
 log = logging.getLogger(__name__)
 
-RUNTIME = (
-    "threads", "graph", "page_lock", "hidden_states", "prefill_chunk", "decode_tokens", "exact_append", "all_keys",
-)  # fmt: skip
+RUNTIME = "threads", "graph", "hidden_states", "prefill_chunk", "question_attention", "full_attention"
 """Options that say how a machine works, not what was saved: an opened context has those of who opens it."""
 CHECKERS = 2
 """Threads that check the small arrays of layers ahead of the one that is brought back."""

@@ -26,7 +26,7 @@ from retrieval_attn.store.record import MAX_BYTES, Check, decode, encode, is_dig
 VARIABLE = "RETRIEVAL_ATTN_STORE"
 """Environment variable: the folder for saved contexts."""
 VERSION = 1
-FORMAT = 1
+FORMAT = 2
 """Of the records of nodes, names and pins."""
 BUSY_SECONDS = 30.0
 _KIND = "retrieval-attn contexts "

@@ -30,8 +30,8 @@ ballast = torch.empty(limit - plan.device_bytes, dtype=torch.uint8, device=devic
 ids = torch.randint(3, 4096, (tokens - 4096,), generator=torch.Generator().manual_seed(1)).tolist()
 context = ra.Context(model, tokenizer, config).read(ids, progress=False)
 for question in (ids[:32], ids[:1024]):
-    context.continue_with(question, max_new_tokens=8, append="exact")
-    context.continue_with(question[:64], max_new_tokens=8, append="retrieval")
+    context.continue_with(question, max_new_tokens=8, question_attention="exact")
+    context.continue_with(question[:64], max_new_tokens=8, question_attention="retrieval")
 context.extend(ids[:2048])
 print("done")
 """

@@ -108,7 +108,7 @@ def test_it_answers_a_context_as_a_longer_window_does(loaded: tuple[Any, Any]) -
     for config in (*configs, SMALL.replace(index_options={"skip": 200})):
         context = ra.Context(*loaded, config).read(text, progress=False)
         assert set(context.cache.index_kinds()) == {config.index}
-        answer = context.ask("What is this text about?", max_new_tokens=7, append="exact")
+        answer = context.ask("What is this text about?", max_new_tokens=7, question_attention="exact")
         answers.append(answer.tokens)
     assert answers[0] == answers[1] == answers[2]
 

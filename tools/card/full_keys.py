@@ -3,7 +3,7 @@
 python -m tools.card.full_keys --shape llama-3-8b --random-ids --lengths 8k,16k,32k,64k,128k --tokens 64 --out FOLDER
 
 `retrieval`: sinks and a window of 512 stay, the index that `auto` takes has the rest. `full`: every key is attended to,
-in the same graph. `auto`: what a user gets, one or the other (`Config.all_keys`). `always` and `int8`: all keys in
+in the same graph. `auto`: one or the other (`Config.full_attention`). `always` and `int8`: all keys in
 pages wherever they fit, in the model's dtype and in int8, which the host then stores, too.
 Through the public API: `Context.read`, then a stream of an answer three times, of which the last one counts; a token's
 time is the mean between its first piece of text and its last. Memory is what torch had reserved at most.
@@ -27,9 +27,9 @@ from tools.card.near import add_read_window, near_reads, read_simply
 from tools.card.subject import answered, llm_of, parser_of, save_found
 
 WAYS: dict[str, dict[str, Any]] = {
-    "retrieval": {"index": "auto", "all_keys": False},
-    "always": {"index": "auto", "all_keys": "always"},
-    "int8": {"index": "auto", "all_keys": "always", "host_dtype": "int8"},
+    "retrieval": {"index": "auto", "full_attention": "never"},
+    "always": {"index": "auto", "full_attention": "always"},
+    "int8": {"index": "auto", "full_attention": "always", "host_dtype": "int8"},
 }
 
 

@@ -23,7 +23,6 @@ from unittest import mock
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.config import value_of
 from retrieval_attn.gpu.memory import cap
 from retrieval_attn.memory.units import GIB, parse_bytes
 from retrieval_attn.model.fused.layers import fused_layers
@@ -104,7 +103,7 @@ def main() -> int:
     parser.add_argument("--indexes", default="auto", help="of the longer texts, one after the other (%(default)s)")
     parser.add_argument("--host-dtype", default="auto", help="storage of host keys (default: the model's dtype)")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--all-keys", type=value_of, default=True, help="True, False or always (default: %(default)s)")
+    parser.add_argument("--full-attention", default="auto", help="auto, always or never (default: %(default)s)")
     parser.add_argument("--host-table", action="store_true", help="the input embedding's table in host memory")
     parser.add_argument("--prefill-chunk", type=as_tokens, default=8192, help="see Config (default: %(default)s)")
     add_read_window(parser)
@@ -127,7 +126,7 @@ def main() -> int:
         cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))
     config = ra.Config(
         host_dtype=args.host_dtype, threads=args.threads or None, prefill_chunk=args.prefill_chunk,
-        all_keys=args.all_keys,
+        full_attention=args.full_attention,
     )  # fmt: skip
     ra.enable(model, config)
     rows: list[dict[str, Any]] = []

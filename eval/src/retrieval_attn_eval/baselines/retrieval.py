@@ -23,7 +23,7 @@ class RetrievalAttention:
 
     "inside": the question's tokens attend to the context exactly, as in one prefill of the whole prompt; only the
     answer is decoded through retrieval.  "after": the question comes when the index is finished, and its tokens
-    go through retrieval too (append="retrieval"; "exact" turns that off).
+    go through retrieval too (question_attention="retrieval"; "exact" turns that off).
     Both positions share one reading of the context if the index does not learn from the queries it saw while it was
     built; otherwise "inside" reads its whole prompt anew, as a user's would (inside="prompt"; "context" shares there
     too, and the index is then not trained on the question's few queries).
@@ -53,7 +53,7 @@ class RetrievalAttention:
         ):
             if value not in known:
                 raise ConfigError(f"{name}: {option} must be one of {', '.join(known)}; got {value!r}")
-        config = config.replace(all_keys=False)  # it is retrieval that is judged, also where all keys fit a GPU
+        config = config.replace(full_attention="never")  # it is retrieval that is judged, also where all keys fit a GPU
         self.name = name
         self.options: dict[str, Any] = {**config.to_dict(), "append": append, "inside": inside}
         self._model = model
@@ -81,7 +81,7 @@ class RetrievalAttention:
             else:
                 context, read = self._shared(prompt)
                 append = "exact" if position == "inside" else self._append
-                ask = partial(context.ask, prompt.question_text, raw=True, append=append)
+                ask = partial(context.ask, prompt.question_text, raw=True, question_attention=append)
             meter = _Meter(position == "after" and self._append == "retrieval")
             begin = time.perf_counter()
             with meter.watching(self._model):

@@ -70,7 +70,7 @@ class RetrievalAttentionLM(_model.LM):
         if str(batch_size) not in ("1", "auto", "None"):
             raise ConfigError(f"batch_size={batch_size!r}: requests are answered one by one; leave it out or give 1")
         asking = _Asking(**{name: options.pop(name) for name in _ASKING if name in options})
-        config = ra.Config.from_dict({"exact_append": asking.append == "exact", "all_keys": False, **options})
+        config = ra.Config.from_dict({"question_attention": asking.append, "full_attention": "never", **options})
         self._llm = ra.LLM(pretrained, device=device or "auto", dtype=dtype, config=config)
         self._name, self._truncate, self._max_gen_toks = str(pretrained), asking.truncate, int(asking.max_gen_toks)
         self._device = self._llm.device

@@ -55,7 +55,7 @@ def record(
     if not len(context) or not len(after):
         raise InputDataError(f"needs ids before and after the question mark, got {len(context)} and {len(after)}")
     chunk, seed, span = options.chunk, options.seed, SPAN if options.span is None else options.span
-    config = Config(retrieve="all", index="flat", decode_tokens=1, prefill_chunk=chunk)
+    config = Config(retrieve="all", index="flat", prefill_chunk=chunk)
     cache = RetrievalCache(model, config)
     positions = train_positions(len(context), options.train, seed)
     targets = len(context) + np.random.default_rng(seed).integers(0, span, len(positions))

@@ -245,7 +245,7 @@ def _first_token(context: ra.Context, question: str, append: Literal["exact", "r
     answer = context.ask(
         question,
         raw=True,
-        append=append,
+        question_attention=append,
         max_new_tokens=TOKENS,
         on_text=lambda text: pieces.append(time.perf_counter()),
     )

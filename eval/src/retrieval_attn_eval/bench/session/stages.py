@@ -21,6 +21,8 @@ from retrieval_attn_eval.bench.session.subject import Settings, Subject
 __all__ = ["STAGES", "Session"]
 
 Append = Literal["exact", "retrieval"]
+DECODE_TOKENS = 8
+"""Questions of at most so many tokens retrieve, whatever `question_attention` says."""
 WAYS: dict[Append, str] = {"exact": "exact", "retrieval": "through the index"}
 QUESTION = 32
 """Tokens of a question where their number is not what is measured."""
@@ -164,9 +166,8 @@ class Session:
 
                 held: tuple[str, ...] = ()
                 what = f"first token, question of {length:,} {way}"
-                decoding = self._settings.config.decode_tokens
-                if append == "exact" and length <= decoding:
-                    held = (f"questions of up to {decoding} tokens (decode_tokens) always go through the index",)
+                if append == "exact" and length <= DECODE_TOKENS:
+                    held = (f"questions of up to {DECODE_TOKENS} tokens always go through the index",)
                 self._measure(Row(f"first_token/{append}/{length}", what, "s", simplifications=held), ask)
 
     def _switch(self) -> None:
@@ -305,7 +306,7 @@ def _ask(context: ra.Context, question: str, append: Append, tokens: int) -> Tim
     answer = context.ask(
         question,
         raw=True,
-        append=append,
+        question_attention=append,
         max_new_tokens=tokens,
         on_text=lambda text: pieces.append(time.perf_counter()),
     )
@@ -316,5 +317,5 @@ def _ask(context: ra.Context, question: str, append: Append, tokens: int) -> Tim
 def _ask_many(context: ra.Context, questions: Any, append: Append, tokens: int) -> tuple[float, float]:
     """Seconds of the whole, and milliseconds per step after the first tokens (0.0 for one token)."""
     started = time.perf_counter()
-    answers = context.ask_many(questions, raw=True, append=append, max_new_tokens=tokens)
+    answers = context.ask_many(questions, raw=True, question_attention=append, max_new_tokens=tokens)
     return time.perf_counter() - started, 1000 * answers[0].stats.seconds_per_token

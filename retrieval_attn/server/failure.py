@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -160,13 +161,19 @@ def _too_long(error: Exception, limit: int, tokens: int, field: str, answer_toke
 
 
 MAX_TOLD = 5
+_UNION_MEMBER = re.compile(r"str|constrained-str|(list|nullable|function-\w+)\[.*\]|\[key\]", re.DOTALL)
+"""Parts of pydantic's locations that name no field, but a type that a field may have."""
 
 
 def invalid(errors: Sequence[Any]) -> ApiError:
     """400 for a request whose fields are not as they should be. errors: pydantic's; the first five are told."""
-    where = [str(part)[:100] for part in errors[0]["loc"] if part != "body"] if errors else []
-    told = "; ".join(
-        f"{'.'.join(str(part)[:100] for part in one['loc'] if part != 'body')}: {one['msg'][:300]}"
-        for one in errors[:MAX_TOLD]
-    )
-    return ApiError(400, f"The request is not as it should be: {told}"[:2000], param=".".join(where)[:200] or None)
+    found = [(_field_of(one), one["msg"].removeprefix("Value error, ")[:300]) for one in errors[:MAX_TOLD]]
+    told = "; ".join(f"{field}: {message}" if field else message for field, message in found)
+    param = found[0][0][:200] or None if found else None
+    return ApiError(400, f"The request is not as it should be: {told}"[:2000], param=param)
+
+
+def _field_of(error: Any) -> str:
+    """The field of one of pydantic's errors, as `messages.0.content`; "" for the whole body."""
+    parts = [str(part)[:100] for part in error["loc"] if part != "body"]
+    return ".".join(part for part in parts if not _UNION_MEMBER.fullmatch(part))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 from retrieval_attn import errors
-from retrieval_attn.server.failure import failure_of
+from retrieval_attn.server.asked import ChatBody
+from retrieval_attn.server.bodies import parse_json
+from retrieval_attn.server.failure import ApiError, failure_of
 from retrieval_attn.server.reply import noted
 from tests.server.inside import Inside
 from tests.server.process import Served, serving
@@ -135,6 +138,28 @@ def test_an_unknown_context_is_named_and_the_store_is_not(http: httpx.Client) ->
     ):
         error = error_of(reply, 404)
         assert (error["code"], error["message"]) == ("context_not_found", "There is no saved context 'nobody'.")
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("stop", {"stop": ""}),
+        ("stop", {"stop": ["a"] * 17}),
+        ("stop", {"stop": ["a", 5]}),
+        ("messages.0.content", {"messages": [{"role": "user", "content": 5}]}),
+        ("messages.0.content", {"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]}),
+        ("logit_bias.a", {"logit_bias": {"a": 1}}),
+        ("top_logprobs", {"top_logprobs": 21}),
+        (None, {"top_logprobs": 3}),
+    ],
+)
+def test_a_wrong_value_is_told_by_its_field(field: str | None, options: dict[str, Any]) -> None:
+    """Clients know fields, and no types of this server."""
+    with pytest.raises(ApiError) as failed:
+        parse_json(json.dumps({**talk("hello"), **options}).encode(), ChatBody, 4096)
+    error = failed.value.body["error"]
+    assert error["param"] == field
+    assert not re.search(r"constrained|list\[|\bstr:|: :|Value error", error["message"]), error["message"]
 
 
 def test_a_name_that_no_context_can_have(http: httpx.Client) -> None:

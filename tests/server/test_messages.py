@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from pydantic import ValidationError
 
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.prompt import render as rendering
+from retrieval_attn.server import routes
 from retrieval_attn.server.asked import ChatBody, CompletionBody, KeepBody, TokenizeBody
 from retrieval_attn.server.prompts import Extras, Prompts
 from tests.prompt.test_encode import BUNDLED, PIECES, bytelevel, decoded
@@ -238,3 +242,18 @@ def test_tokenize_takes_what_vllm_takes(needle_model_path: Path) -> None:
         for extras in (Extras(), Extras(answering=False))
     )
     assert whole == f"{open_end}<|assistant|>"
+
+
+def test_the_route_of_tokenize_passes_each_field_on(needle_model_path: Path) -> None:
+    prompts = prompts_of(needle_model_path, TOOLS)
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(service=SimpleNamespace(prompts=prompts))))
+
+    def text_of(**fields: Any) -> str:
+        body = TokenizeBody.model_validate({"messages": [turn("user", "a")], **fields})
+        return decoded(prompts.tokenizer, json.loads(asyncio.run(routes.tokenize(body, request)).body)["tokens"])
+
+    whole = text_of()
+    assert whole.endswith("<|assistant|>")
+    assert text_of(add_generation_prompt=False) == whole.removesuffix("<|assistant|>")
+    assert text_of(chat_template_kwargs={"enable_thinking": False}) == f"{whole}(none)"
+    assert "weather" in text_of(tools=[TOOL]) and "weather" not in whole

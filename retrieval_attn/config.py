@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from retrieval_attn.errors import ConfigError
 
-QUANTIZATIONS = ("int8", "int4", "bnb-8bit", "bnb-4bit")
+QUANTIZATIONS = ("int8", "int4")
 YARN_FLAG: dict[str, Any] = {
     "type": float,
     "metavar": "FACTOR",
@@ -25,7 +25,7 @@ YARN_FLAG: dict[str, Any] = {
 HOST_DTYPES = ("auto", "int8")
 
 Retrieve = int | Literal["all", "auto"]
-Quantization = Literal["int8", "int4", "bnb-8bit", "bnb-4bit"]
+Quantization = Literal["int8", "int4"]
 GraphMode = bool | Literal["auto"]
 QuestionAttention = Literal["exact", "retrieval"]
 FullAttention = Literal["auto", "always", "never"]

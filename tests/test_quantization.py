@@ -15,7 +15,7 @@ import retrieval_attn as ra
 from retrieval_attn.config import QUANTIZATIONS
 from retrieval_attn.memory.weights import quantized_bytes
 from retrieval_attn.model.loading import load_model
-from retrieval_attn.model.quantization import FORMATS, held_bytes, loading_config, missing_package
+from retrieval_attn.model.quantization import FORMATS, PACKAGE, held_bytes, loading_config, missing_package
 from retrieval_attn.runner.graph.support import cache_refusal, model_refusal
 from tests.graph_cases import CONFIG, Decoded
 from tests.test_models import ALL, TOLERANCE, eager_steps, steps, worst
@@ -149,11 +149,10 @@ def test_a_quantised_checkpoint_is_loaded_as_it_says(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_a_missing_package_is_named(name: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded."""
-    package = FORMATS[name].package
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda found: None)
-    with pytest.raises(ra.ConfigError, match=f"needs the package {package}.*pip install {package}"):
-        loading_config(name, LlamaConfig(), torch.device("cpu"), torch.float32)
+    with pytest.raises(ra.ConfigError, match=f"needs the package {PACKAGE}.*pip install {PACKAGE}"):
+        loading_config(name, LlamaConfig(), torch.device("cpu"))
 
 
 def test_a_checkpoint_whose_package_is_missing_names_it(folder: Path, tmp_path: Path) -> None:
@@ -196,6 +195,8 @@ def test_other_names_and_combinations_are_refused(folder: Path) -> None:
     """Unknown names, unknown keywords of plan, tensor parallel, a loaded model."""
     with pytest.raises(ra.ConfigError, match="quantization must be one of int8, int4"):
         ra.LLM(folder, device="cpu", quantization="int2")  # type: ignore[arg-type]
+    with pytest.raises(ra.ConfigError, match="quantization must be one of int8, int4"):
+        ra.LLM(folder, device="cpu", quantization="bnb-4bit")  # type: ignore[arg-type]
     with pytest.raises(ra.ConfigError, match="quantization must be one of int8, int4"):
         ra.plan(str(folder), quantization="int2")
     with pytest.raises(ra.ConfigError, match="does not know bits"):

@@ -13,7 +13,7 @@ from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason
-from retrieval_attn.model.quantization import GROUP, options_in, weight_format
+from retrieval_attn.model.quantization import GROUP, PACKAGE, options_in, weight_format
 
 # Group-wise scales and zero points per weight, at the usual group of 32 to 128 weights.
 _SCALE_BITS = 0.5
@@ -37,8 +37,8 @@ def stored_bytes(source: Any) -> int | None:
 def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
     """Weight bytes of `model`, on the meta device, loaded with `quantization=name`, on a GPU; and what they are.
 
-    width: bytes of a number that is not quantised. Matrices of linear layers are, but for the output's. Where a matrix
-    is computed with as a copy in the model's dtype, one such copy is counted. Raises ConfigError for another name.
+    width: bytes of a number that is not quantised. Matrices of linear layers are, but for the output's. A copy of the
+    largest matrix in the model's dtype, which it is computed with, is counted. Raises ConfigError for another name.
     """
     fmt = weight_format(name)
     outputs = model.get_output_embeddings()
@@ -49,11 +49,11 @@ def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
         quantised.add(id(module.weight))
         rows, columns = module.weight.shape
         filled = -(-columns // fmt.multiple) * fmt.multiple
-        groups = rows * filled // GROUP * (fmt.group_numbers * width + fmt.group_bytes)
+        groups = rows * filled // GROUP * (fmt.group_numbers * width)
         size += rows * filled * fmt.bits // 8 + groups + rows * fmt.row_bytes
-        largest = max(largest, rows * columns * width) if fmt.unpacks else 0
+        largest = max(largest, rows * columns * width)
     size += sum(weight.numel() * width for weight in model.parameters() if id(weight) not in quantised)
-    said = f"{name} ({fmt.package}): linear layers at {fmt.bits} bits with their scales{copy_note(largest)}"
+    said = f"{name} ({PACKAGE}): linear layers at {fmt.bits} bits with their scales{copy_note(largest)}"
     return size + largest, said
 
 

@@ -20,12 +20,12 @@ from retrieval_attn.model.hub import require_reachable
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
 from retrieval_attn.model.quantization import (
+    PACKAGE,
     chosen_dtype,
     loading_config,
     missing_package,
     own_method,
     require_package,
-    weight_format,
 )
 from retrieval_attn.model.yarn import with_yarn
 
@@ -134,10 +134,10 @@ def load_model(
     if quantization is not None:
         if tensor_parallel:
             raise ConfigError("quantization does not go with tensor_parallel; use device_map, or whole weights.")
-        options["quantization_config"] = loading_config(quantization, model_config, place, chosen)
+        options["quantization_config"] = loading_config(quantization, model_config, place)
     if not alone:
         options |= _spread(device, device_map, tensor_parallel)
-    method = own_method(model_config) or (None if quantization is None else weight_format(quantization).package)
+    method = own_method(model_config) or (None if quantization is None else PACKAGE)
     if method is not None and alone and (place.type == "cuda" or method == "bitsandbytes"):
         require_package("Loading quantised weights there", "accelerate")
         options["device_map"] = {"": place}  # they are quantised where they will lie, and do not move later

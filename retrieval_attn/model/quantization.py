@@ -18,34 +18,26 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.model.placement import is_host_table
 
 GROUP = 64
-"""Weights that share a scale in 4 bits, bitsandbytes' usual number too."""
+"""Weights that share a scale in 4 bits."""
 
 
 class WeightFormat(NamedTuple):
     """How one of the names below stores the matrices of linear layers.
 
-    package: that does it. bits: of a weight. group_numbers, group_bytes: scales and zero points of GROUP weights, as
-    numbers in the model's dtype or as bytes. row_bytes: of those of a row of a matrix. multiple: to which a row is
-    filled up on a GPU. unpacks: whether a matrix is computed with as a copy in the model's dtype, if only by many rows.
+    bits: of a weight. group_numbers: scales and zero points of GROUP weights, numbers in the model's dtype. row_bytes:
+    of the scales of a row of a matrix. multiple: to which a row is filled up on a GPU.
     """
 
-    package: str
     bits: int
     group_numbers: int = 0
-    group_bytes: int = 0
     row_bytes: int = 0
     multiple: int = 1
-    unpacks: bool = False
 
 
-# int8: a symmetric scale per row. int4: a scale and a zero point per group, kernels of torch. bnb-8bit:
-# LLM.int8 with a float32 scale per row. bnb-4bit: NF4, a float32 scale per group.
-FORMATS = {
-    "int8": WeightFormat("torchao", 8, row_bytes=4, unpacks=True),
-    "int4": WeightFormat("torchao", 4, group_numbers=2, multiple=1024, unpacks=True),
-    "bnb-8bit": WeightFormat("bitsandbytes", 8, row_bytes=4),
-    "bnb-4bit": WeightFormat("bitsandbytes", 4, group_bytes=4),
-}
+PACKAGE = "torchao"
+"""The library that quantizes weights when they are loaded."""
+# int8: a symmetric scale per row. int4: a scale and a zero point per group, kernels of torch.
+FORMATS = {"int8": WeightFormat(8, row_bytes=4), "int4": WeightFormat(4, group_numbers=2, multiple=1024)}
 
 # What a checkpoint's quant_method needs beside transformers, as pip names it.
 PACKAGES = {
@@ -107,26 +99,19 @@ def chosen_dtype(name: str | None, dtype: str, device: torch.device) -> str:
     return "bfloat16"
 
 
-def loading_config(name: str, config: Any, device: torch.device, dtype: torch.dtype | str) -> Any:
+def loading_config(name: str, config: Any, device: torch.device) -> Any:
     """transformers' quantization_config for a name of FORMATS, for weights that will lie on `device`.
 
-    config: the checkpoint's. dtype: of what is not quantised. Raises ConfigError: an unknown name, a checkpoint that is
+    config: the checkpoint's. Raises ConfigError: an unknown name, a checkpoint that is
     quantised already, a package that is not installed, a GPU that has no kernels for it.
     """
-    package = weight_format(name).package
+    weight_format(name)
     method = own_method(config)
     if method is not None:
         raise ConfigError(
             f"quantization={name!r} was given, but this checkpoint is quantised already ({method}); leave it out."
         )
-    require_package(f"quantization={name!r}", package)
-    if package == "bitsandbytes":
-        from transformers import BitsAndBytesConfig
-
-        if name == "bnb-8bit":
-            return BitsAndBytesConfig(load_in_8bit=True)
-        compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    require_package(f"quantization={name!r}", PACKAGE)
     from transformers import TorchAoConfig
 
     try:
@@ -156,7 +141,7 @@ def int4_config(device: torch.device) -> Any:
     if major < 8:
         raise ConfigError(
             f'quantization="int4" needs a GPU of compute capability 8.0 or more, this one has {major}.{minor}; use '
-            '"int8" or "bnb-4bit".'
+            '"int8".'
         )
     layout: Any = "tile_packed_to_4d"
     return Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=layout, set_inductor_config=False)

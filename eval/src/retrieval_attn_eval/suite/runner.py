@@ -350,7 +350,7 @@ class _Bar:
         self._failed = 0
         self._bar = ProgressBar(
             total=sum(_cost(blocks[number]) * len(found) for number, found in pairs.items()),
-            bar_format="{percentage:3.0f}%|{bar:20}| {desc}{postfix} [{elapsed}<{remaining}]",
+            bar_format="{percentage:3.0f}%|{bar:10}| {elapsed}<{remaining} {desc}{postfix}",
             desc=f"{self._answers} of {total} answers",
             line_format="{percentage:.0f} %, {desc}, {elapsed} elapsed, {remaining} left",
             disable=not show,

@@ -189,7 +189,7 @@ def fresh_decoders() -> None:
 @pytest.fixture
 def emulated_graphs(fresh_decoders: None) -> Iterator[None]:
     """Graphs are captured and replayed on the CPU."""
-    from retrieval_attn.runner.graph.emulation import emulated
+    from tests.emulation.emulated import emulated
 
     with emulated():
         yield

@@ -15,7 +15,7 @@ from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
+from tests.emulation.runtime import EmulatedRuntime
 from tests.graph_cases import DEVICE
 from tests.test_bucket import ROWS
 from tests.test_engine import CONFIG, alone, ids, llm_of, same

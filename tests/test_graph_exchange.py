@@ -12,11 +12,11 @@ from torch import Tensor
 
 from retrieval_attn.cpu import serve
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.runner.decode import Steps
 from retrieval_attn.runner.graph import registry as graph_registry
 from retrieval_attn.runner.graph.decoder import GraphDecoder
-from retrieval_attn.runner.graph.emulation import emulated
+from tests.emulation.emulated import emulated
+from tests.emulation.runtime import EmulatedRuntime
 from tests.gpu.test_polling import Careless
 from tests.graph_cases import Decoded, enabled
 from tests.test_graph_cuda import on_device

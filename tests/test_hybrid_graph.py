@@ -19,13 +19,13 @@ import retrieval_attn as ra
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.cpu.serve import Server
 from retrieval_attn.errors import BackendError, CaptureError
-from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.memory.device import GRAPH_STATES
 from retrieval_attn.runner.decode import PromptState, Steps, TokenChoice, forward, run
-from retrieval_attn.runner.graph import emulation
 from retrieval_attn.runner.graph.binding import Binding
 from retrieval_attn.runner.graph.registry import forget
 from retrieval_attn.runner.graph.states import KEPT_STEPS, StateMemory
+from tests.emulation import emulated as emulation
+from tests.emulation.runtime import EmulatedRuntime
 from tests.gpu.test_polling import Careless
 from tests.graph_cases import CONFIG, DEVICE_CASES, NEW, PROMPT, ROARGRAPH, Decoded, broken_search
 from tests.test_hybrid import CONFIGS, new_model

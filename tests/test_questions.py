@@ -19,7 +19,6 @@ from retrieval_attn.attention.coded_part import CodedPart, QuestionShape, coded_
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.attention.reference import reference_attention
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.search import CodeShape, Scratch, Turn
@@ -27,6 +26,7 @@ from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.codes import DeviceCoder
 from tests.cpu.reference import EPS, attention, best_ids
+from tests.reference.attention import reference_attention
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids
 
 SINKS, TAIL, TOKENS, SCALE, K = 4, 200, 1100, 0.09, 20

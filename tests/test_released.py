@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
 from retrieval_attn.gpu.attention.window import WindowCache
-from retrieval_attn.runner.graph.emulation import emulated
+from tests.emulation.emulated import emulated
 
 
 def windows() -> int:

@@ -14,8 +14,8 @@ from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
 from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.errors import ConfigError, ContextLengthError, EngineFullError
-from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.codes import search
+from tests.emulation.runtime import EmulatedRuntime
 from tests.graph_cases import DEVICE
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.test_reached import REACHED

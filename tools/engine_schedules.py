@@ -235,8 +235,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--graphs", action="store_true", help="steps are emulated graphs; what is alone steps eagerly")
     args = parser.parse_args()
-    from retrieval_attn.runner.graph.emulation import emulated
     from retrieval_attn_eval.bench.session.subject import number_tokenizer
+    from tests.emulation.emulated import emulated
     from tests.tiny_models import tiny_model
 
     model = tiny_model("llama")

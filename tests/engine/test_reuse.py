@@ -19,9 +19,9 @@ from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.rows import step
 from retrieval_attn.engine.sharing import HeldAnswer
-from retrieval_attn.runner.graph.emulation import emulated
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
+from tests.emulation.emulated import emulated
 from tests.tiny_models import random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=24, spill=8, retrieve=6, prefill_chunk=64)

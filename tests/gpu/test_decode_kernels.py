@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
-from retrieval_attn.gpu.attention.reference import reference_attention
 from retrieval_attn.gpu.decode import kernels as decode_kernels
 from retrieval_attn.gpu.decode.kernels import (
     HostPart,
@@ -29,6 +28,7 @@ from retrieval_attn.gpu.decode.kernels import (
     stage_queries,
     window_partials,
 )
+from tests.reference.attention import reference_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 

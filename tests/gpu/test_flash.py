@@ -14,7 +14,7 @@ from retrieval_attn.gpu.attention.backends import BACKENDS, Call, _square
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.plain import math_attention
-from retrieval_attn.gpu.attention.reference import reference_attention
+from tests.reference.attention import reference_attention
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

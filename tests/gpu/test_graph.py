@@ -13,10 +13,10 @@ from retrieval_attn.cpu.serve import Server
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention import libraries
 from retrieval_attn.gpu.capture.cuda import CudaRuntime, cuda_runtime
-from retrieval_attn.gpu.capture.emulate import EmulatedRuntime
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.decode.kernels import HostPart, Parts, merge_parts, stage_queries
+from tests.emulation.runtime import EmulatedRuntime
 
 AnyRuntime = EmulatedRuntime | CudaRuntime
 

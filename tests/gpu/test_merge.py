@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.attention import merge as merge_module
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge, sink_logit_partial
-from retrieval_attn.gpu.attention.reference import reference_attention
 from tests.gpu.test_decode_kernels import INTERPRETED
+from tests.reference.attention import reference_attention
 
 
 def parts_of(query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> list[Partial]:

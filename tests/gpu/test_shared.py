@@ -15,7 +15,6 @@ from torch import Tensor
 
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.reference import reference_attention
 from retrieval_attn.gpu.shared import partials
 from retrieval_attn.gpu.shared.partials import (
     PagedKeys,
@@ -31,6 +30,7 @@ from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, PlanShape, Share
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.transfer import pack, unpack
 from tests.gpu.test_decode_kernels import INTERPRETED
+from tests.reference.attention import reference_attention
 
 SCALE = 0.125
 TREES = [

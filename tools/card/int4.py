@@ -30,12 +30,12 @@ from retrieval_attn.model.loading import choose_device
 from retrieval_attn.model.quantization import held_bytes
 from retrieval_attn.offload.host_table import move_table
 from retrieval_attn.runner.graph import capture, registry
-from retrieval_attn.runner.graph.emulation import emulated
 from retrieval_attn.runner.kept_pages import kept_pages
 from retrieval_attn_eval.bench.methods import parse
 from retrieval_attn_eval.bench.session.card import watch
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from retrieval_attn_eval.flags import as_tokens
+from tests.emulation.emulated import emulated
 from tools.card.four_bits import SHAPES, made
 from tools.card.near import add_read_window, near_reads
 from tools.card.runs import card_names

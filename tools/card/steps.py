@@ -23,8 +23,8 @@ from retrieval_attn.engine.outbox import Outbox
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.offload.host_table import move_table
-from retrieval_attn.runner.graph.emulation import emulated
 from retrieval_attn_eval.flags import as_tokens
+from tests.emulation.emulated import emulated
 from tools.card.near import add_read_window, near_reads, read_simply
 from tools.card.subject import in_ms, llm_of, parser_of, request_of, save_found
 

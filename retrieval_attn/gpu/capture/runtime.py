@@ -1,4 +1,4 @@
-"""What recording a decode step needs: `cuda.py` has it for a device, `emulate.py` for a CPU."""
+"""The contract for recording a decode step; `cuda.py` implements it."""
 
 from __future__ import annotations
 

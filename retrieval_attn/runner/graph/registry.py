@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.graph.binding import Binding, expected_kind
 from retrieval_attn.runner.graph.decoder import GraphDecoder
-from retrieval_attn.runner.graph.emulation import emulated_runtime
 from retrieval_attn.runner.graph.launch import Launcher
 from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, prefix_of
 from retrieval_attn.runner.graph.signature import signature
@@ -33,13 +34,24 @@ LARGE_BYTES = 1 << 30
 _decoders: weakref.WeakKeyDictionary[PreTrainedModel, list[GraphDecoder]] = weakref.WeakKeyDictionary()
 _failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_replacements: list[Callable[[], Runtime]] = []
+"""Of the process, not of a thread: a thread that decodes for the caller uses the same runtime."""
+
+
+@contextmanager
+def replaced_runtime(runtime_of: Callable[[], Runtime]) -> Iterator[None]:
+    """Capture the graphs of all models with `runtime_of()` in this context, on any device, unless `graph` is False."""
+    _replacements.append(runtime_of)
+    try:
+        yield
+    finally:
+        _replacements.remove(runtime_of)
 
 
 def runtime_for(model: PreTrainedModel) -> Runtime | None:
     """The runtime of the model's device, or None for a device without graphs. Raises BackendError if it cannot work."""
-    runtime = emulated_runtime()
-    if runtime is not None:
-        return runtime
+    if _replacements:
+        return _replacements[-1]()
     device = input_device(model)
     if device.type != "cuda":
         return None

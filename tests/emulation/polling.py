@@ -1,4 +1,4 @@
-"""The exchange of `polling.py` without a device: its order of events, as strict as a device may be (`emulate.py`).
+"""The exchange of `polling.py` without a device: its order of events, as strict as a device may be (`runtime.py`).
 
 The recorded operations run on the device's thread, the caller's thread serves. Every moment at which a mistake in the
 order could be seen is used: results appear only where a layer waits for them, and are NaN before; a call that is not

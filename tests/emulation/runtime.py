@@ -8,7 +8,7 @@ it. What one side must not look at is made wrong: results are NaN until the call
 meanwhile are an error. It is no faster than running eagerly: for tests and for looking into problems.
 
 The recorded operations run on another thread, the caller's serves them by the same compiled function as on a device
-(`emulate_polling.py`).
+(`polling.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.capture.emulate_polling import EmulatedPolling
 from retrieval_attn.gpu.capture.exchange import HostCall, Replay, Shared
 from retrieval_attn.gpu.capture.polling import Numbers, ServerOf
+from tests.emulation.polling import EmulatedPolling
 
 # Operations whose result's shape, or whose result, has to be known on the CPU: a capture ends with an error there.
 READS_VALUES = {

@@ -1,0 +1,23 @@
+"""Captured decode steps without a GPU: graphs are recorded and replayed by `runtime.py`."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+
+from retrieval_attn.cpu.serve import Server
+from retrieval_attn.runner.graph.registry import replaced_runtime
+from tests.emulation.runtime import EmulatedRuntime
+
+
+def emulated(runtime: EmulatedRuntime | None = None) -> AbstractContextManager[None]:
+    """Emulate the graphs of all models in this context, on any device, unless `Config.graph` is False.
+
+    graph=True raises for a step that cannot be captured. runtime: defaults to one of the process.
+    """
+    return replaced_runtime(lambda: runtime or _shared())
+
+
+@functools.cache
+def _shared() -> EmulatedRuntime:
+    return EmulatedRuntime(Server)

@@ -25,8 +25,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from retrieval_attn.cli.model_args import BUNDLED
 from retrieval_attn.config import Config
+from retrieval_attn.model.bundled import model_path
 from retrieval_attn.server.app import make_app
 from retrieval_attn.server.child import Child
 from retrieval_attn.server.keys import Keys
@@ -184,7 +184,7 @@ class Replica:
 
     async def __init__(self, options: Options) -> None:
         """Loads the model. Raises as `retrieval-attn serve` does for what it cannot use."""
-        path = str(BUNDLED) if options.model == "bundled" else options.model
+        path = model_path(options.model)
         name = options.name or (Path(path).name if Path(path).is_dir() else path)
         loading = {"gpu_memory": options.gpu_memory, "max_context": options.max_context}
         spec = EngineSpec(path, loading, Config().to_dict(), store=options.store, warm_tokens=options.warm_up)

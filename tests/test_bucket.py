@@ -24,9 +24,9 @@ from retrieval_attn.engine.bucket_group import BucketGroup
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
-from retrieval_attn.gpu.capture import emulate
 from retrieval_attn.gpu.codes.search import MIN_CLASS
 from retrieval_attn.runner import ready
+from tests.emulation import runtime as emulate
 from tests.graph_cases import DEVICE, FINER, ROARGRAPH
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.test_rows import Pair, feed, read

@@ -16,7 +16,7 @@ from retrieval_attn.engine.bucket_states import BucketStates
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
 from retrieval_attn.engine.rows import step as eager_step
-from retrieval_attn.gpu.capture import emulate
+from tests.emulation import runtime as emulate
 from tests.test_bucket import GraphFailure, Rows
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.test_hybrid import CONFIGS, new_model

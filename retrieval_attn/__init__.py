@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from retrieval_attn.attention.cache import RetrievalCache
     from retrieval_attn.config import Config
     from retrieval_attn.context import Context
-    from retrieval_attn.engine.draw import RowDraw
     from retrieval_attn.engine.engine import Engine
     from retrieval_attn.engine.request import Event, Finished, Request
+    from retrieval_attn.engine.sampling_params import SamplingParams
     from retrieval_attn.errors import (
         AdmissionError,
         BackendError,
@@ -59,7 +59,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "answer": ("Answer", "Sampling", "Stats"),
-    "engine.draw": ("RowDraw",),
+    "engine.sampling_params": ("SamplingParams",),
     "engine.engine": ("Engine",),
     "engine.request": ("Event", "Finished", "Request"),
     "attention.cache": ("RetrievalCache",),
@@ -102,10 +102,10 @@ __all__ = [
     "Request",
     "RetrievalAttentionError",
     "RetrievalCache",
-    "RowDraw",
     "RowsFailedError",
     "RunFolderError",
     "Sampling",
+    "SamplingParams",
     "ShapeError",
     "Stats",
     "StoreBusyError",

@@ -29,17 +29,17 @@ from retrieval_attn.answer import Answer, Audit, HeadShare, Sampling, Stats
 from retrieval_attn.attention.cache import RetrievalCache, form_beside, retrieves
 from retrieval_attn.attention.instruments import audits, tail_shares
 from retrieval_attn.attention.sequence import ids_tensor
-from retrieval_attn.attention.tail_share import largest_share, mean_share
-from retrieval_attn.engine.draw import RowDraw, token_logprobs
+from retrieval_attn.attention.tail_mass import largest_share, mean_share
 from retrieval_attn.engine.penalties import History, PenaltyProcessor, require_known
+from retrieval_attn.engine.sampling_params import SamplingParams, token_logprobs
 from retrieval_attn.engine.text import TextStream, before_stop
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
 from retrieval_attn.memory.host_room import host_shortage
 from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.attention import using_retrieval
-from retrieval_attn.runner.beside import make_way, with_all_keys
 from retrieval_attn.runner.decode import Generated, PromptState, TokenChoice, TokenScore, forward, positions, run
+from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
 from retrieval_attn.runner.prefill import abandon, finish_prefill
 from retrieval_attn.runner.progress import ReadingBar
 from retrieval_attn.runner.ready import compilation, make_ready, prepared
@@ -154,7 +154,7 @@ class AnswerLoop:
     def _read_whole(
         self, cache: RetrievalCache, batch: PromptRows, progress: bool, read_done: Callable[[], object] | None
     ) -> PromptState:
-        make_way(self.model)
+        release_if_needed(self.model)
         tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
         with (
             compilation(self.model, cache, batch.ids.shape[1], progress=progress) as compiling,
@@ -167,7 +167,7 @@ class AnswerLoop:
             bar.wait()
             finish_prefill(cache, bar.show)
         with using_retrieval(self.model, cache.config.prefill_chunk):
-            answering = with_all_keys(self.model, cache)
+            answering = attach_full_kv(self.model, cache)
             make_ready(self.model, cache if answering is None else answering)
         return state
 
@@ -257,7 +257,7 @@ class AnswerLoop:
 
     def _processors(self, sampling: Sampling, batch: PromptRows, ends: set[int]) -> LogitsProcessorList:
         """What changes scores before a token is chosen: penalties and biases, then the filters of a temperature."""
-        draw = RowDraw(
+        draw = SamplingParams(
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,

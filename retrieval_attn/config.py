@@ -62,7 +62,8 @@ class Config:
         visit the device block by block), unless they are 8 or fewer. "retrieval": they go through retrieval like
         generated tokens.
     full_attention: "auto": with index="auto" and a tail, an answer on one GPU attends to all keys of a shorter text,
-        which come there for it, if they fit and a token is sooner so (`runner/beside.py`); if only int8 fits, in int8.
+        which come there for it, if they fit and a token is sooner so (`runner/full_attention.py`); if only int8 fits,
+        in int8.
         "always": wherever they fit. "never": every answer retrieves. Engines always retrieve.
     spill: generated tokens that gather on the device beyond the window before a block moves to the host.
     host_dtype: storage of the host's keys and values; "auto" is the model's own dtype. "int8": whole steps of the

@@ -21,11 +21,11 @@ from retrieval_attn.attention.sequence import attended_columns
 from retrieval_attn.config import Config, QuestionAttention, require_question_attention, resolve
 from retrieval_attn.errors import CacheMismatchError, InputDataError, UnsupportedModelError
 from retrieval_attn.model.adapters import unwrapped
-from retrieval_attn.runner.beside import Ahead, over_all_keys, with_all_keys
 from retrieval_attn.runner.forget import forget_tokens
+from retrieval_attn.runner.full_attention import ExpectedTokens, answer_with_full_attention, attach_full_kv
 from retrieval_attn.runner.prefill import abandon
 from retrieval_attn.runner.switch import enabled_config
-from retrieval_attn.saving.save import Kept, Saved, described, open_saved, template_digest
+from retrieval_attn.saving.save import Saved, SavedLineage, described, open_saved, template_digest
 from retrieval_attn.saving.save_reading import ReadingSave
 from retrieval_attn.store import ContextStore
 from retrieval_attn.stream import Stream
@@ -74,7 +74,10 @@ class Context:
         self._loop = AnswerLoop(self.model, tokenizer)
         self._cache = RetrievalCache(self.model, self.config)
         self._changing = threading.RLock()
-        self.kept, self._whole = Kept(), True  # False while text is appended, for good if it could not be undone
+        self.kept, self._whole = (
+            SavedLineage(),
+            True,
+        )  # False while text is appended, for good if it could not be undone
 
     @property
     def _ids(self) -> Sequence[int]:
@@ -319,14 +322,14 @@ def _answer(
     on_text: Callable[[str], None] | None = None,
     cancelled: threading.Event | None = None,
 ) -> list[Answer]:
-    ahead = Ahead(max(map(len, asked), default=0) + sampling.max_new_tokens, len(asked))
+    ahead = ExpectedTokens(max(map(len, asked), default=0) + sampling.max_new_tokens, len(asked))
     with context._changing:
         _require_answerable(context, asked, question_attention, sampling)
         tokens, batch = len(context._ids), context._loop.batch(asked, before=context._ids)
         total = tokens + ahead.tokens
         apart = len(asked) > 1 and _may_change(context._cache, total)
         retrieves = apart or not goes_on(context._cache, total)  # else all is read again, and no key of it is used
-        fork = None if retrieves else with_all_keys(context.model, context._cache, ahead)
+        fork = None if retrieves else attach_full_kv(context.model, context._cache, ahead)
         plain = context._cache.fork() if fork is None and not apart else None
     if apart:
         return [_answer(context, [one], question_attention, sampling, on_text, cancelled)[0] for one in asked]
@@ -338,7 +341,7 @@ def _answer(
         return context._loop.answer(cache, batch, sampling, emit, cancelled)
 
     try:
-        found = None if fork is None else over_all_keys(context.model, fork, answers, on_text)
+        found = None if fork is None else answer_with_full_attention(context.model, fork, answers, on_text)
         if found is not None:
             return found
         fork = None  # its pages are free for what follows

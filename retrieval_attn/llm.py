@@ -20,7 +20,7 @@ from retrieval_attn.gpu.memory import cap, device_memory
 from retrieval_attn.index.threads import check_threads, say_if_threads_spin
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
-from retrieval_attn.memory.plan import Plan, Weights, plan
+from retrieval_attn.memory.plan import Plan, WeightOptions, plan
 from retrieval_attn.memory.split import embedding_place
 from retrieval_attn.memory.units import parse_bytes, show_bytes
 from retrieval_attn.model.bundled import model_path
@@ -101,7 +101,7 @@ class LLM:
         known = limit or getattr(text, "max_position_embeddings", None)
         self.max_context: int = max_context or known or DEFAULT_CONTEXT
         kind = chosen_dtype(kernel_format(model_config, quantization), dtype, self.device)
-        weights: Weights = {"dtype": kind, "quantization": quantization, "embedding": place}
+        weights: WeightOptions = {"dtype": kind, "quantization": quantization, "embedding": place}
         needed = self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel)
         with compiling_early(self.config, loaded_dtype(model_config, weights["dtype"], self.device), self.device):
             self.tokenizer = load(AutoTokenizer, name_or_path)
@@ -127,7 +127,7 @@ class LLM:
         self,
         model_config: Any,
         gpu_memory: str | int | None,
-        weights: Weights,
+        weights: WeightOptions,
         device_map: str | Mapping[str, Any] | None,
         tensor_parallel: bool,
     ) -> Plan | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from retrieval_attn.attention.retrieval import RetrievalLayer as RetrievalLayer
     from retrieval_attn.attention.sequence import Batch as Batch
     from retrieval_attn.cli.numbers import check_numbers as check_numbers
-    from retrieval_attn.cli.waiting import Waiting as Waiting
+    from retrieval_attn.cli.spinner import Spinner as Spinner
     from retrieval_attn.compile.progress import ProgressBar as ProgressBar
     from retrieval_attn.cpu.ahead import load_kernels as load_kernels
     from retrieval_attn.cpu.host_attend import attend_path as attend_path
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from retrieval_attn.gpu.memory import start_peak as start_peak
     from retrieval_attn.index.base import MAX_KEYS as MAX_KEYS
     from retrieval_attn.index.base import HeadShape as HeadShape
-    from retrieval_attn.index.base import HeldBytes as HeldBytes
+    from retrieval_attn.index.base import HostBytes as HostBytes
     from retrieval_attn.index.base import KeyIndex as KeyIndex
     from retrieval_attn.index.base import SearchResult as SearchResult
     from retrieval_attn.index.base import StateValue as StateValue
@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     from retrieval_attn.remote.models import model_names as model_names
     from retrieval_attn.runner.attention import set_attention as set_attention
     from retrieval_attn.runner.attention import using_retrieval as using_retrieval
+    from retrieval_attn.runner.decode import DecodeSteps as DecodeSteps
     from retrieval_attn.runner.decode import PromptState as PromptState
-    from retrieval_attn.runner.decode import Steps as Steps
     from retrieval_attn.runner.decode import TokenChoice as TokenChoice
     from retrieval_attn.runner.decode import forward as forward
     from retrieval_attn.runner.decode import run as run
@@ -95,19 +95,19 @@ _EXPORTS = {
     "attention.retrieval": "RetrievalLayer",
     "attention.sequence": "Batch",
     "cli.numbers": "check_numbers",
-    "cli.waiting": "Waiting",
+    "cli.spinner": "Spinner",
     "compile.progress": "ProgressBar",
     "cpu.ahead": "load_kernels",
     "cpu.host_attend": "attend_path",
     "cpu.store": "SequenceKV",
     "runner.attention": "set_attention using_retrieval",
-    "runner.decode": "PromptState Steps TokenChoice forward run",
+    "runner.decode": "PromptState DecodeSteps TokenChoice forward run",
     "runner.graph.registry": "forget",
     "runner.prefill": "finish_prefill",
     "gpu.attention.flash": "attend",
     "gpu.attention.merge": "Partial empty_partial merge sink_logit_partial",
     "gpu.memory": "cap device_memory expand_segments peak spare_bytes start_peak",
-    "index.base": "HeadShape HeldBytes KeyIndex MAX_KEYS SearchResult StateValue Training check_search train_positions",
+    "index.base": "HeadShape HostBytes KeyIndex MAX_KEYS SearchResult StateValue Training check_search train_positions",
     "index.flat": "order_codes",
     "index.formats": "Format check_rows from_float32 to_float32",
     "index.kernels.codes": "encode_keys",

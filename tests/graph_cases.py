@@ -13,7 +13,7 @@ import retrieval_attn as ra
 from retrieval_attn.config import GraphMode
 from retrieval_attn.errors import BackendError
 from retrieval_attn.index.code_layout import PLANNED
-from retrieval_attn.runner.decode import Steps, forward, positions
+from retrieval_attn.runner.decode import DecodeSteps, forward, positions
 from retrieval_attn.runner.forget import forget_tokens
 from tests.tiny_models import random_ids, tiny_model
 
@@ -89,7 +89,7 @@ class Decoded:
         logits = logits + 3 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(device)
         mask = None if mask is None else mask.repeat_interleave(repeats, 0)
         self.logits = [logits]
-        self.steps = Steps(model, self.cache, graph)
+        self.steps = DecodeSteps(model, self.cache, graph)
         try:
             self._decode(new, position, mask)
         finally:
@@ -126,7 +126,7 @@ def broken_search(model: Any, graph: GraphMode) -> None:
     ids, before = found.ids.copy(), decoded.cache.get_seq_length()
     token, place = torch.tensor([5], device=model.device), torch.tensor([before], device=model.device)
     expected = decoded.cache.fork()
-    steps = Steps(model, decoded.cache, graph)
+    steps = DecodeSteps(model, decoded.cache, graph)
     found.ids[:] = -5
     steps.step(token, place, None).tolist()
     with pytest.raises(BackendError, match="layer 1, sequence 0, key-value head 1, query . of its group: its index"):

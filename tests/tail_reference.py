@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.attention import host_part, retrieval
-from retrieval_attn.attention.coded_part import CodedPart
-from retrieval_attn.attention.held import HeldTokens
-from retrieval_attn.attention.host_part import HostPart
+from retrieval_attn.attention import host_attention as host_part
+from retrieval_attn.attention import retrieval
+from retrieval_attn.attention.device_codes import DeviceCodeSource
+from retrieval_attn.attention.host_attention import HostAttention
 from retrieval_attn.attention.layer import CacheLayer
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.clusters import KeyClusters
 from retrieval_attn.cpu.step.estimate import PRIOR, STEEPNESS
@@ -164,7 +165,7 @@ def middle_rows(
     return found
 
 
-class Named(CodedPart):
+class Named(DeviceCodeSource):
     """Keeps the ids that the device named: (q_heads, positions, room)."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
@@ -193,7 +194,7 @@ class Watch:
         self.errors: list[float] = []
         self.lse_errors: list[float] = []
         self.named = self.late = 0
-        self.parts: list[tuple[HeldTokens, list[Any]]] = []
+        self.parts: list[tuple[LayerKV, list[Any]]] = []
 
     @property
     def steps(self) -> int:
@@ -212,10 +213,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Every eager step of retrieval layers is compared with the definition."""
     watch, attend = Watch(), CacheLayer.attend
 
-    class Seen(HostPart):
+    class Seen(HostAttention):
         """The middle's rows as defined, found before anything moves."""
 
-        def __init__(self, held: HeldTokens, query: Tensor, scoring: Any, *rest: Any) -> None:
+        def __init__(self, held: LayerKV, query: Tensor, scoring: Any, *rest: Any) -> None:
             super().__init__(held, query, scoring, *rest)
             self._held = held
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Cache
 
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.config import Config
-from retrieval_attn.memory.device import DeviceSize, Layout, rotary_bytes
+from retrieval_attn.memory.device import DeviceLayout, DeviceSize, rotary_bytes
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.layers import decoder_parts
@@ -133,7 +133,7 @@ def test_the_plan_of_a_27b_hybrid(tokens: int, chunk: int, in_state: bool) -> No
     assert items["prefill: rotary tables"] == tokens * 2 * 64 * 2
     assert items["prefill: one chunk"] == chunk * (361504 if in_state else 3 * (5120 + 17408) * 2)
     assert items.get("prefill: KV of one layer", 0) == (0 if in_state else tokens * 4096)
-    size = DeviceSize(model_shape(hybrid_27b()), Config(), tokens, layout=Layout(True, 1))
+    size = DeviceSize(model_shape(hybrid_27b()), Config(), tokens, layout=DeviceLayout(True, 1))
     both = size.fixed_bytes + tokens * size.token_bytes, chunk * size.chunks.visiting
     attending, mixing = (1.5 * chunk * one for one in (size.chunks.attending, size.chunks.mixing))
     assert size.reading_bytes == sum(both) + max(attending, mixing - tokens * 4096)
@@ -141,13 +141,13 @@ def test_the_plan_of_a_27b_hybrid(tokens: int, chunk: int, in_state: bool) -> No
 
 def test_two_layers_of_keys_stay_beside_a_state() -> None:
     """Where a layer's keys may still leave while the next one computes they count in both."""
-    size = DeviceSize(model_shape(hybrid_27b()), Config(), 1 << 20, layout=Layout())
+    size = DeviceSize(model_shape(hybrid_27b()), Config(), 1 << 20, layout=DeviceLayout())
     assert size.chunks.absent == 0 and size.chunks.in_state(1)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(False, 1), Layout(True, 1)])
+@pytest.mark.parametrize("layout", [DeviceLayout(), DeviceLayout(False, 1), DeviceLayout(True, 1)])
 @pytest.mark.parametrize("free_mib", [100, 1000, 5000])
-def test_the_largest_chunk_costs_what_is_free(layout: Layout, free_mib: int) -> None:
+def test_the_largest_chunk_costs_what_is_free(layout: DeviceLayout, free_mib: int) -> None:
     """One token more does not fit, whichever layer the peak is in."""
     chunks = DeviceSize(model_shape(hybrid_27b()), Config(), 1 << 18, layout=layout).chunks
     free = free_mib << 20

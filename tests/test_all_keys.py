@@ -14,18 +14,18 @@ import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache, retrieves
 from retrieval_attn.attention.layer_uploads import LayerUploads
-from retrieval_attn.attention.prefix import ExactPrefix
+from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
-from retrieval_attn.memory.all_keys import SEARCH_MICROSECONDS, beside_bytes
+from retrieval_attn.memory.all_keys import SEARCH_MICROSECONDS, device_kv_bytes
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.runner import beside
+from retrieval_attn.runner import full_attention as beside
 from retrieval_attn.runner.attention import using_retrieval
-from retrieval_attn.runner.beside import make_way, with_all_keys
-from retrieval_attn.runner.decode import Steps
+from retrieval_attn.runner.decode import DecodeSteps
+from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
+from retrieval_attn.runner.full_kv_pages import FullKVPages, kept_pages, let_go
 from retrieval_attn.runner.graph import registry
-from retrieval_attn.runner.kept_pages import KeptPages, kept_pages, let_go
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "threads": 1, "retrieve": 2}
@@ -46,12 +46,12 @@ def held_of(cache: RetrievalCache) -> list[Any]:
     return [layer.held for layer in cache.layers if isinstance(layer, RetrievalLayer)]
 
 
-def paged(cache: RetrievalCache) -> ExactPrefix:
+def paged(cache: RetrievalCache) -> PagedPrefix:
     assert cache.batch.exact is not None
     return cache.batch.exact
 
 
-def kept_of(model: Any) -> KeptPages:
+def kept_of(model: Any) -> FullKVPages:
     kept = kept_pages(model)
     assert kept is not None
     return kept
@@ -81,7 +81,7 @@ def test_every_token_is_the_models_own(host_dtype: str) -> None:
     with torch.no_grad():
         wanted = model(input_ids=ids).logits[0, prompt:]
     cache = read(model, ids[:, :prompt], host_dtype=host_dtype)
-    fork = with_all_keys(model, cache)
+    fork = attach_full_kv(model, cache)
     assert fork is not None and not any(held.retrieves for held in held_of(fork))
     assert all(held.retrieves for held in held_of(cache))
     tolerance = TOLERANCE if host_dtype == "auto" else 0.02
@@ -120,7 +120,7 @@ def test_a_question_of_many_tokens(needle_model_path: str) -> None:
 @pytest.mark.usefixtures("roomy")
 def test_who_asks_for_retrieval_gets_it(options: dict[str, Any]) -> None:
     model = build_model("llama")
-    assert with_all_keys(model, read(model, random_ids(1, 200, 1), **options)) is None
+    assert attach_full_kv(model, read(model, random_ids(1, 200, 1), **options)) is None
 
 
 def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
@@ -131,12 +131,12 @@ def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
 
     def form() -> bool | None:
         let_go(model)
-        fork = with_all_keys(model, cache)
+        fork = attach_full_kv(model, cache)
         return None if fork is None else paged(fork).layers.int8
 
     assert form() is False
     for int8, slower in ((False, True), (True, None)):
-        roomy["speed"] = 200.01 * beside_bytes(shape, int8=int8) / (SEARCH_MICROSECONDS[int8] * 1e-6)
+        roomy["speed"] = 200.01 * device_kv_bytes(shape, int8=int8) / (SEARCH_MICROSECONDS[int8] * 1e-6)
         assert form() is int8
         roomy["speed"] *= 0.99
         assert form() is slower
@@ -146,7 +146,7 @@ def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
     assert form() is None
     tokens = held_of(cache)[0].tail_start
     pages = pages_for(tokens) * PAGE_TOKENS
-    sizes = {int8: shape.full_layers * pages * beside_bytes(shape, int8=int8) for int8 in (False, True)}
+    sizes = {int8: shape.full_layers * pages * device_kv_bytes(shape, int8=int8) for int8 in (False, True)}
     roomy["free"] = bisect.bisect_left(range(8 * GIB), True, key=lambda free: fits(roomy, free, form))
     assert form() is True, "where one does not fit the other may"
     roomy["free"] += sizes[False] - sizes[True]
@@ -166,14 +166,14 @@ def test_rows_and_watchers_retrieve() -> None:
     cache = read(model, random_ids(1, 200, 1))
     rows = cache.fork()
     rows.batch_repeat_interleave(2)
-    assert with_all_keys(model, rows) is None
+    assert attach_full_kv(model, rows) is None
     engine = cache.fork()
     engine.in_batch = True
-    assert with_all_keys(model, engine) is None
+    assert attach_full_kv(model, engine) is None
     watched: Any = cache.fork()
     watched.layers[0].mass_heads = 1
-    assert with_all_keys(model, watched) is None
-    assert with_all_keys(model, read(model, random_ids(1, 12, 1))) is None, "nothing lies on the host alone"
+    assert attach_full_kv(model, watched) is None
+    assert attach_full_kv(model, read(model, random_ids(1, 12, 1))) is None, "nothing lies on the host alone"
 
 
 @pytest.mark.usefixtures("roomy", "emulated_graphs")
@@ -216,12 +216,12 @@ def test_questions_side_by_side(append: Any, needle_model_path: str) -> None:
 def test_pages_and_their_graphs_go_when_a_text_needs_the_room(roomy: dict[str, float], needle_model_path: str) -> None:
     context = ra.LLM(needle_model_path, device="cpu", **SMALL).read("A dog. " * 100, progress=False)
     assert kept_of(context.model).nbytes > 0
-    make_way(context.model)
+    release_if_needed(context.model)
     roomy["free"] = 2 * kept_of(context.model).nbytes
-    make_way(context.model)
+    release_if_needed(context.model)
     assert any(one.pages is not None for one in registry._decoders[context.model])
     roomy["free"] -= 1
-    make_way(context.model)
+    release_if_needed(context.model)
     assert kept_pages(context.model) is None
     assert not any(one.pages is not None for one in registry._decoders[context.model])
 
@@ -260,10 +260,10 @@ def test_keys_that_are_there_are_not_brought_again(monkeypatch: pytest.MonkeyPat
     texts = [read(model, ids[:, :200]), read(model, ids[:, 200:])]
     for text, times in ((0, 1), (0, 0), (1, 1), (0, 1), (0, 0)):
         brought.clear()
-        fork = with_all_keys(model, texts[text])
+        fork = attach_full_kv(model, texts[text])
         assert fork is not None and len(brought) == times * len(held_of(fork))
     grown, said = texts[0], ids[:, :200]
-    earlier = with_all_keys(model, grown), said
+    earlier = attach_full_kv(model, grown), said
     for taken_back, first in ((0, held_of(grown)[0].tail_start), (30, 0)):
         if taken_back:
             grown.crop(said.shape[1] - taken_back)
@@ -272,7 +272,7 @@ def test_keys_that_are_there_are_not_brought_again(monkeypatch: pytest.MonkeyPat
             model(input_ids=ids[:, 300:350], past_key_values=grown)
         said = torch.cat([said, ids[:, 300:350]], dim=1)
         brought.clear()
-        fork = with_all_keys(model, grown)
+        fork = attach_full_kv(model, grown)
         assert brought == [(first, held_of(grown)[0].tail_start)] * len(held_of(grown))
         for cache, known in ((fork, said), *([] if taken_back else [earlier])):
             assert cache is not None
@@ -288,7 +288,7 @@ def test_a_question_asks_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) ->
     model = build_model("llama")
     ids = random_ids(1, 240, 1)
     cache = read(model, ids[:, :200])
-    fork = with_all_keys(model, cache)
+    fork = attach_full_kv(model, cache)
     assert fork is not None
 
     def walk(*_: Any, **__: Any) -> None:
@@ -311,7 +311,7 @@ def test_answers_on_two_texts_at_once(roomy: dict[str, float]) -> None:
     ids = random_ids(1, 400, 1)
     texts, forks = [read(model, ids[:, :200]), read(model, ids[:, 200:])], []
     for text in texts:
-        fork = with_all_keys(model, text)
+        fork = attach_full_kv(model, text)
         assert fork is not None
         forks.append(fork)
     assert paged(forks[0]).layers is not paged(forks[1]).layers
@@ -321,7 +321,7 @@ def test_answers_on_two_texts_at_once(roomy: dict[str, float]) -> None:
             wanted = model(input_ids=torch.cat([own, ids[:, :1]], dim=1)).logits[0, -1]
         assert (following(model, fork, ids[:, :1])[0] - wanted).abs().max() < TOLERANCE * wanted.abs().max()
     roomy["free"] = 0
-    assert with_all_keys(model, texts[0]) is None
+    assert attach_full_kv(model, texts[0]) is None
 
 
 @pytest.mark.usefixtures("roomy")
@@ -374,9 +374,9 @@ def test_a_gpu_attends_to_all_keys(fresh_decoders: None, host_dtype: str) -> Non
     assert cache.index_kinds() == {"device": 2 * len(held_of(cache))}
     scale, found = plain.abs().max(), {}
     for graph in (False, True):
-        fork = with_all_keys(model, cache)
+        fork = attach_full_kv(model, cache)
         assert fork is not None and not any(held.retrieves for held in held_of(fork))
-        steps, logits = Steps(model, fork, graph), []
+        steps, logits = DecodeSteps(model, fork, graph), []
         with torch.no_grad(), using_retrieval(model, 8192):
             for place in range(prompt, prompt + new):
                 step = steps.step(ids[:, place], torch.tensor([place], device="cuda"), None)
@@ -404,7 +404,7 @@ def test_memory_of_an_answer_is_given_back(needle_model_path: str) -> None:
     assert max(held) == min(held)
     kept = kept_of(llm.model)
     assert kept.layers.pages * PAGE_TOKENS >= 32_000 and not kept.in_use
-    make_way(llm.model)
+    release_if_needed(llm.model)
     assert kept_pages(llm.model) is kept
     let_go(llm.model)
     del kept

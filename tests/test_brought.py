@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.gpu.codes.stage import CodeStage
+from retrieval_attn.gpu.codes.streamer import CodeStreamer
 from retrieval_attn.index.code_layout import PLANNED
 from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, Decoded, enabled
 from tests.test_bucket import Rows
@@ -31,18 +31,18 @@ def case_of(name: str, rows: bool) -> dict[str, Any]:
 def order(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, bool]]]:
     """Of each pass the numbers of searches as it waited for their codes, and whether these were under way before."""
     passes: list[list[tuple[int, bool]]] = []
-    begin_step, wait = CodeStage.begin_step, CodeStage.wait
+    begin_step, wait = CodeStreamer.begin_step, CodeStreamer.wait
 
-    def begun(self: CodeStage) -> None:
+    def begun(self: CodeStreamer) -> None:
         passes.append([])
         begin_step(self)
 
-    def waited(self: CodeStage, number: int, runtime: Any) -> None:
+    def waited(self: CodeStreamer, number: int, runtime: Any) -> None:
         passes[-1].append((number, number in self._under_way))
         wait(self, number, runtime)
 
-    monkeypatch.setattr(CodeStage, "begin_step", begun)
-    monkeypatch.setattr(CodeStage, "wait", waited)
+    monkeypatch.setattr(CodeStreamer, "begin_step", begun)
+    monkeypatch.setattr(CodeStreamer, "wait", waited)
     return passes
 
 

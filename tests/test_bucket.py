@@ -18,10 +18,10 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.step.plan import LayerStep
-from retrieval_attn.engine.bucket import BucketRunner
-from retrieval_attn.engine.bucket_graph import Bucket
-from retrieval_attn.engine.bucket_group import BucketGroup
+from retrieval_attn.engine.decode_graph import DecodeGraph
 from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.graph_pool import GraphPool
+from retrieval_attn.engine.graph_runner import GraphRunner
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.codes.search import MIN_CLASS
@@ -41,7 +41,7 @@ class Rows:
     """Rows in a runner's graphs, each beside the same alone."""
 
     def __init__(self, model: Any, lengths: list[int], **options: Any) -> None:
-        self.model, self.runner = model, BucketRunner(model, ROWS)
+        self.model, self.runner = model, GraphRunner(model, ROWS)
         self.pairs = [Pair(model, read(model, tokens, seed, **options)) for seed, tokens in enumerate(lengths)]
 
     def logits(self, pairs: list[Pair]) -> torch.Tensor:
@@ -240,7 +240,7 @@ def test_the_others_change_no_bit() -> None:
         one, *others = [pair.row for pair in rows.pairs]
         seen: list[list[torch.Tensor]] = []
         for company in (others[:3], others[1:], others[:2], others[2:]):
-            runner, row, found = BucketRunner(model, 4), one.fork(), []
+            runner, row, found = GraphRunner(model, 4), one.fork(), []
             runner.step([other.fork() for other in company[:1]], [5], [company[0].get_seq_length()])  # takes a place
             present = [*company[:1], row, *company[1:]]
             present = [cache if cache is row else cache.fork() for cache in present]
@@ -258,7 +258,7 @@ def test_a_step_in_which_nothing_changes_plans_nothing(monkeypatch: pytest.Monke
     rows = Rows(build_model("llama"), [100, 200, 300])
     rows.steps(rows.pairs, 3)
     calls: list[str] = []
-    for kind, name in ((LayerStep, "plan"), (Bucket, "take"), (Bucket, "upload_spans")):
+    for kind, name in ((LayerStep, "plan"), (DecodeGraph, "take"), (DecodeGraph, "upload_spans")):
         real = getattr(kind, name)
 
         def counted(*args: Any, _real: Any = real, _name: str = name, **options: Any) -> Any:
@@ -321,7 +321,7 @@ class GraphFailure:
     """The replay of a runner's one graph."""
 
     @staticmethod
-    def of(runner: BucketRunner) -> Any:
+    def of(runner: GraphRunner) -> Any:
         (bucket,) = runner._group.buckets.values()  # type: ignore[union-attr]
         (graph,) = bucket.decoder.graphs.values()
         return graph.replay
@@ -351,7 +351,7 @@ def test_whatever_goes_wrong_leaves_eager_steps(
     def failing(*given: Any, **options: Any) -> None:
         raise RuntimeError("what nobody thought of")
 
-    monkeypatch.setattr(BucketGroup, where, failing)
+    monkeypatch.setattr(GraphPool, where, failing)
     rows.steps(rows.pairs, 12)
     assert rows.runner.reason == "RuntimeError: what nobody thought of"
     assert caplog.text.count("decoding eagerly, without a CUDA graph: RuntimeError") == 1
@@ -421,7 +421,7 @@ def test_an_interrupt_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_that_cannot_be_had_leave_eager_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from retrieval_attn.engine import bucket_group
+    from retrieval_attn.engine import graph_pool as bucket_group
 
     def full(*given: Any) -> None:
         raise torch.OutOfMemoryError("none")
@@ -439,14 +439,14 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
     document = ids(300, 1)
     requests = [Request((document, ids(5 + number, number)), 4 + 3 * number) for number in range(6)]
     requests += [Request((ids(20 * number, number),), 12) for number in range(1, 5)]
-    runners: list[BucketRunner] = []
-    real = BucketRunner._replayed
+    runners: list[GraphRunner] = []
+    real = GraphRunner._replayed
 
-    def watched(runner: BucketRunner, *given: Any) -> Any:
+    def watched(runner: GraphRunner, *given: Any) -> Any:
         runners.append(runner)
         return real(runner, *given)
 
-    monkeypatch.setattr(BucketRunner, "_replayed", watched)
+    monkeypatch.setattr(GraphRunner, "_replayed", watched)
     replays = 0
     with Engine(llm, shared_bytes=1 << 26) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
@@ -454,7 +454,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
         replays = runners[0].replays
     assert replays > 10 and runners[0].reason == ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketRunner, "_replayed", lambda *given: None)  # eagerly
+        patch.setattr(GraphRunner, "_replayed", lambda *given: None)  # eagerly
         for request, one in zip(requests, found, strict=True):
             assert one.error is None and same(one, alone(llm, request)), request
 
@@ -483,7 +483,7 @@ def test_log_lines_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
     """The one line that a context's graph logs, too."""
     with caplog.at_level(logging.WARNING):
         model = build_model("llama")
-        runner = BucketRunner(model, 2)
+        runner = GraphRunner(model, 2)
         caches = [read(model, 60, 0), read(model, 60, 0, retrieve=9)]
         runner.step(caches, [5, 5], [60, 60])
     assert "decoding eagerly, without a CUDA graph: rows of a batch differ" in caplog.text

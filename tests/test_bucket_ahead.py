@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.engine.bucket import BucketRunner
-from retrieval_attn.engine.bucket_draw import BucketDraw
-from retrieval_attn.engine.bucket_graph import Bucket
-from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.decode_graph import DecodeGraph
 from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.graph_runner import GraphRunner
+from retrieval_attn.engine.graph_sampling import BucketDraw
 from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import BackendError
 from tests.emulation.runtime import EmulatedRuntime
 from tests.graph_cases import DEVICE
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("emulated_graphs", "compiled")
 ROOMY = {**REACHED, "window": 100, "spill": 128}
 """Windows that take more tokens than most tests have: until they move to the host, it has no part in steps."""
 DRAWS = [
-    RowDraw(logprobs=3), RowDraw(temperature=0.8, seed=3, logprobs=1), RowDraw(logprobs=2),
-    RowDraw(temperature=1.2, top_k=9, seed=5, logprobs=2),
+    SamplingParams(logprobs=3), SamplingParams(temperature=0.8, seed=3, logprobs=1), SamplingParams(logprobs=2),
+    SamplingParams(temperature=1.2, top_k=9, seed=5, logprobs=2),
 ]  # fmt: skip
 """Tokens of a small model say little: log-probabilities are compared."""
 
@@ -39,7 +39,7 @@ class Answers:
     """Rows that choose their tokens in a runner's graphs."""
 
     def __init__(self, model: Any, lengths: list[int], ahead: bool, **options: Any) -> None:
-        self.runner, self.ahead = BucketRunner(model, ROWS), ahead
+        self.runner, self.ahead = GraphRunner(model, ROWS), ahead
         self.caches = [read(model, tokens, seed, **options) for seed, tokens in enumerate(lengths)]
         self.draws = [DRAWS[number % len(DRAWS)] for number in range(len(lengths))]
         self.tokens = [[7 + number] for number in range(len(lengths))]
@@ -62,7 +62,7 @@ class Answers:
         self.draws.append(self.draws[number])
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self) -> DecodeGraph:
         assert self.runner._group is not None and self.runner._group._bucket is not None
         return self.runner._group._bucket
 
@@ -71,24 +71,24 @@ class Answers:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What became of steps, in order: launched, and so ahead, undone."""
     seen: list[str] = []
-    launch, undo, go_ahead = Bucket._launch, Bucket.undo, Bucket.go_ahead
+    launch, undo, launch_next = DecodeGraph._launch, DecodeGraph.undo, DecodeGraph.launch_next
 
-    def launched(self: Bucket, *given: Any) -> Any:
+    def launched(self: DecodeGraph, *given: Any) -> Any:
         seen.append("launched")
         return launch(self, *given)
 
-    def undone(self: Bucket) -> None:
+    def undone(self: DecodeGraph) -> None:
         seen.append("undone")
         undo(self)
 
-    def gone_ahead(self: Bucket, *given: Any) -> None:
-        go_ahead(self, *given)
+    def gone_ahead(self: DecodeGraph, *given: Any) -> None:
+        launch_next(self, *given)
         if self._ahead is not None:
             seen[-1] = "ahead"
 
-    monkeypatch.setattr(Bucket, "go_ahead", gone_ahead)
-    monkeypatch.setattr(Bucket, "_launch", launched)
-    monkeypatch.setattr(Bucket, "undo", undone)
+    monkeypatch.setattr(DecodeGraph, "launch_next", gone_ahead)
+    monkeypatch.setattr(DecodeGraph, "_launch", launched)
+    monkeypatch.setattr(DecodeGraph, "undo", undone)
     return seen
 
 
@@ -143,7 +143,7 @@ def test_the_same_rows_wait_for_one_launch_a_step(launches: list[str]) -> None:
     assert launches == ["launched", *["ahead"] * 9]
     rows.step([0, 1, 2])
     assert launches[10:] == ["undone", "launched", "ahead"]
-    rows.runner.vacate()
+    rows.runner.clear_slot()
     assert launches[13:] == ["undone"] and rows.runner.replays == 10
 
 
@@ -151,9 +151,9 @@ def test_the_next_step_is_launched_before_one_is_over(monkeypatch: pytest.Monkey
     """As long as windows take the tokens of both. What the first one chose is not written over."""
     rows, others = both([400, 500], **ROOMY)
     seen: list[str] = []
-    launch, wait = Bucket._launch, EmulatedRuntime.wait
+    launch, wait = DecodeGraph._launch, EmulatedRuntime.wait
 
-    def launched(self: Bucket, *given: Any) -> Any:
+    def launched(self: DecodeGraph, *given: Any) -> Any:
         if self is rows.bucket:
             seen.append("launched")
         return launch(self, *given)
@@ -164,7 +164,7 @@ def test_the_next_step_is_launched_before_one_is_over(monkeypatch: pytest.Monkey
 
     others.step([0, 1])
     rows.step([0, 1])
-    monkeypatch.setattr(Bucket, "_launch", launched)
+    monkeypatch.setattr(DecodeGraph, "_launch", launched)
     monkeypatch.setattr(EmulatedRuntime, "wait", waited)
     room = min(row.room for row in rows.bucket.rows if row is not None)
     for left in range(room, 0, -1):
@@ -184,7 +184,7 @@ def test_another_token_or_draw_is_another_step(what: str, launches: list[str]) -
             if what == "token":
                 one.tokens[1][-1] = 11 + number
             else:
-                one.draws[1] = RowDraw(temperature=5.0, seed=number, logprobs=1)
+                one.draws[1] = SamplingParams(temperature=5.0, seed=number, logprobs=1)
     assert launches.count("undone") == 3
 
 
@@ -192,7 +192,7 @@ def test_another_row_in_the_same_place_is_another() -> None:
     """With the same token at the same position: its keys are its own."""
     rows, others = both([500, 501], **ROOMY)
     for one in (rows, others):
-        one.draws = [RowDraw(logprobs=3)] * 2
+        one.draws = [SamplingParams(logprobs=3)] * 2
         one.step([0])
         one.tokens[1] = one.tokens[0][-1:]
     assert rows.bucket._ahead is not None
@@ -248,7 +248,7 @@ def test_an_engine_launches_ahead(launches: list[str]) -> None:
     llm = llm_of(CONFIG.replace(**ROOMY))
     llm.model = build_model("llama", max_position_embeddings=8192)
     requests = [
-        Request((ids(600 + number, number),), 4 + 9 * number, RowDraw(0.8 * (number % 2), seed=number))
+        Request((ids(600 + number, number),), 4 + 9 * number, SamplingParams(0.8 * (number % 2), seed=number))
         for number in range(5)
     ]
     with Engine(llm, shared_bytes=1 << 26) as engine:
@@ -269,7 +269,7 @@ def test_questions_on_a_text_go_ahead_while_its_keys_have_codes(launches: list[s
     text = ids(900, 3)
     answers = {}
     for tokens in (12, 70):
-        requests = [Request((text, ids(16, number)), tokens, RowDraw(seed=number)) for number in range(3)]
+        requests = [Request((text, ids(16, number)), tokens, SamplingParams(seed=number)) for number in range(3)]
         del launches[:]
         with Engine(llm, shared_bytes=1 << 26) as engine:
             found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.engine import bucket
-from retrieval_attn.engine.bucket import BucketRunner
-from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine import graph_runner as bucket
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.exact import ExactPool
+from retrieval_attn.engine.graph_runner import GraphRunner
+from retrieval_attn.engine.paged_prefix import PagedKVPool
 from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.sampling_params import SamplingParams
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.test_bucket_draw import DRAWS, check_draws, check_mixture, check_penalties, requests
@@ -121,7 +121,7 @@ def test_the_others_change_no_bit(kind: str) -> None:
     caches = [read(model, tokens, seed, **KINDS[kind]) for seed, tokens in enumerate([90, 700, 3000, 40, 3900])]
     seen: list[list[torch.Tensor]] = []
     for company in ((0, 1, 3), (1, 2, 4), (0, 2), (3, 4)):
-        runner, row, found = BucketRunner(model, 4), caches[2].fork(), []
+        runner, row, found = GraphRunner(model, 4), caches[2].fork(), []
         present = [caches[company[0]].fork(), row, *(caches[other].fork() for other in company[1:])]
         for token in range(10):
             places = [cache.get_seq_length() for cache in present]
@@ -134,7 +134,7 @@ def test_the_others_change_no_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("draws", [[DRAWS[0]] * 5, DRAWS[:3] * 2, DRAWS], ids=["greedy", "drawn", "logprobs"])
-def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[RowDraw]) -> None:
+def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[SamplingParams]) -> None:
     check_draws(build_model("llama", head_dim=64).cuda(), draws)
 
 
@@ -206,7 +206,7 @@ def test_rows_over_pages_join_leave_and_lose_tokens(kind: str, head_dim: int) ->
     """
     options = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": head_dim}
     model = build_model("llama", max_position_embeddings=8192, **options).cuda()
-    rows = rows_of(model, trees(model, ExactPool(1000, 40), **CUDA_KINDS[kind]))
+    rows = rows_of(model, trees(model, PagedKVPool(1000, 40), **CUDA_KINDS[kind]))
     for step in rows.come_and_go(random.Random(kind), 40, {5: 1, 20: 4}, share=0.6, crop=4):
         for pair in rows.pairs if kind in SELDOM and step in (0, 5, 20) else ():
             pair.allow(1e-2, 3)
@@ -219,7 +219,7 @@ def test_rows_over_pages_join_leave_and_lose_tokens(kind: str, head_dim: int) ->
 def test_rows_over_pages_of_other_models_are_as_alone(name: str) -> None:
     """Sliding layers have no pages; soft cap."""
     model = build_model(name).cuda()
-    rows = rows_of(model, trees(model, ExactPool(1000, 40)))
+    rows = rows_of(model, trees(model, PagedKVPool(1000, 40)))
     rows.steps(rows.pairs[:1], 4)
     rows.steps(rows.pairs, 20)
     assert (rows.runner.replays, rows.runner.reason) == (24, "")
@@ -229,7 +229,7 @@ def test_rows_over_pages_of_other_models_are_as_alone(name: str) -> None:
 def test_rows_over_pages_of_int8_are_as_alone() -> None:
     """The kernel reads rows as they are stored, alone and in a graph."""
     model = build_model("llama", head_dim=64, num_attention_heads=8).cuda()
-    rows = rows_of(model, trees(model, ExactPool(1000, 40, int8=True)))
+    rows = rows_of(model, trees(model, PagedKVPool(1000, 40, int8=True)))
     rows.steps(rows.pairs, 20)
     assert (rows.runner.replays, rows.runner.reason) == (20, "")
     rows.check_books()
@@ -238,11 +238,11 @@ def test_rows_over_pages_of_int8_are_as_alone() -> None:
 def test_the_others_change_no_bit_over_pages() -> None:
     """In a bucket of four, bfloat16: of a row over pages, and of one without beside such."""
     model = build_model("llama", head_dim=64, num_attention_heads=8, max_position_embeddings=8192).cuda().bfloat16()
-    caches = trees(model, ExactPool(1000, 40))
+    caches = trees(model, PagedKVPool(1000, 40))
     for one, companies in ((3, ((0, 1, 2), (4, 5), (5, 0, 1))), (5, ((0, 1, 2), (3, 4), (1, 2, 4)))):
         seen: list[list[torch.Tensor]] = []
         for company in companies:
-            runner, found = BucketRunner(model, 4), []
+            runner, found = GraphRunner(model, 4), []
             present = [caches[row].fork() for row in (company[0], one, *company[1:])]
             for token in range(10):
                 places = [cache.get_seq_length() for cache in present]
@@ -269,6 +269,6 @@ def test_an_engine_with_exact_prefixes_decodes_by_graphs(monkeypatch: pytest.Mon
     monkeypatch.setattr(bucket, "eager_step", watched)
     found = with_engine(llm, requests, shared_bytes=1 << 26, exact_tokens=1000)
     assert eager == []
-    monkeypatch.setattr(BucketRunner, "_replayed", lambda *given: None)
+    monkeypatch.setattr(GraphRunner, "_replayed", lambda *given: None)
     again = with_engine(llm, requests, shared_bytes=1 << 26, exact_tokens=1000)
     assert eager and [one.tokens for one in found] == [one.tokens for one in again]

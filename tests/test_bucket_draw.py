@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.engine.bucket import BucketRunner
-from retrieval_attn.engine.chooser import Choice, Chooser
-from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.outbox import Outbox
+from retrieval_attn.engine.graph_runner import GraphRunner
+from retrieval_attn.engine.output_queue import OutputQueue
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.engine.request_handle import RequestHandle
+from retrieval_attn.engine.sampler import SampledToken, Sampler
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.engine.text import TextStream
-from retrieval_attn.engine.ticket import Ticket
 from retrieval_attn.runner.graph.memory import StepMemory
 from tests.test_engine import alone, ids, llm_of, same
 from tests.test_rows import read
@@ -26,20 +26,20 @@ pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs"
 
 ROWS = 8
 DRAWS = [
-    RowDraw(),
-    RowDraw(0.8, seed=3),
-    RowDraw(1.1, top_k=9, top_p=0.9, min_p=0.01, seed=2**63 + 5),
-    RowDraw(logprobs=2),
-    RowDraw(0.9, seed=4, logprobs=7),
+    SamplingParams(),
+    SamplingParams(0.8, seed=3),
+    SamplingParams(1.1, top_k=9, top_p=0.9, min_p=0.01, seed=2**63 + 5),
+    SamplingParams(logprobs=2),
+    SamplingParams(0.9, seed=4, logprobs=7),
 ]
 
 
-def check_draws(model: Any, draws: list[RowDraw], steps: int = 24) -> None:
+def check_draws(model: Any, draws: list[SamplingParams], steps: int = 24) -> None:
     """Steps with random members: tokens and log-probabilities are those that the same logits give a Chooser."""
     caches = [read(model, tokens, seed) for seed, tokens in enumerate([50, 90, 300, 30, 120])]
     mine, theirs = [cache.fork() for cache in caches], [cache.fork() for cache in caches]
-    drawing, plain = BucketRunner(model, ROWS), BucketRunner(model, ROWS)
-    chooser, chance = Chooser(ROWS, model.device), random.Random(5)
+    drawing, plain = GraphRunner(model, ROWS), GraphRunner(model, ROWS)
+    chooser, chance = Sampler(ROWS, model.device), random.Random(5)
     tokens = [7] * len(caches)
     for step in range(steps):
         rows = list(range(len(caches)))
@@ -65,7 +65,7 @@ def check_draws(model: Any, draws: list[RowDraw], steps: int = 24) -> None:
 
 
 @pytest.mark.parametrize("draws", [[DRAWS[0]] * 5, DRAWS[:3] * 2, DRAWS], ids=["greedy", "drawn", "logprobs"])
-def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[RowDraw]) -> None:
+def test_rows_choose_in_a_graph_what_they_would_outside(draws: list[SamplingParams]) -> None:
     check_draws(build_model("llama"), draws)
 
 
@@ -74,7 +74,7 @@ def check_mixture(model: Any) -> None:
     chance = random.Random(3)
     caches = [read(model, tokens, seed) for seed, tokens in enumerate([50, 90, 300, 30, 120])]
     mine, theirs = [cache.fork() for cache in caches], [cache.fork() for cache in caches]
-    drawing, plain, chooser = BucketRunner(model, ROWS), BucketRunner(model, ROWS), Chooser(ROWS, model.device)
+    drawing, plain, chooser = GraphRunner(model, ROWS), GraphRunner(model, ROWS), Sampler(ROWS, model.device)
     tokens, mixed = [7] * len(caches), 0
     for step in range(20):
         rows = chance.sample(range(len(caches)), chance.randint(1, len(caches)))
@@ -89,7 +89,9 @@ def check_mixture(model: Any) -> None:
         assert (list(stepped.choices), list(stepped.apart), stepped.errors) == (drawn, apart, {})
         if apart:
             assert stepped.logits is not None and torch.allclose(stepped.logits, logits[apart], atol=1e-5)
-        expected = chooser([RowDraw() if draw is None else draw for draw in asked], logits, [one + 1 for one in places])
+        expected = chooser(
+            [SamplingParams() if draw is None else draw for draw in asked], logits, [one + 1 for one in places]
+        )
         for number, choice in stepped.choices.items():
             other = expected[number]
             assert choice is not None and other is not None and choice.token == other.token
@@ -110,14 +112,14 @@ def check_penalties(model: Any) -> None:
     llm = llm_of()
     llm.model = model
     options = [
-        RowDraw(),
-        RowDraw(repetition_penalty=1.8),
-        RowDraw(0.9, seed=5),
-        RowDraw(0.9, presence_penalty=1.5, frequency_penalty=0.7, seed=6, logprobs=3),
-        RowDraw(logit_bias={5: 4.0, 11: -100.0}),
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.8),
+        SamplingParams(0.9, seed=5),
+        SamplingParams(0.9, presence_penalty=1.5, frequency_penalty=0.7, seed=6, logprobs=3),
+        SamplingParams(logit_bias={5: 4.0, 11: -100.0}),
     ]
     asked = [Request((ids(300, 1), ids(5 + n, n)), 14, draw, stop_ids=frozenset()) for n, draw in enumerate(options)]
-    asked.append(Request((ids(30, 7),), 14, RowDraw(0.9, seed=1), stop_ids=frozenset(range(60)), min_tokens=6))
+    asked.append(Request((ids(30, 7),), 14, SamplingParams(0.9, seed=1), stop_ids=frozenset(range(60)), min_tokens=6))
     with Engine(llm, shared_bytes=1 << 26) as engine:
         tickets = [engine.submit(request) for request in asked]
         found = [ticket.result() for ticket in tickets]
@@ -138,7 +140,7 @@ def test_an_engine_applies_penalties_beside_its_graphs() -> None:
 def test_the_next_step_takes_the_tokens_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is uploaded while the same rows go on with what they chose; another token is."""
     model = build_model("llama")
-    caches, runner = [read(model, 60, 1), read(model, 90, 2)], BucketRunner(model, ROWS)
+    caches, runner = [read(model, 60, 1), read(model, 90, 2)], GraphRunner(model, ROWS)
     placed: list[int] = []
     place = StepMemory.place
 
@@ -148,12 +150,12 @@ def test_the_next_step_takes_the_tokens_from_the_device(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(StepMemory, "place", watched)
 
-    def advance(rows: list[int], tokens: list[int]) -> list[Choice | None]:
+    def advance(rows: list[int], tokens: list[int]) -> list[SampledToken | None]:
         inputs = [(token, caches[row].get_seq_length()) for row, token in zip(rows, tokens, strict=True)]
-        asked = [(RowDraw(), RowDraw(0.9, seed=1))[row] for row in rows]
+        asked = [(SamplingParams(), SamplingParams(0.9, seed=1))[row] for row in rows]
         return list(runner.advance([caches[row] for row in rows], inputs, asked).choices.values())
 
-    def tokens_of(choices: list[Choice | None]) -> list[int]:
+    def tokens_of(choices: list[SampledToken | None]) -> list[int]:
         return [choice.token for choice in choices if choice is not None]
 
     tokens = tokens_of(advance([0, 1], [5, 6]))
@@ -173,10 +175,10 @@ def test_the_next_step_takes_the_tokens_from_the_device(monkeypatch: pytest.Monk
 
 def test_rows_whose_logits_are_not_finite_fail_alone() -> None:
     model = build_model("llama")
-    caches, runner = [read(model, 30, seed, window=64) for seed in range(3)], BucketRunner(model, ROWS)
+    caches, runner = [read(model, 30, seed, window=64) for seed in range(3)], GraphRunner(model, ROWS)
     with torch.no_grad():
         model.get_input_embeddings().weight[96] = torch.nan
-    for draw in (RowDraw(), RowDraw(0.8, top_k=5, seed=1, logprobs=2)):
+    for draw in (SamplingParams(), SamplingParams(0.8, top_k=5, seed=1, logprobs=2)):
         forks = [cache.fork() for cache in caches]
         stepped = runner.advance(forks, [(token, 30) for token in (5, 96, 6)], [draw] * 3)
         assert [choice is None for choice in stepped.choices.values()] == [False, True, False]
@@ -187,9 +189,9 @@ def test_rows_whose_logits_are_not_finite_fail_alone() -> None:
 def test_a_replay_says_when_it_was_launched() -> None:
     """Once, before its host part is over."""
     model = build_model("llama")
-    cache, runner, seen = read(model, 200, 1), BucketRunner(model, ROWS), []
+    cache, runner, seen = read(model, 200, 1), GraphRunner(model, ROWS), []
     for step in range(4):
-        runner.advance([cache], [(5, 200 + step)], [RowDraw()], lambda: seen.append(runner.replays))
+        runner.advance([cache], [(5, 200 + step)], [SamplingParams()], lambda: seen.append(runner.replays))
     assert seen == [0, 1, 2, 3]
     runner.close()
 
@@ -197,7 +199,7 @@ def test_a_replay_says_when_it_was_launched() -> None:
 def requests() -> list[Request]:
     document = ids(300, 1)
     found = [Request((document, ids(5 + n, n)), 9 + n, DRAWS[n % 5], stop_ids=frozenset({3})) for n in range(6)]
-    return [*found, Request((ids(40, 9),), 30, RowDraw(0.9, seed=1), stop=("1", "22"), stop_ids=frozenset())]
+    return [*found, Request((ids(40, 9),), 30, SamplingParams(0.9, seed=1), stop=("1", "22"), stop_ids=frozenset())]
 
 
 def test_an_engine_tells_beside_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +207,13 @@ def test_an_engine_tells_beside_its_replays(monkeypatch: pytest.MonkeyPatch) -> 
     llm = llm_of()
     llm.model = build_model("llama")
     threads: list[str] = []
-    put = Ticket.put
+    put = RequestHandle.put
 
-    def watched(ticket: Ticket, item: Event | Finished) -> None:
+    def watched(ticket: RequestHandle, item: Event | Finished) -> None:
         threads.append(threading.current_thread().name)
         put(ticket, item)
 
-    monkeypatch.setattr(Ticket, "put", watched)
+    monkeypatch.setattr(RequestHandle, "put", watched)
     with Engine(llm, shared_bytes=1 << 26) as engine:
         tickets = [engine.submit(request) for request in requests()]
         events = [list(ticket) for ticket in tickets]
@@ -256,7 +258,7 @@ def test_text_that_cannot_be_made_ends_its_request_alone(
 
 def test_an_outbox_keeps_the_order() -> None:
     """At once while there is no thread; behind what the thread has to tell once there is."""
-    outbox, told = Outbox(), list[int]()
+    outbox, told = OutputQueue(), list[int]()
     gate = threading.Event()
     outbox.put(lambda: told.append(0))
     outbox.send()

@@ -11,16 +11,16 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.prefix import ExactPrefix
-from retrieval_attn.engine import bucket
-from retrieval_attn.engine.bucket import BucketRunner
-from retrieval_attn.engine.bucket_graph import Bucket
+from retrieval_attn.attention.paged_prefix import PagedPrefix
+from retrieval_attn.engine import graph_runner as bucket
+from retrieval_attn.engine.decode_graph import DecodeGraph
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.exact import ExactPool
+from retrieval_attn.engine.graph_runner import GraphRunner
+from retrieval_attn.engine.paged_prefix import PagedKVPool
 from retrieval_attn.engine.request import Request
 from retrieval_attn.gpu.shared.plan import LEVELS, SharedPlan
 from retrieval_attn.runner.attention import using_retrieval
-from retrieval_attn.runner.decode import Steps
+from retrieval_attn.runner.decode import DecodeSteps
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.test_engine import CONFIG, ids, llm_of, same
@@ -32,20 +32,22 @@ from tools.engine_schedules import run, schedule_of, wrong
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
 
 
-def read_on(cache: RetrievalCache, model: Any, tokens: int, seed: int, pool: ExactPool | None = None) -> RetrievalCache:
+def read_on(
+    cache: RetrievalCache, model: Any, tokens: int, seed: int, pool: PagedKVPool | None = None
+) -> RetrievalCache:
     """The cache with so many tokens more, in pages of the pool if there is one."""
     batch = cache.batch
     if pool is not None:
         spans = pool.take([tokens], None)
         assert spans is not None
-        batch.exact = (batch.exact or ExactPrefix(pool.layers)).opened(spans[0])
+        batch.exact = (batch.exact or PagedPrefix(pool.layers)).opened(spans[0])
     feed(model, cache, random_ids(1, tokens, seed).to(model.device))
     if batch.exact is not None:
         batch.exact = batch.exact.closed()
     return cache
 
 
-def trees(model: Any, pool: ExactPool, **options: Any) -> list[RetrievalCache]:
+def trees(model: Any, pool: PagedKVPool, **options: Any) -> list[RetrievalCache]:
     """Rows over one span, over two, over a span of their own, and over none; with keys on the host, and without."""
 
     def new() -> RetrievalCache:
@@ -68,7 +70,7 @@ def rows_of(model: Any, caches: list[RetrievalCache]) -> Rows:
 def test_rows_of_every_model_are_as_alone(name: str) -> None:
     """Sliding layers have no pages; soft cap, learned sinks. Before there is anything on the host, and after."""
     model = build_model(name)
-    rows = rows_of(model, trees(model, ExactPool(1000, 40)))
+    rows = rows_of(model, trees(model, PagedKVPool(1000, 40)))
     short = [rows.pairs[0], rows.pairs[2]]
     rows.steps(short, 8)
     rows.steps(rows.pairs, 18)
@@ -82,7 +84,7 @@ def test_rows_over_pages_of_int8_are_as_alone(name: str) -> None:
     """And alone they are within int8's error of pages in the model's dtype."""
     model, caches = build_model(name), {}
     for int8 in (True, False):
-        caches[int8] = trees(model, ExactPool(1000, 40, int8=int8))
+        caches[int8] = trees(model, PagedKVPool(1000, 40, int8=int8))
     for packed, plain in zip(caches[True], caches[False], strict=True):
         got, right = (feed(model, one.fork(), torch.tensor([[5]])) for one in (packed, plain))
         error = float((got - right).abs().max() / right.abs().max())
@@ -102,7 +104,7 @@ def test_rows_join_leave_and_lose_tokens(kind: str) -> None:
     number = list(KINDS).index(kind)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": (64, 128)[number % 2]}
     model = build_model("llama", max_position_embeddings=8192, **heads)
-    pool = ExactPool(1000, 40)
+    pool = PagedKVPool(1000, 40)
     rows = rows_of(model, trees(model, pool, **KINDS[kind]))
     for _ in rows.come_and_go(random.Random(kind), 30, {5: 1, 15: 3}, share=0.6, crop=4):
         pass
@@ -119,7 +121,7 @@ def test_rows_join_leave_and_lose_tokens(kind: str) -> None:
 def test_the_list_says_what_is_attended_to(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token less of a span, a row that is not named, pages in another order: no row is as alone then."""
     model = build_model("llama")
-    rows = rows_of(model, trees(model, ExactPool(1000, 40))[:3])
+    rows = rows_of(model, trees(model, PagedKVPool(1000, 40))[:3])
     rows.steps(rows.pairs, 2)
     real = SharedPlan.write
 
@@ -143,7 +145,7 @@ def test_the_list_says_what_is_attended_to(wrong: str, monkeypatch: pytest.Monke
 def test_a_step_in_which_nothing_changes_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a spill: the list says who lies over what, not how long a row is."""
     model = build_model("llama")
-    rows = rows_of(model, trees(model, ExactPool(1000, 40)))
+    rows = rows_of(model, trees(model, PagedKVPool(1000, 40)))
     rows.steps(rows.pairs, 2)
     written: list[int] = []
     real = SharedPlan.write
@@ -161,7 +163,7 @@ def test_a_step_in_which_nothing_changes_writes_nothing(monkeypatch: pytest.Monk
 
 def test_a_row_over_many_spans() -> None:
     """More than a list has room for at first: one graph more, for it and for all after it."""
-    model, pool = build_model("llama"), ExactPool(1000, 40)
+    model, pool = build_model("llama"), PagedKVPool(1000, 40)
     cache = read_on(RetrievalCache(model, ra.Config(**BASE)), model, 70, 1, pool)
     first = read_on(cache.fork(), model, 30, 2)
     for seed in range(LEVELS):
@@ -177,7 +179,7 @@ def test_a_row_over_many_spans() -> None:
 
 def test_who_is_gone_leaves_no_pages() -> None:
     """What a graph attended to last keeps nobody's prefix."""
-    model, pool = build_model("llama"), ExactPool(1000, 40)
+    model, pool = build_model("llama"), PagedKVPool(1000, 40)
     rows = rows_of(model, trees(model, pool))
     rows.steps(rows.pairs, 3)
     assert pool.free_pages == 40 - 3 - 2 - 1
@@ -191,11 +193,11 @@ def test_who_is_gone_leaves_no_pages() -> None:
 def test_pages_of_another_engine_are_stepped_beside_it(caplog: pytest.LogCaptureFixture) -> None:
     """A graph reads one memory. When nobody is in it any more, there are graphs for the other."""
     model = build_model("llama")
-    rows = rows_of(model, [cache for _ in range(2) for cache in trees(model, ExactPool(1000, 40))[:2]])
+    rows = rows_of(model, [cache for _ in range(2) for cache in trees(model, PagedKVPool(1000, 40))[:2]])
     rows.steps(rows.pairs, 2)
     assert (rows.runner.replays, rows.runner.captures) == (2, 1)
     assert caplog.text.count("have pages of several engines") == 1
-    other = rows_of(model, trees(model, ExactPool(1000, 40))[:1])
+    other = rows_of(model, trees(model, PagedKVPool(1000, 40))[:1])
     rows.runner.step([rows.pairs[0].row], [5], [rows.pairs[0].row.get_seq_length()])
     rows.runner.step([other.pairs[0].row], [5], [other.pairs[0].row.get_seq_length()])
     assert rows.runner.replays == 1
@@ -207,9 +209,9 @@ def test_a_context_with_such_a_prefix_decodes_by_graphs() -> None:
     pages of one engine and of another.
     """
     model = build_model("llama")
-    for cache in [one for _ in range(2) for one in trees(model, ExactPool(1000, 40))]:
+    for cache in [one for _ in range(2) for one in trees(model, PagedKVPool(1000, 40))]:
         place, graphed, found = cache.get_seq_length(), cache.fork(), []
-        steps = Steps(model, graphed, True)
+        steps = DecodeSteps(model, graphed, True)
         with torch.no_grad(), using_retrieval(model, 64):
             for token in range(5, 9):
                 step = steps.step(torch.tensor([token]), torch.tensor([place + token - 5]), None)
@@ -227,11 +229,11 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
     """Two documents with and without a second part: answers are those of eager steps, and of each request alone."""
     llm = llm_of(CONFIG.replace(**options))
     requests = [*requests_of(1), Request((ids(30, 1),), 12)]
-    runners: list[BucketRunner] = []
+    runners: list[GraphRunner] = []
     eager: list[int] = []
-    real, real_step = BucketRunner._replayed, bucket.eager_step
+    real, real_step = GraphRunner._replayed, bucket.eager_step
 
-    def watched(runner: BucketRunner, *given: Any) -> Any:
+    def watched(runner: GraphRunner, *given: Any) -> Any:
         runners.append(runner)
         return real(runner, *given)
 
@@ -239,7 +241,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
         eager.append(len(caches))
         return real_step(model, caches, *given)
 
-    monkeypatch.setattr(BucketRunner, "_replayed", watched)
+    monkeypatch.setattr(GraphRunner, "_replayed", watched)
     monkeypatch.setattr(bucket, "eager_step", stepped)
     settings: dict[str, Any] = {"exact_tokens": 1000}
     with Engine(llm, shared_bytes=1 << 26, **settings) as engine:
@@ -248,7 +250,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
         assert runners[0].replays > 5 and runners[0].reason == "" and eager == []
         kinds = [kind for one in runners[0]._group.buckets.values() for kind in one.decoder.graphs]  # type: ignore[union-attr]
         assert any(kind.levels for kind in kinds)
-    monkeypatch.setattr(BucketRunner, "_replayed", lambda *given: None)
+    monkeypatch.setattr(GraphRunner, "_replayed", lambda *given: None)
     for request, one, again in zip(requests, found, with_engine(llm, requests, **settings), strict=True):
         assert one.error is None and same(one, again)
         assert same(one, with_engine(llm, [request], shared_bytes=0, **settings)[0])
@@ -258,16 +260,16 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
 def test_random_schedules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that come, go, park and are cancelled at any time; what is alone steps eagerly."""
     replays: list[int] = []
-    real = Bucket.step
+    real = DecodeGraph.step
 
-    def counted(bucket: Bucket, *given: Any, **options: Any) -> torch.Tensor:
+    def counted(bucket: DecodeGraph, *given: Any, **options: Any) -> torch.Tensor:
         replays.append(bucket.kind.levels)
         return real(bucket, *given, **options)
 
-    monkeypatch.setattr(Bucket, "step", counted)
+    monkeypatch.setattr(DecodeGraph, "step", counted)
     schedule = schedule_of(seed, 8, llm_of().model.get_input_embeddings().weight.shape[0])
     llm = llm_of(CONFIG.replace(index=schedule.index))
     found = run(llm, schedule)
     assert sum(levels > 0 for levels in replays) > 5
-    monkeypatch.setattr(BucketRunner, "_replayed", lambda *given: None)
+    monkeypatch.setattr(GraphRunner, "_replayed", lambda *given: None)
     assert wrong(llm, found, schedule.exact_tokens) == []

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.engine import bucket_refusals
-from retrieval_attn.engine.bucket import BucketRunner
+from retrieval_attn.engine import eager_fallbacks as bucket_refusals
+from retrieval_attn.engine.graph_runner import GraphRunner
 from retrieval_attn.runner.graph.watch import KnownModel
 from tests.test_bucket import Rows
 from tests.test_rows import Pair, read
@@ -73,7 +73,7 @@ def test_an_adapter_that_is_switched_off() -> None:
 def test_a_place_that_is_free_again() -> None:
     """More rows than there are places: one that is left out joins when another has left."""
     rows = Rows(build_model("llama"), [100, 200, 150])
-    rows.runner = BucketRunner(rows.model, 2)
+    rows.runner = GraphRunner(rows.model, 2)
     assert replayed(rows, rows.pairs, 2) == [2, 2]
     left = rows.pairs[1:]
     found = replayed(rows, left, RETRY + 2)
@@ -98,8 +98,8 @@ def test_who_never_is_served_is_not_asked_again(monkeypatch: pytest.MonkeyPatch)
     rows = Rows(model, [100])
     rows.steps(rows.pairs, 1)
     asked: list[Any] = []
-    real = BucketRunner._refusal
-    monkeypatch.setattr(BucketRunner, "_refusal", lambda runner, cache: asked.append(cache) or real(runner, cache))  # type: ignore[func-returns-value]
+    real = GraphRunner._refusal
+    monkeypatch.setattr(GraphRunner, "_refusal", lambda runner, cache: asked.append(cache) or real(runner, cache))  # type: ignore[func-returns-value]
     rows.pairs += [Pair(model, read(model, 150, 3, **options)) for options in ({"graph": False}, {"retrieve": 9})]
     assert replayed(rows, rows.pairs, 3 * RETRY) == [1] * (3 * RETRY)
     assert len(asked) == 2

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import retrieval_attn.attention.held as held_module
-from retrieval_attn.attention.held import HeldTokens
-from retrieval_attn.engine import bucket_row
-from retrieval_attn.engine.bucket_row import BucketRow
+import retrieval_attn.attention.layer_kv as held_module
+from retrieval_attn.attention.layer_kv import LayerKV
+from retrieval_attn.engine import graph_slot as bucket_row
+from retrieval_attn.engine.graph_slot import GraphSlot
 from retrieval_attn.offload.work import HostWork
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
@@ -31,9 +31,9 @@ def test_tokens_reach_the_host_while_steps_replay(index: str, monkeypatch: pytes
     kind = DEVICE if index == "device" else {"index": index, "retrieve": 40}
     rows = Rows(build_model("llama", head_dim=64), [300, 900, 500], **{**kind, **SIZES})
     when: list[str] = []
-    inside, copy, room = [False], HostWork.copy_now, BucketRow.make_room
+    inside, copy, room = [False], HostWork.copy_now, GraphSlot.make_room
 
-    def make_room(self: BucketRow) -> None:
+    def make_room(self: GraphSlot) -> None:
         inside[0] = True
         room(self)
         inside[0] = False
@@ -44,7 +44,7 @@ def test_tokens_reach_the_host_while_steps_replay(index: str, monkeypatch: pytes
 
     rows.steps(rows.pairs, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(BucketRow, "make_room", make_room)
+        patch.setattr(GraphSlot, "make_room", make_room)
         patch.setattr(HostWork, "copy_now", copy_now)
         caches = [pair.row for pair in rows.pairs]
         for _ in range(82):
@@ -65,7 +65,7 @@ def test_rows_are_as_alone_whatever_was_done_ahead(index: str, monkeypatch: pyte
         rows = Rows(build_model("llama", head_dim=64), [300, 900], **{**kind, **SIZES})
         tried: list[int] = []
 
-        def failing(held: HeldTokens, tried: list[int] = tried) -> None:
+        def failing(held: LayerKV, tried: list[int] = tried) -> None:
             tried.append(1)
             raise MemoryError("no page")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.engine.bucket import BucketRunner
-from retrieval_attn.engine.bucket_states import BucketStates
 from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.graph_runner import GraphRunner
+from retrieval_attn.engine.graph_states import BucketStates
 from retrieval_attn.engine.request import Request
 from retrieval_attn.engine.rows import step as eager_step
 from tests.emulation import runtime as emulate
@@ -109,7 +109,7 @@ def test_the_others_change_no_bit(name: str) -> None:
     one, *others = [pair.row for pair in rows.pairs]
     seen: list[list[torch.Tensor]] = []
     for company in (others[:3], others[1:], others[:2], others[2:]):
-        runner, row, found = BucketRunner(model, 4), one.fork(), []
+        runner, row, found = GraphRunner(model, 4), one.fork(), []
         runner.step([other.fork() for other in others], [5] * 4, [other.get_seq_length() for other in others])
         present = [company[0].fork(), row, *(other.fork() for other in company[1:])]
         for token in range(10):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import retrieval_attn as ra
-from retrieval_attn.attention import host_part
+from retrieval_attn.attention import host_attention as host_part
 from retrieval_attn.config import MEAN_RETRIEVE
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.store import SequenceKV
@@ -73,7 +73,7 @@ def test_rows_of_a_batch_choose_for_themselves(context: ra.Context) -> None:
 
 
 def test_a_text_that_was_too_short_to_measure(caplog: pytest.LogCaptureFixture) -> None:
-    host_part._say_unmeasured.cache_clear()
+    host_part._warn_no_budgets.cache_clear()
     config = CONFIG.replace(sink=2, window=8, spill=8)
     caplog.set_level(logging.WARNING)
     found, plain = (

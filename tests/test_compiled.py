@@ -17,9 +17,9 @@ from numba import int32, int64
 
 import retrieval_attn as ra
 from retrieval_attn.cli import main
+from retrieval_attn.compile import cache_dir as place
 from retrieval_attn.compile import jobs as jobs_module
-from retrieval_attn.compile import place
-from retrieval_attn.compile.jobs import Compilation, Job, missing, wait_until_compiled
+from retrieval_attn.compile.jobs import Compilation, CompileJob, missing, wait_until_compiled
 from retrieval_attn.compile.numba_cache import KernelLocator
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, wait_for_builders
 from retrieval_attn.index.formats import Format
@@ -28,9 +28,9 @@ from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.bundled import BUNDLED
 from tests.test_structure import ROOT
 
-SERVER = Job("retrieval_attn.cpu.ahead:server")
+SERVER = CompileJob("retrieval_attn.cpu.ahead:server")
 """A quick one."""
-LONG = Job("retrieval_attn.cpu.ahead:build", ("float32", "roargraph", "{}"))
+LONG = CompileJob("retrieval_attn.cpu.ahead:build", ("float32", "roargraph", "{}"))
 COUNT_COMPILED = """
 from numba.core import event
 class Count(event.Listener):
@@ -190,7 +190,7 @@ def test_processes_save_in_turn(own_folder: Path) -> None:
 
 def test_jobs_are_done_by_other_processes_once(own_folder: Path) -> None:
     """What fails is named, is not marked as done, and stops nothing else."""
-    wrong = Job("retrieval_attn.cpu.ahead:search", ("float32", "nonsense", "{}"))
+    wrong = CompileJob("retrieval_attn.cpu.ahead:search", ("float32", "nonsense", "{}"))
     with Compilation([SERVER, wrong, SERVER], progress=False) as compilation:
         pass
     assert compilation.jobs == [SERVER, wrong]
@@ -211,12 +211,12 @@ def worker_of(compilation: Compilation) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[CompileJob]:
     """What is handed to other processes from now on."""
-    done: list[Job] = []
+    done: list[CompileJob] = []
     inner = Compilation._do
 
-    def noted(self: Compilation, job: Job, worker: Any) -> None:
+    def noted(self: Compilation, job: CompileJob, worker: Any) -> None:
         done.append(job)
         inner(self, job, worker)
 
@@ -224,9 +224,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return done
 
 
-def test_a_job_under_way_is_waited_for_and_not_done_again(own_folder: Path, begun: list[Job]) -> None:
+def test_a_job_under_way_is_waited_for_and_not_done_again(own_folder: Path, begun: list[CompileJob]) -> None:
     """Of two compilations: the second waits for what the first does, counts it, and takes over why it failed."""
-    wrong = Job("retrieval_attn.cpu.ahead:search", ("float32", "nonsense", "{}"))
+    wrong = CompileJob("retrieval_attn.cpu.ahead:search", ("float32", "nonsense", "{}"))
     first = Compilation([SERVER, wrong], progress=False, processes=1)
     with Compilation([wrong, SERVER]) as second:
         assert not second._threads
@@ -248,17 +248,17 @@ def nothing_under_way() -> bool:
 
 
 def test_loading_a_model_begins_what_its_reads_wait_for(
-    own_folder: Path, begun: list[Job], monkeypatch: pytest.MonkeyPatch
+    own_folder: Path, begun: list[CompileJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for both, and nobody waits in the load. Of the jobs a quick one: others take half a minute."""
     given: list[Any] = []
     held, inner = threading.Event(), Compilation._do
 
-    def later(self: Compilation, job: Job, worker: Any) -> None:
+    def later(self: Compilation, job: CompileJob, worker: Any) -> None:
         held.wait(60)
         inner(self, job, worker)
 
-    def quick(*arguments: Any, **options: Any) -> list[Job]:
+    def quick(*arguments: Any, **options: Any) -> list[CompileJob]:
         given.append((arguments, options))
         return [SERVER]
 
@@ -299,7 +299,7 @@ def test_what_nobody_waits_for_ends_with_the_process(tmp_path: Path) -> None:
 import retrieval_attn as ra
 from retrieval_attn.compile import jobs
 from retrieval_attn.runner import ready
-ready.early_jobs = lambda *arguments, **options: [jobs.Job(*{tuple(LONG)!r})]
+ready.early_jobs = lambda *arguments, **options: [jobs.CompileJob(*{tuple(LONG)!r})]
 ra.LLM({str(BUNDLED)!r}, device="cpu")
 (compilation,) = jobs._under_way
 while not compilation._workers: pass
@@ -416,7 +416,7 @@ def test_warm_says_what_it_did_and_where(
     """A second run has nothing to do, and says so at once. Of the jobs a quick one: others take half a minute."""
     asked = []
 
-    def quick(*given: Any) -> list[Job]:
+    def quick(*given: Any) -> list[CompileJob]:
         asked.append(given)
         return [SERVER]
 

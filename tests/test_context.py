@@ -14,7 +14,7 @@ import torch
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
-from retrieval_attn.attention.host_part import HostPart
+from retrieval_attn.attention.host_attention import HostAttention
 from retrieval_attn.attention.instruments import measure_mass
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial
@@ -56,10 +56,10 @@ def test_a_question_after_reading_is_answered_by_retrieval(context: ra.Context, 
 def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: with an empty retrieved part the number cannot be found."""
 
-    def nothing(part: HostPart, config: ra.Config, value_dim: int, *rest: Any) -> Partial:
+    def nothing(part: HostAttention, config: ra.Config, value_dim: int, *rest: Any) -> Partial:
         return empty_partial(torch.empty(*part._shape, 1), value_dim)
 
-    monkeypatch.setattr(HostPart, "attend", nothing)
+    monkeypatch.setattr(HostAttention, "attend", nothing)
     assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, question_attention="retrieval").text
 
 

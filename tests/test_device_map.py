@@ -217,7 +217,7 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
         "retrieval_attn.runner.prefill.require_host_room", lambda *sizes: None
     )  # builds the model again
     monkeypatch.setattr("retrieval_attn.offload.copy.all_to_host", all_to_host)
-    monkeypatch.setattr("retrieval_attn.attention.held.to_device", to_device)
+    monkeypatch.setattr("retrieval_attn.attention.layer_kv.to_device", to_device)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.fetch", lambda build, ready: None)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.place", lambda build: None)
     monkeypatch.setattr("retrieval_attn.attention.reading.Reading._moved", lambda reading, *given: None)
@@ -226,7 +226,7 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
         _, heads, new, dim = part._query.shape
         return np.ones((heads, len(one.rows) * new, dim), np.float32)
 
-    monkeypatch.setattr("retrieval_attn.attention.host_part.HostPart._host_queries", host_queries)
+    monkeypatch.setattr("retrieval_attn.attention.host_attention.HostAttention._host_queries", host_queries)
     config = ra.Config(**{**TINY, "index": "flat"})
     _drawn_on.cache_clear()  # its tensors are real, or another test's fakes
     with FakeTensorMode(), torch.no_grad():

@@ -12,7 +12,7 @@ import retrieval_attn as ra
 from retrieval_attn.errors import MemoryPlanError
 from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.memory import device_room, index_choice
-from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, Layout, state_bytes
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceLayout, DeviceSize, state_bytes
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index, free_device_bytes, reading_layout
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.shape import model_shape
@@ -207,7 +207,7 @@ def test_pieces_are_no_room_for_hidden_states(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(device_room, "split_bytes", lambda device: GIB)
     own = hidden_states.reading_layout
 
-    def noted(model_config: Any, config: ra.Config, tokens: int, room: int | None, batch: int) -> Layout:
+    def noted(model_config: Any, config: ra.Config, tokens: int, room: int | None, batch: int) -> DeviceLayout:
         free.append(room)
         return own(model_config, config, tokens, room, batch)
 

@@ -21,12 +21,14 @@ import retrieval_attn as ra
 from retrieval_attn import answer_loop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.cpu import segment
-from retrieval_attn.engine import bucket, chooser, readings
-from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine import graph_runner as bucket
+from retrieval_attn.engine import prefill_worker as readings
+from retrieval_attn.engine import sampler as chooser
 from retrieval_attn.engine.engine import READ_TOKENS, Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.rows import step
-from retrieval_attn.engine.scheduler import Results, Scheduler, StepPlan
+from retrieval_attn.engine.sampling_params import SamplingParams
+from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.errors import (
     AdmissionError,
     ConfigError,
@@ -66,7 +68,7 @@ def requests_of(seed: int, count: int) -> list[Request]:
     for number in range(count):
         tail = ids(chance.randrange(1, 40), 7_000 + 100 * seed + number)
         parts = (chance.choice(documents), tail) if chance.random() < 0.6 else (tail,)
-        draw = RowDraw(0.8, top_k=9, seed=number) if chance.random() < 0.3 else RowDraw()
+        draw = SamplingParams(0.8, top_k=9, seed=number) if chance.random() < 0.3 else SamplingParams()
         if number % 4 == 1:
             draw = replace(draw, repetition_penalty=1.4, frequency_penalty=0.5, logit_bias={number: 3.0})
         found.append(Request(parts, chance.randrange(1, 14), draw, stop_ids=frozenset({3})))
@@ -148,10 +150,10 @@ def test_a_cell_of_reading_is_as_long_as_the_limits_say() -> None:
 def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a long prompt in two parts, beside a row that decodes: no tick has a chunk and such an end."""
     llm = llm_of(CONFIG.replace(prefill_chunk=64))
-    told: list[Results] = []
+    told: list[StepResult] = []
     tick = Scheduler.tick
 
-    def noted(scheduler: Scheduler, results: Results, now: float) -> StepPlan:
+    def noted(scheduler: Scheduler, results: StepResult, now: float) -> SchedulerOutput:
         told.append(results)
         return tick(scheduler, results, now)
 
@@ -303,7 +305,7 @@ def test_what_others_asked_changes_nothing(index: str, before: tuple[tuple[int, 
     llm, document = llm_of(CONFIG.replace(index=index)), ids(400, 1)
     parts, tokens = before
     first = Request((document, *(ids(count, count) for count in parts)), tokens, stop_ids=frozenset())
-    request = Request((document, ids(8, 3)), 30, RowDraw(logprobs=4), stop_ids=frozenset())
+    request = Request((document, ids(8, 3)), 30, SamplingParams(logprobs=4), stop_ids=frozenset())
     with Engine(llm, shared_bytes=0) as engine:
         expected = list(engine.submit(request))
     with Engine(llm, shared_bytes=1 << 26) as engine:
@@ -451,7 +453,7 @@ def test_questions_about_one_text(loaded: Loaded) -> None:
 
 def test_texts_and_logprobs_come_as_they_are_chosen() -> None:
     llm = llm_of()
-    request = Request((ids(50, 1),), 6, RowDraw(logprobs=3), stop=(" 9",))
+    request = Request((ids(50, 1),), 6, SamplingParams(logprobs=3), stop=(" 9",))
     with Engine(llm) as engine:
         ticket = engine.submit(request)
         events = list(ticket)

@@ -18,12 +18,12 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.engine import bucket
+from retrieval_attn.engine import graph_runner as bucket
 from retrieval_attn.engine.engine import Engine, default_limits
-from retrieval_attn.engine.job import State
 from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.engine.request_handle import RequestHandle
+from retrieval_attn.engine.request_needs import State
 from retrieval_attn.engine.rows import step
-from retrieval_attn.engine.ticket import Ticket
 from retrieval_attn.errors import EngineFullError, MemoryPlanError
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import random_ids, tiny_model
@@ -75,7 +75,7 @@ def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.001)
 
 
-def until_state(engine: Engine, ticket: Ticket, state: State) -> None:
+def until_state(engine: Engine, ticket: RequestHandle, state: State) -> None:
     until(lambda: engine._scheduler.state(ticket.id) is state)
 
 
@@ -101,7 +101,7 @@ def test_a_client_that_leaves(state: State) -> None:
             left.cancel()
         found = left.result()
         assert found.reason == "cancelled" and found.tokens == alone(llm, leaving).tokens[: len(found.tokens)]
-        assert (len(found.tokens) > 0) == (state in (State.DECODING, State.PARKED))
+        assert (len(found.tokens) > 0) == (state in (State.DECODING, State.PREEMPTED))
         assert first.result().tokens == alone(llm, other).tokens
 
 

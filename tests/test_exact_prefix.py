@@ -15,10 +15,10 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.prefix import ExactPrefix
+from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.rollback import Rollback
 from retrieval_attn.engine.engine import Engine, default_limits
-from retrieval_attn.engine.exact import ExactPool, RowPages
+from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.rows import step
 from retrieval_attn.engine.sizes import Sizes
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 class Text:
     """A cache whose first parts lie in pages, beside one of full attention to the same tokens."""
 
-    def __init__(self, model: Any, pool: ExactPool, **options: Any) -> None:
+    def __init__(self, model: Any, pool: PagedKVPool, **options: Any) -> None:
         self.model, self.pool, self.token = model, pool, 5
         self.cache = RetrievalCache(model, ra.Config(**{**BASE, **options}))
         self.full = RetrievalCache(model, ra.Config(**{**BASE, "retrieve": "all"}))
@@ -49,7 +49,7 @@ class Text:
         if paged:
             spans = self.pool.take([part.shape[1]], None)
             assert spans is not None
-            batch.exact = (batch.exact or ExactPrefix(self.pool.layers)).opened(spans[0])
+            batch.exact = (batch.exact or PagedPrefix(self.pool.layers)).opened(spans[0])
         found = feed(self.model, self.cache, part)
         if paged:
             assert batch.exact is not None
@@ -89,7 +89,7 @@ def test_every_model_attends_to_all_of_it(model: Any) -> None:
     Sliding layers, soft caps, learned sinks, both sides of long RoPE's boundary.
     """
     options: dict[str, Any] = {"retrieve": "all"}
-    pool = ExactPool(1000, 40)
+    pool = PagedKVPool(1000, 40)
     root = Text(model, pool, **options)
     root.read(random_ids(1, 150, 1), paged=True)
     deep = root.fork()
@@ -108,7 +108,7 @@ def test_every_model_attends_to_all_of_it(model: Any) -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 def test_layers_with_a_state_go_on(name: str) -> None:
     model = new_model(name)
-    root = Text(model, ExactPool(1000, 40), retrieve="all")
+    root = Text(model, PagedKVPool(1000, 40), retrieve="all")
     root.read(random_ids(1, 150, 1), paged=True)
     texts = [root.fork(), root.fork()]
     for seed, text in enumerate(texts):
@@ -118,7 +118,7 @@ def test_layers_with_a_state_go_on(name: str) -> None:
 
 def test_all_rows_over_a_span_ask_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("llama")
-    root = Text(model, ExactPool(1000, 40), retrieve="all")
+    root = Text(model, PagedKVPool(1000, 40), retrieve="all")
     root.read(random_ids(1, 150, 1), paged=True)
     texts = [root.fork() for _ in range(5)]
     for seed, text in enumerate(texts):
@@ -139,7 +139,7 @@ def test_questions_read_together_ask_it_once(monkeypatch: pytest.MonkeyPatch) ->
     """Whatever they hold behind it: one text has 300 tokens of its own on the host, the other 40, two have none."""
     model = build_model("llama")
     loop = loop_of(model)
-    root = Text(model, ExactPool(1000, 40))
+    root = Text(model, PagedKVPool(1000, 40))
     root.read(random_ids(1, 150, 1), paged=True)
     caches, known = [], [random_ids(1, 150, 1)]
     for seed, own in enumerate((300, 40, 0, 0)):
@@ -166,7 +166,7 @@ def test_questions_read_together_ask_it_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_key_of_it_is_on_the_host_or_in_a_window() -> None:
     model = build_model("llama")
-    text = Text(model, ExactPool(1000, 40))
+    text = Text(model, PagedKVPool(1000, 40))
     text.read(random_ids(1, 200, 1), paged=True)
     assert text.cache.host_nbytes == 0 and text.cache.index_kinds() == {}
     page = sum(text.pool.layers.layer(number).nbytes for number in range(LAYERS)) // 40
@@ -181,7 +181,10 @@ def test_no_key_of_it_is_on_the_host_or_in_a_window() -> None:
 def test_few_tokens_and_searched_ones(exact: bool) -> None:
     """Turns that are read like generated tokens, after a prefix that was not, and behind own tokens that were."""
     text = Text(
-        build_model("llama"), ExactPool(1000, 40), retrieve="all", question_attention="exact" if exact else "retrieval"
+        build_model("llama"),
+        PagedKVPool(1000, 40),
+        retrieve="all",
+        question_attention="exact" if exact else "retrieval",
     )
     for seed, (tokens, paged) in enumerate([(5, True), (100, True), (3, True), (4, False), (60, False), (2, False)]):
         text.read(random_ids(1, tokens, seed), paged=paged)
@@ -189,7 +192,7 @@ def test_few_tokens_and_searched_ones(exact: bool) -> None:
 
 
 def test_a_crop_stays_behind_it() -> None:
-    text = Text(build_model("llama"), ExactPool(1000, 40), retrieve="all")
+    text = Text(build_model("llama"), PagedKVPool(1000, 40), retrieve="all")
     text.read(random_ids(1, 100, 1), paged=True)
     text.read(random_ids(1, 80, 2), paged=False)
     with pytest.raises(CacheMismatchError, match="in pages that others may attend to"):
@@ -201,7 +204,7 @@ def test_a_crop_stays_behind_it() -> None:
 
 
 def test_a_read_that_failed_leaves_it_as_it_was() -> None:
-    text = Text(build_model("llama"), ExactPool(1000, 40), retrieve="all")
+    text = Text(build_model("llama"), PagedKVPool(1000, 40), retrieve="all")
     text.read(random_ids(1, 100, 1), paged=True)
     before = Rollback(text.cache)
     prefix = text.cache.batch.exact
@@ -219,7 +222,7 @@ def test_a_read_that_failed_leaves_it_as_it_was() -> None:
 def test_rows_on_a_gpu(name: str) -> None:
     """Each row's layer gets its part of what one kernel computed for all."""
     model = build_model(name).to("cuda")
-    pool = ExactPool(1000, 40)
+    pool = PagedKVPool(1000, 40)
     root = Text(model, pool, retrieve="all")
     root.read(random_ids(1, 150, 1), paged=True)
     deep = root.fork()
@@ -316,11 +319,11 @@ def test_what_lies_in_pages_cannot_be_saved(tmp_path: Path) -> None:
 
 def test_the_length_alone_decides_where_a_prefix_lies() -> None:
     """Of a prompt, parts that end beyond the limit are on the host, as all are without one; so is the last part."""
-    pool = ExactPool(300, 40)
+    pool = PagedKVPool(300, 40)
     llm = llm_of()
     lengths = {(100, 200, 5): [100, 200], (100, 201, 5): [100], (301, 5): [], (5,): []}
     for parts, paged in lengths.items():
-        pages = RowPages(pool, [ids(length, 1) for length in parts])
+        pages = PageAllocation(pool, [ids(length, 1) for length in parts])
         assert pages.take(0, None)
         assert [span.tokens for span in pages._spans.values()] == paged
     requests = requests_of(2)
@@ -382,7 +385,7 @@ def test_what_can_never_be_is_refused() -> None:
 
 def test_pages_that_circles_keep_come_back() -> None:
     """Where all wait, nothing else makes the garbage collector come."""
-    pool = ExactPool(64, 1)
+    pool = PagedKVPool(64, 1)
     circle: list[Any] = [pool.take([64], None)]
     circle.append(circle)
     gc.disable()

@@ -12,7 +12,7 @@ import retrieval_attn as ra
 from retrieval_attn.context import stream_after
 from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape
-from retrieval_attn.gpu.codes.stage import STAGED_LAYERS
+from retrieval_attn.gpu.codes.streamer import STAGED_LAYERS
 from retrieval_attn.index.base import Training
 from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.index.device import SPARE_TOKENS, DeviceIndex

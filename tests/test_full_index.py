@@ -16,7 +16,7 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.memory.plan import Plan
 from retrieval_attn.runner.attention import using_retrieval
-from retrieval_attn.runner.decode import Steps
+from retrieval_attn.runner.decode import DecodeSteps
 from retrieval_attn.runner.graph import registry
 from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import build_model, random_ids
@@ -155,7 +155,7 @@ def test_a_gpu_attends_to_all_keys(fresh_decoders: None) -> None:
         start = 3000 - FULL_ROOM - 200
         with torch.no_grad(), using_retrieval(model, 1024):
             model(input_ids=ids[:, :start], past_key_values=cache)
-        steps = Steps(model, cache, graph)
+        steps = DecodeSteps(model, cache, graph)
         with torch.no_grad(), using_retrieval(model, 1024):
             for place in range(start, 3000):
                 logits = steps.step(ids[:, place], torch.tensor([place], device="cuda"), None)

@@ -183,7 +183,7 @@ def test_trials_are_kept_but_no_weights(llama: Any, monkeypatch: pytest.MonkeyPa
     layer = llama.model.layers[0]
     _, known = module._tried[layer]
     assert known == dict.fromkeys(
-        (False, True), module._Trial(True, fused_attending.Scoring(layer.self_attn.scaling, None, None))
+        (False, True), module._Trial(True, fused_attending.LayerScoring(layer.self_attn.scaling, None, None))
     )
     weight = layer.mlp.up_proj.weight
     weight.data = weight.data.clone()

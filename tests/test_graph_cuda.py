@@ -19,7 +19,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.offload.threads import IDLE_SECONDS
-from retrieval_attn.runner.decode import Steps
+from retrieval_attn.runner.decode import DecodeSteps
 from retrieval_attn.runner.graph import registry as graph_registry
 from tests.graph_cases import CASES, CONFIG, MODELS, NEW, Decoded, broken_search
 from tests.test_graph_decode import Counting
@@ -72,7 +72,7 @@ def test_thousands_of_tokens_in_constant_memory() -> None:
     """2,000 replays of one capture; host threads and device memory as after the first hundred."""
     model = on_device("llama")
     decoded = Decoded(model, True, new=100)
-    steps = Steps(model, decoded.cache, True)
+    steps = DecodeSteps(model, decoded.cache, True)
     gc.collect()  # models of earlier tests lie in cycles: what they hold must not be freed between the two looks
     time.sleep(2 * IDLE_SECONDS)  # a reading's threads end when they have had nothing to do for so long
     seen = []

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import retrieval_attn as ra
 import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf)
 from retrieval_attn.attention.instruments import tail_shares
-from retrieval_attn.attention.tail_share import mean_share
+from retrieval_attn.attention.tail_mass import mean_share
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
-from retrieval_attn.runner.decode import Steps, forward
+from retrieval_attn.runner.decode import DecodeSteps, forward
 from retrieval_attn.runner.graph import registry as graph_registry
 from retrieval_attn.runner.graph import slot as graph_slot
 from tests.graph_cases import (
@@ -114,7 +114,7 @@ def test_the_next_cache_reuses_the_graph() -> None:
     forks = [Decoded(model, False).cache.fork(), first.cache.fork()]
     logits = []
     for fork, graph in zip(forks, (False, True), strict=True):
-        steps = Steps(model, fork, graph)
+        steps = DecodeSteps(model, fork, graph)
         with torch.no_grad():
             for token in (5, 6):
                 logits.append(steps.step(torch.tensor([token]), torch.tensor([fork.get_seq_length()]), None).clone())
@@ -130,7 +130,7 @@ def test_a_cache_changed_between_steps_is_taken_anew() -> None:
     results = []
     for graph in (False, True):
         decoded = Decoded(model, graph, new=3)
-        steps = Steps(model, decoded.cache, graph)
+        steps = DecodeSteps(model, decoded.cache, graph)
         seen = []
         with torch.no_grad():
             for token in range(5, 11):
@@ -175,7 +175,7 @@ def test_a_step_goes_ahead_of_the_one_before() -> None:
     decoded = Decoded(model, True, new=2)
     expected = Decoded(model, False, new=2)
     before = decoded.cache.get_seq_length()
-    steps = Steps(model, decoded.cache, True)
+    steps = DecodeSteps(model, decoded.cache, True)
     seen, chosen, went = [], [], [False]
     with torch.no_grad():
         token, logits = torch.tensor([5]), torch.empty(0)
@@ -268,7 +268,7 @@ def decoded_with(model: Any, counting: Counting) -> None:
         place = torch.arange(PROMPT)[None]
         forward(model, cache, random_ids(1, PROMPT), mask=None, position_ids=place)
         counting.cache = cache  # type: ignore[assignment]
-        steps = Steps(model, cache, True)
+        steps = DecodeSteps(model, cache, True)
         steps.step(torch.tensor([5]), torch.tensor([PROMPT]), None)
 
 
@@ -291,7 +291,7 @@ def test_positions_end_where_the_model_ends() -> None:
     model = enabled("llama")
     decoded = Decoded(model, True, new=1)
     decoded.cache.max_positions = decoded.cache.get_seq_length() + 1
-    steps = Steps(model, decoded.cache, True)
+    steps = DecodeSteps(model, decoded.cache, True)
     with torch.no_grad():
         place = torch.tensor([decoded.cache.get_seq_length()])
         steps.step(torch.tensor([5]), place, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retrieval_attn.cpu import serve
 from retrieval_attn.errors import BackendError
-from retrieval_attn.runner.decode import Steps
+from retrieval_attn.runner.decode import DecodeSteps
 from retrieval_attn.runner.graph import registry as graph_registry
 from retrieval_attn.runner.graph.decoder import GraphDecoder
 from tests.emulation.emulated import emulated
@@ -34,10 +34,10 @@ class Two:
         self.model, self.device = model, model.device
         decoded = Decoded(model, True, new=new)
         self.cache, self.eager = decoded.cache, decoded.cache.fork()
-        self.steps = Steps(model, self.cache, True)
-        self.others = Steps(model, self.eager, False)
+        self.steps = DecodeSteps(model, self.cache, True)
+        self.others = DecodeSteps(model, self.eager, False)
 
-    def step(self, steps: Steps, token: int) -> Tensor:
+    def step(self, steps: DecodeSteps, token: int) -> Tensor:
         cache = self.cache if steps is self.steps else self.eager
         place = torch.tensor([cache.get_seq_length()], device=self.device)
         logits = steps.step(torch.tensor([token], device=self.device), place, None).clone()

@@ -8,7 +8,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache, pack
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.engine.held import HeldCache
+from retrieval_attn.engine.prefix_entry import PrefixEntry
 from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.gpu.attention.window import WindowCache
 from tests.tiny_models import random_ids, tiny_model
@@ -57,8 +57,8 @@ def test_every_node_counts_its_own_windows() -> None:
         model(random_ids(1, 100), past_key_values=first)
         second = first.fork()
         model(random_ids(1, 5, seed=1), past_key_values=second)
-    one = HeldCache.beyond(first, None)
-    other = HeldCache.beyond(second, one)
+    one = PrefixEntry.beyond(first, None)
+    other = PrefixEntry.beyond(second, one)
     windows = sum(window.nbytes for window in windows_of(second))
     assert windows > 0 and one.sizes.total == first.host_nbytes + first.device_nbytes
     assert other.sizes.total == second.host_nbytes + second.device_nbytes - one.shared.total
@@ -77,13 +77,13 @@ def test_host_and_device_are_told_apart() -> None:
     own, host = sum(window.nbytes for window in windows), cache.host_nbytes
     clusters = cache.device_nbytes - own - codes
     assert own and host and codes
-    assert HeldCache.beyond(cache, None).sizes == Sizes(host + own + codes + clusters)
-    before = HeldCache.beyond(cache.fork(), None)
+    assert PrefixEntry.beyond(cache, None).sizes == Sizes(host + own + codes + clusters)
+    before = PrefixEntry.beyond(cache.fork(), None)
     for window in windows:
         key, value = window.buffers
         window.use(torch.empty_like(key, device="meta"), torch.empty_like(value, device="meta"))
-    assert HeldCache.beyond(cache, None).sizes == Sizes(host, own + codes + clusters)
+    assert PrefixEntry.beyond(cache, None).sizes == Sizes(host, own + codes + clusters)
     assert before.sizes.device == 0
     # what it shares with what is before it is that one's; windows are its own
-    whole = HeldCache.beyond(cache, None)
-    assert HeldCache.beyond(cache, whole).sizes == Sizes(0, own)
+    whole = PrefixEntry.beyond(cache, None)
+    assert PrefixEntry.beyond(cache, whole).sizes == Sizes(0, own)

@@ -13,7 +13,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import UnsupportedModelError
-from retrieval_attn.memory.device import Layout
+from retrieval_attn.memory.device import DeviceLayout
 from retrieval_attn.offload import hidden
 from retrieval_attn.offload.hidden import Ferry
 from retrieval_attn.offload.traffic import Traffic
@@ -178,8 +178,8 @@ def test_models_that_cannot_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves them on the device also where they do not fit.
     """
 
-    def tight(model_config: Any, config: ra.Config, *rest: Any) -> Layout:
-        return Layout() if config.hidden_states == "device" else Layout(True, 1)
+    def tight(model_config: Any, config: ra.Config, *rest: Any) -> DeviceLayout:
+        return DeviceLayout() if config.hidden_states == "device" else DeviceLayout(True, 1)
 
     monkeypatch.setattr(hidden_states, "reading_layout", tight)
     model: Any = build_model("llama")
@@ -223,8 +223,10 @@ def test_a_state_of_before_a_chunk_is_put_back(name: str) -> None:
     check_same_states(answers[0][1], answers[1][1])
 
 
-@pytest.mark.parametrize(("layout", "alone"), [(Layout(True, 1), [True] * 4), (Layout(True), [False] * 2)])
-def test_keys_have_left_when_a_state_begins(layout: Layout, alone: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layout", "alone"), [(DeviceLayout(True, 1), [True] * 4), (DeviceLayout(True), [False] * 2)])
+def test_keys_have_left_when_a_state_begins(
+    layout: DeviceLayout, alone: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are not beside what such a layer computes, where the device holds one layer's at a time."""
     monkeypatch.setattr(hidden_states, "reading_layout", lambda *given: layout)
     waits: list[bool] = []

@@ -17,10 +17,10 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 
 import retrieval_attn as ra
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.cpu.serve import Server
+from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.memory.device import GRAPH_STATES
-from retrieval_attn.runner.decode import PromptState, Steps, TokenChoice, forward, run
+from retrieval_attn.runner.decode import DecodeSteps, PromptState, TokenChoice, forward, run
 from retrieval_attn.runner.graph.binding import Binding
 from retrieval_attn.runner.graph.registry import forget
 from retrieval_attn.runner.graph.states import KEPT_STEPS, StateMemory
@@ -98,7 +98,7 @@ def differs(one: Tensor, other: Tensor) -> float:
 def thrown_away(model: Any) -> float:
     """Steps that go ahead, one that is thrown away, forks meanwhile; the largest difference to eager forwards."""
     decoded, plain = Decoded(model, True, new=2), Decoded(model, False, new=2)
-    steps, worst, device = Steps(model, decoded.cache, True), 0.0, model.device
+    steps, worst, device = DecodeSteps(model, decoded.cache, True), 0.0, model.device
     start = decoded.cache.get_seq_length()
 
     token, forks = 5, []
@@ -142,9 +142,9 @@ def test_rows_that_change_between_steps(name: str) -> None:
     seen = []
     for graph in ("auto", False):
         cache = Decoded(model, False, batch=2, new=1).cache
-        steps = Steps(model, cache, graph)
+        steps = DecodeSteps(model, cache, graph)
 
-        def step(tokens: list[int], cache: Any = cache, steps: Steps = steps) -> Tensor:
+        def step(tokens: list[int], cache: Any = cache, steps: DecodeSteps = steps) -> Tensor:
             place = torch.full((len(tokens),), cache.get_seq_length())
             logits = steps.step(torch.tensor(tokens), place, None).clone()
             steps.confirm()
@@ -170,7 +170,7 @@ def test_a_cache_that_forgets_all_between_steps(how: str) -> None:
     model, firsts = enabled("qwen3_next"), []
     for graph in ("auto", False):
         cache = Decoded(model, False, new=1).cache
-        steps = Steps(model, cache, graph)
+        steps = DecodeSteps(model, cache, graph)
         steps.step(torch.tensor([5]), torch.tensor([PROMPT + 1]), None)
         steps.confirm()
         if how == "reset":
@@ -243,11 +243,11 @@ def test_a_failed_search_costs_its_token() -> None:
 @pytest.mark.parametrize("how", ["stops half-way", "is not answered"])
 def test_a_step_ahead_that_fails_leaves_the_one_before(how: str, fresh_decoders: None) -> None:
     """Which still counts, with its states: emulated."""
-    runtime = EmulatedRuntime(Server if how == "stops half-way" else Careless)
+    runtime = EmulatedRuntime(CallTable if how == "stops half-way" else Careless)
     with emulation.emulated(runtime):
         model = enabled("qwen3_next")
         decoded, plain = Decoded(model, True, new=2), Decoded(model, False, new=2)
-        steps, start = Steps(model, decoded.cache, True), decoded.cache.get_seq_length()
+        steps, start = DecodeSteps(model, decoded.cache, True), decoded.cache.get_seq_length()
         logits = steps.step(torch.tensor([5]), torch.tensor([start]), None).clone()
         assert differs(logits, eagerly(model, plain.cache, 5)) <= TOLERANCE
         steps.confirm()
@@ -281,7 +281,7 @@ def test_a_step_ahead_that_fails_leaves_the_one_before(how: str, fresh_decoders:
 def fed(model: Any, graph: bool) -> Tensor:
     """Logits after each of twelve given tokens."""
     cache = ra.RetrievalCache(model, CONFIG, check=False)
-    steps, logits = Steps(model, cache, graph), []
+    steps, logits = DecodeSteps(model, cache, graph), []
     with torch.no_grad():
         place = torch.arange(PROMPT, device=model.device)[None]
         forward(model, cache, random_ids(1, PROMPT).to(model.device), mask=None, position_ids=place)

@@ -13,7 +13,7 @@ import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.saving import deferred_verify as late_check
-from retrieval_attn.saving.deferred_verify import LateCheck
+from retrieval_attn.saving.deferred_verify import DeferredVerify
 from retrieval_attn.store import ContextStore, SavedNode, node
 from tests.tiny_models import QUESTION, Loaded, needle_text
 
@@ -28,7 +28,7 @@ def chain(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> list[Save
     return store.chain(context.save("some", store=store).digest, identity_of(*loaded))
 
 
-def compared(check: LateCheck, files: int) -> bool:
+def compared(check: DeferredVerify, files: int) -> bool:
     """Whether it compares so many files in a while."""
     end = time.monotonic() + 10
     while check.compared < files and time.monotonic() < end:
@@ -38,7 +38,7 @@ def compared(check: LateCheck, files: int) -> bool:
 
 def test_files_in_memory_wait_for_questions(chain: list[SavedNode], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_check, "FIRST_SECONDS", 0.2)
-    check = LateCheck(chain)
+    check = DeferredVerify(chain)
     check.hold()
     time.sleep(0.5)
     assert check.files and not check.compared
@@ -48,7 +48,7 @@ def test_files_in_memory_wait_for_questions(chain: list[SavedNode], monkeypatch:
 
 def test_who_does_not_ask_is_compared_soon(chain: list[SavedNode], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_check, "FIRST_SECONDS", 0.05)
-    check = LateCheck(chain)
+    check = DeferredVerify(chain)
     assert compared(check, check.files)
 
 
@@ -56,13 +56,13 @@ def test_files_on_a_disk_are_read_at_once(chain: list[SavedNode], monkeypatch: p
     """The question wants the same bytes in the same order."""
     monkeypatch.setattr(late_check, "FIRST_SECONDS", LONG)
     monkeypatch.setattr(node, "resident_bytes", lambda path: 0)
-    check = LateCheck(chain)
+    check = DeferredVerify(chain)
     assert compared(check, check.files)
 
 
 def test_nothing_is_left_of_one_that_waits(chain: list[SavedNode], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_check, "FIRST_SECONDS", LONG)
-    check = LateCheck(chain)
+    check = DeferredVerify(chain)
     thread = check._thread
     del check
     gc.collect()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.attention import held
+from retrieval_attn.attention import layer_kv as held
 from retrieval_attn.cpu.host_attend import attend_path
 from tests.cpu import test_clusters
 from tests.graph_cases import Decoded, enabled

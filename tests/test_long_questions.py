@@ -13,15 +13,16 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.attention import host_part, uploaded_part
-from retrieval_attn.attention.coded_part import CodedPart, CodedRange, coded_range
+from retrieval_attn.attention import host_attention as host_part
+from retrieval_attn.attention import upload as uploaded_part
+from retrieval_attn.attention.device_codes import CodedRange, DeviceCodeSource, coded_range
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import Batch, Sequence
-from retrieval_attn.attention.uploaded_part import UploadedPart, least_positions, serves
+from retrieval_attn.attention.upload import UploadSource, least_positions, serves
 from retrieval_attn.cpu.step.plan import StepCost
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.gpu.codes import named as named_keys
+from retrieval_attn.gpu.codes import candidates as named_keys
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload import upload
@@ -86,7 +87,7 @@ def uploads_of(*paths: SequenceKV, device: str = "cpu") -> LayerUploads:
 
 
 def on_host(path: SequenceKV, queries: torch.Tensor, softcap: float | None = None, k: int = K) -> Answer:
-    part, cost = CodedPart(over(path, k), queries, scale=SCALE, softcap=softcap).finish()
+    part, cost = DeviceCodeSource(over(path, k), queries, scale=SCALE, softcap=softcap).finish()
     return part.out.cpu(), part.lse.cpu(), cost
 
 
@@ -98,7 +99,7 @@ def by_upload(
     k: int = K,
 ) -> Answer:
     uploads = uploads_of(path, device=queries.device.type) if uploads is None else uploads
-    part, cost = UploadedPart(over(path, k), queries, uploads, scale=SCALE, softcap=softcap).finish()
+    part, cost = UploadSource(over(path, k), queries, uploads, scale=SCALE, softcap=softcap).finish()
     return part.out.cpu(), part.lse.cpu(), cost
 
 
@@ -138,7 +139,7 @@ def test_heads_come_in_blocks_and_queries_in_turns(group: int, monkeypatch: pyte
     monkeypatch.setattr(upload, "BLOCK_BYTES", 2 * path.nbytes // 3)
     monkeypatch.setattr(uploaded_part, "MOST_CANDIDATES", 18 * 3 * group * over(path).shape.room)
     monkeypatch.setattr(named_keys, "NUMBERS_AT_ONCE", 7 * 64 * 32)
-    part = UploadedPart(over(path), queries, uploads_of(path), scale=SCALE, softcap=None)
+    part = UploadSource(over(path), queries, uploads_of(path), scale=SCALE, softcap=None)
     assert [one.stop - one.start for one in part._turns] == [17, 17, 16]
     part.begin()
     out, cost = part.finish()
@@ -174,13 +175,13 @@ def test_from_where_on_keys_come() -> None:
 def taken(monkeypatch: pytest.MonkeyPatch, answer: bool | None) -> list[int]:
     """Positions of the questions that keys came for. answer: of `serves`, None: its own."""
     positions: list[int] = []
-    before = UploadedPart.finish
+    before = UploadSource.finish
 
-    def noted(self: UploadedPart) -> Any:
+    def noted(self: UploadSource) -> Any:
         positions.append(self._queries.shape[1])
         return before(self)
 
-    monkeypatch.setattr(UploadedPart, "finish", noted)
+    monkeypatch.setattr(UploadSource, "finish", noted)
     if answer is not None:
         monkeypatch.setattr(host_part.uploaded_part, "serves", lambda *given: answer)
     return positions
@@ -295,7 +296,7 @@ def test_without_room_the_host_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not serves(over(path), queries, uploads)  # one refusal is for all layers
     uploads = uploads_of(path, device="cuda")
     monkeypatch.setattr(upload, "spare_bytes", lambda device: 1 << 60)
-    monkeypatch.setattr(upload.Stretch, "block_bytes", 1 << 45)
+    monkeypatch.setattr(upload.UploadSpan, "block_bytes", 1 << 45)
     assert not serves(over(path), queries, uploads) and not uploads._uploads()._free
 
 

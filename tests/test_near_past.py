@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.attention.held import HeldTokens, retrieves_after
+from retrieval_attn.attention.layer_kv import LayerKV, retrieves_after
 from retrieval_attn.attention.layer_uploads import LayerUploads
-from retrieval_attn.attention.past import Past
+from retrieval_attn.attention.prior_kv import PriorKV
 from retrieval_attn.attention.reading import Reading
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.runner.decode import forward
@@ -40,7 +40,7 @@ class Conversation:
             )
 
     @property
-    def held(self) -> list[HeldTokens]:
+    def held(self) -> list[LayerKV]:
         return [one.held for one in self.cache.layers if isinstance(one, RetrievalLayer) and one.held is not None]
 
 
@@ -68,7 +68,7 @@ def test_a_short_past_stays_where_it_is(
     near.read(first)
     logits = near.read(second)
     assert not walks
-    monkeypatch.setattr(Past, "_near", property(lambda self: None, lambda self, near: None), raising=False)
+    monkeypatch.setattr(PriorKV, "_near", property(lambda self: None, lambda self, near: None), raising=False)
     far.read(first)
     assert torch.equal(far.read(second), logits) and walks
 
@@ -92,7 +92,7 @@ def test_queries_are_kept_where_something_will_be_indexed(
     expected: list[bool] = []
     usual = Reading.__init__
 
-    def begin(self: Reading, held: HeldTokens, total: int, *args: Any) -> None:
+    def begin(self: Reading, held: LayerKV, total: int, *args: Any) -> None:
         expected.append(retrieves_after(held, total))
         usual(self, held, total, *args)
         assert (self._metric_sample is None and self._sample is None) or expected[-1]

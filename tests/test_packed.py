@@ -14,17 +14,17 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.attention import read_together
+from retrieval_attn.attention import prefill_batch as read_together
 from retrieval_attn.attention.cache import RetrievalCache, seal
-from retrieval_attn.attention.common_past import LEAST_SHARED, runs_of
-from retrieval_attn.attention.past import Past
+from retrieval_attn.attention.prior_kv import PriorKV
 from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.shared_prefix import LEAST_SHARED, runs_of
 from retrieval_attn.cpu.segment import PathPart
-from retrieval_attn.engine import packed
+from retrieval_attn.engine import batched_prefill as packed
+from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.gate import ReadCancelled
-from retrieval_attn.engine.reading import PausedRead
+from retrieval_attn.engine.prefill_request import SHORT_TOKENS, BatchedPrefill, PrefillRequest, packable
 from retrieval_attn.engine.rows import step
-from retrieval_attn.engine.short_read import SHORT_TOKENS, PackedRead, ShortRead, packable
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import transfer
@@ -32,7 +32,7 @@ from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.staging import Staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.traffic import Traffic
-from retrieval_attn.offload.upload import Stretch
+from retrieval_attn.offload.upload import UploadSpan
 from retrieval_attn.runner.forget import forget_tokens
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.test_hybrid import new_model
@@ -60,7 +60,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 def alone(loop: AnswerLoop, cache: RetrievalCache, new: list[int]) -> torch.Tensor:
-    read = PausedRead(loop, cache, new)
+    read = ChunkedPrefill(loop, cache, new)
     read.go(1000)
     return read.result().logits[0]
 
@@ -73,26 +73,28 @@ def begun(loop: AnswerLoop, tokens: int, seed: int, **options: Any) -> Retrieval
     return cache
 
 
-def begin(loop: AnswerLoop, caches: list[RetrievalCache], new: list[list[int]]) -> tuple[PackedRead, list[ShortRead]]:
+def begin(
+    loop: AnswerLoop, caches: list[RetrievalCache], new: list[list[int]]
+) -> tuple[BatchedPrefill, list[PrefillRequest]]:
     """One that reads all of them, and the reads."""
-    reads = [ShortRead(loop, cache, one) for cache, one in zip(caches, new, strict=True)]
+    reads = [PrefillRequest(loop, cache, one) for cache, one in zip(caches, new, strict=True)]
     assert all(read.waits and not read.done for read in reads)
-    pack = PackedRead(reads, 2048)
+    pack = BatchedPrefill(reads, 2048)
     assert pack.reads == reads and not any(read.waits for read in reads)
     return pack, reads
 
 
-def finish(pack: PackedRead) -> None:
+def finish(pack: BatchedPrefill) -> None:
     pack.go(100)
     assert pack.wait(WAIT) and pack.done
 
 
 def together(loop: AnswerLoop, caches: list[RetrievalCache], new: list[list[int]]) -> list[torch.Tensor]:
     """One forward of all, unless the model turns keys by the longest position of a forward."""
-    reads = [ShortRead(loop, cache, one) for cache, one in zip(caches, new, strict=True)]
+    reads = [PrefillRequest(loop, cache, one) for cache, one in zip(caches, new, strict=True)]
     layers = len(caches[0].layers)
     while waiting := [read for read in reads if read.waits]:
-        pack = PackedRead(waiting, 2048)
+        pack = BatchedPrefill(waiting, 2048)
         for done in range(layers):
             assert pack.cells_done == done and pack.cells_left == layers - done
             assert not any(read.done for read in pack.reads)
@@ -155,16 +157,16 @@ def test_questions_over_one_text_attend_to_it_together(
     steps(model, pairs, 4)
 
 
-def watch_walks(monkeypatch: pytest.MonkeyPatch, on_walk: Callable[[Stretch, int], object]) -> None:
+def watch_walks(monkeypatch: pytest.MonkeyPatch, on_walk: Callable[[UploadSpan, int], object]) -> None:
     """Tell of each walk over keys on the host: which, and the number of queries."""
-    real = Past._walk
+    real = PriorKV._walk
 
-    def watched(past: Past, asked: Any, *given: Any) -> Any:
+    def watched(past: PriorKV, asked: Any, *given: Any) -> Any:
         for stretch, query in asked:
             on_walk(stretch, query.shape[2])
         return real(past, asked, *given)
 
-    monkeypatch.setattr(Past, "_walk", watched)
+    monkeypatch.setattr(PriorKV, "_walk", watched)
 
 
 @pytest.mark.parametrize("forget", [False, True], ids=["whole", "forgotten"])
@@ -312,7 +314,7 @@ def test_rows_go_to_the_host_together(device: str, copies: str, monkeypatch: pyt
     count(transfer, "brought_together", "copies")
     count(ThreadPool, "_submit_all", "host works")
     count(Traffic, "make_room", "waits")
-    count(Past, "_walk", "attention")
+    count(PriorKV, "_walk", "attention")
     count(read_together, "attend", "attention")
     found = together(loop, caches, news)
     each = {"copies": 1, "waits": 1, "attention": 3} | ({"host works": 2} if copies == "in threads" else {})
@@ -356,8 +358,8 @@ def test_what_is_refused() -> None:
     loop = loop_of(model)
     cache = begun(loop, 60, 1)
     with pytest.raises(InputDataError, match="at least one"):
-        ShortRead(loop, cache, [])
-    read = ShortRead(loop, cache, ids(3, 1))
+        PrefillRequest(loop, cache, [])
+    read = PrefillRequest(loop, cache, ids(3, 1))
     with pytest.raises(TimeoutError):
         read.result()
     read.cancel()
@@ -485,10 +487,10 @@ def test_a_cache_that_cannot_be_read_fails_by_itself(monkeypatch: pytest.MonkeyP
 def test_what_fits_is_chosen() -> None:
     model = build_model("llama")
     loop = loop_of(model)
-    reads = [ShortRead(loop, begun(loop, 0, 1), ids(count, 1)) for count in (30, 80, 50, 20, 1)]
-    pack = PackedRead(reads, 100)
+    reads = [PrefillRequest(loop, begun(loop, 0, 1), ids(count, 1)) for count in (30, 80, 50, 20, 1)]
+    pack = BatchedPrefill(reads, 100)
     assert pack.reads == [reads[0], reads[2], reads[3]] and reads[1].waits and reads[4].waits
-    first = PackedRead(reads[1:2], 10)
+    first = BatchedPrefill(reads[1:2], 10)
     assert first.reads == reads[1:2]
     for read in reads:
         read.cancel()

@@ -18,8 +18,8 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.gate import ReadCancelled
-from retrieval_attn.engine.reading import PausedRead
 from retrieval_attn.engine.rows import step
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
 from retrieval_attn.runner.attention import using_retrieval
@@ -93,7 +93,7 @@ def test_a_paused_read_has_the_same_bits(loop: AnswerLoop, index: str) -> None:
     ids = ids_of(1000)
     plain, paused = new_cache(loop, index=index), new_cache(loop, index=index)
     wanted = read_at_once(loop, plain, ids)
-    read = PausedRead(loop, paused, ids)
+    read = ChunkedPrefill(loop, paused, ids)
     layers = len(paused.layers)
     assert read.cells_left == 5 * layers
     done = 0
@@ -113,7 +113,7 @@ def test_a_paused_read_has_the_same_bits(loop: AnswerLoop, index: str) -> None:
 
 def test_who_drives_a_read_knows_which_cells_are_alike(loop: AnswerLoop) -> None:
     """Four chunks, then what ends the layer's pass; of one chunk, nothing else."""
-    read, alike = PausedRead(loop, new_cache(loop), ids_of(1000)), []
+    read, alike = ChunkedPrefill(loop, new_cache(loop), ids_of(1000)), []
     layers = len(read.cache.layers)
     while not read.done:
         assert read.wait(WAIT)
@@ -124,7 +124,7 @@ def test_who_drives_a_read_knows_which_cells_are_alike(loop: AnswerLoop) -> None
             break
     read.result(WAIT)
     assert alike == [(4, False), (1, True)] * layers
-    short = PausedRead(loop, new_cache(loop), ids_of(100))
+    short = ChunkedPrefill(loop, new_cache(loop), ids_of(100))
     assert short.cells_alike == layers and not short.at_end
     short.go(layers)
     short.result(WAIT)
@@ -135,7 +135,7 @@ def test_a_read_continues_what_is_there(loop: AnswerLoop) -> None:
     read_at_once(loop, plain, ids_of(500))
     paused = plain.fork()
     wanted = read_at_once(loop, plain, ids_of(200, 1))
-    read = PausedRead(loop, paused, ids_of(200, 1))
+    read = ChunkedPrefill(loop, paused, ids_of(200, 1))
     read.go(100)
     assert torch.equal(read.result(WAIT).logits, wanted.logits)
     assert_same(paused, plain)
@@ -158,7 +158,7 @@ def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int) -> None:
     for cell in range(0, cells + 1):
         cache = first.fork()
         held = cache.host_nbytes
-        read = PausedRead(loop, cache, ids)
+        read = ChunkedPrefill(loop, cache, ids)
         if cell:
             read.go(cell)
         assert read.wait(WAIT)
@@ -173,7 +173,7 @@ def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int) -> None:
         assert cache.host_nbytes == held and cache.get_seq_length() == prefix
         assert cache.on_chunk is None and cache.on_layer is None
         if cell == layers:
-            again = PausedRead(loop, cache, ids)
+            again = ChunkedPrefill(loop, cache, ids)
             again.go(cells)
             assert torch.equal(again.result(WAIT).logits, wanted)
         assert "retrieval_attn-read" not in threads()
@@ -184,7 +184,7 @@ def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int) -> None:
 def test_nobody_refers_to_a_read_that_waits(loop: AnswerLoop) -> None:
     cache = new_cache(loop)
     gone = weakref.ref(cache)
-    read: PausedRead | None = PausedRead(loop, cache, ids_of(700))
+    read: ChunkedPrefill | None = ChunkedPrefill(loop, cache, ids_of(700))
     assert read is not None
     read.go(2)
     assert read.wait(WAIT)
@@ -199,7 +199,7 @@ def test_nobody_refers_to_a_read_that_waits(loop: AnswerLoop) -> None:
 
 def test_an_error_reaches_who_waits(loop: AnswerLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = new_cache(loop)
-    read = PausedRead(loop, cache, ids_of(700))
+    read = ChunkedPrefill(loop, cache, ids_of(700))
     read.go(4)
     assert read.wait(WAIT)
 
@@ -218,11 +218,11 @@ def test_an_error_reaches_who_waits(loop: AnswerLoop, monkeypatch: pytest.Monkey
 def test_bad_input_is_refused_before_there_is_a_thread(loop: AnswerLoop) -> None:
     cache = new_cache(loop)
     with pytest.raises(InputDataError, match="at least one token"):
-        PausedRead(loop, cache, [])
+        ChunkedPrefill(loop, cache, [])
     with pytest.raises(ContextLengthError):
-        PausedRead(loop, cache, [5] * (int(cache.max_positions or 0) + 1))
+        ChunkedPrefill(loop, cache, [5] * (int(cache.max_positions or 0) + 1))
     assert "retrieval_attn-read" not in threads()
-    read = PausedRead(loop, cache, [5])
+    read = ChunkedPrefill(loop, cache, [5])
     with pytest.raises(ConfigError, match="cells"):
         read.go(0)
     with pytest.raises(TimeoutError, match="cells left"):
@@ -249,7 +249,7 @@ def test_steps_run_beside_a_read(loop: AnswerLoop) -> None:
 
     wanted_tokens = decode(loop, alone, 60)
     with using_retrieval(loop.model, 64):
-        read = PausedRead(loop, paused, ids)
+        read = ChunkedPrefill(loop, paused, ids)
         read.go(1000)
         tokens = decode(loop, row, 60)
         state = read.result(WAIT)
@@ -274,7 +274,7 @@ def test_steps_run_beside_a_read_on_a_gpu(loaded: tuple[Any, Any], index: str, p
     alone = row.fork()
 
     wanted_tokens = decode(loop, alone, 40)
-    read = PausedRead(loop, paused, ids)
+    read = ChunkedPrefill(loop, paused, ids)
     tokens = [5]
     while not read.done:
         read.go(5)
@@ -285,7 +285,7 @@ def test_steps_run_beside_a_read_on_a_gpu(loaded: tuple[Any, Any], index: str, p
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     for cells in (1, 12):
-        cancelled = PausedRead(loop, new_cache(loop, **options), ids)
+        cancelled = ChunkedPrefill(loop, new_cache(loop, **options), ids)
         cancelled.go(cells)
         assert cancelled.wait(WAIT)
         cancelled.cancel()

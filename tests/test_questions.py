@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.attention import coded_part
-from retrieval_attn.attention.coded_part import CodedPart, QuestionShape, coded_range
+from retrieval_attn.attention import device_codes as coded_part
+from retrieval_attn.attention.device_codes import DeviceCodeSource, QuestionShape, coded_range
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.codes import search as code_search
-from retrieval_attn.gpu.codes.search import CodeShape, Scratch, Turn
+from retrieval_attn.gpu.codes.search import CodeShape, QueryGroup, SearchScratch
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.codes import DeviceCoder
@@ -86,7 +86,7 @@ def through_codes(path: SequenceKV, queries: torch.Tensor, k: int) -> tuple[Any,
     """What a layer does where the device has codes."""
     over = coded_range(path, SINKS, len(path), k, path.spec)
     assert over is not None
-    part, _ = CodedPart(over, queries, scale=SCALE, softcap=None).finish()
+    part, _ = DeviceCodeSource(over, queries, scale=SCALE, softcap=None).finish()
     return part.out.cpu().numpy(), part.lse.cpu().numpy()
 
 
@@ -153,10 +153,10 @@ def test_chunks_overlap_and_stay_bounded() -> None:
 
 def test_turns_cover_every_query_once() -> None:
     for rows, entries, members in ((6, 3, 2), (4, 3, 2), (5, 2, 7), (1, 2, 3), (100, 4, 5)):
-        scratch = Scratch(rows, 4096, 32, torch.device("cpu"))
+        scratch = SearchScratch(rows, 4096, 32, torch.device("cpu"))
         seen = np.zeros((entries, members), int)
         for turn in scratch.turns(entries, members):
-            assert isinstance(turn, Turn) and turn.entries * turn.members <= rows
+            assert isinstance(turn, QueryGroup) and turn.entries * turn.members <= rows
             seen[turn.first_entry : turn.first_entry + turn.entries, turn.first_member :][:, : turn.members] += 1
         assert (seen == 1).all()
 
@@ -166,8 +166,8 @@ def test_a_desk_lets_go_of_the_context() -> None:
     path, queries = path_of("device"), torch.from_numpy(asked(40))
     over = coded_range(path, SINKS, TOKENS, K, path.spec)
     assert over is not None
-    coded_part._Desk._idle.clear()
-    one, other = (CodedPart(over, queries, scale=SCALE, softcap=None) for _ in range(2))
+    coded_part._ChunkBuffers._idle.clear()
+    one, other = (DeviceCodeSource(over, queries, scale=SCALE, softcap=None) for _ in range(2))
     one.begin()
     other.begin()
     assert one._desk is not None and other._desk is not None and one._desk is not other._desk

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from retrieval_attn.attention.instruments import tail_shares
-from retrieval_attn.engine.exact import ExactPool
+from retrieval_attn.engine.paged_prefix import PagedKVPool
 from retrieval_attn.index.code_layout import PLANNED
-from retrieval_attn.runner.graph import reached
-from retrieval_attn.runner.graph.reached import Reads
+from retrieval_attn.runner.graph import host_row_gather as reached
+from retrieval_attn.runner.graph.host_row_gather import Reads
 from tests.graph_cases import CONFIG, DEVICE, DEVICE_CASES, FINER, Decoded, enabled
 from tests.test_bucket import Rows
 from tests.test_bucket_pages import rows_of, trees
@@ -173,7 +173,7 @@ def test_rows_of_a_batch_are_as_alone() -> None:
 def test_rows_over_pages_are_as_alone() -> None:
     """Pages, named keys and late ones; forks, crops and random members."""
     model = build_model("llama", max_position_embeddings=8192)
-    rows = rows_of(model, trees(model, ExactPool(1000, 40), **REACHED))
+    rows = rows_of(model, trees(model, PagedKVPool(1000, 40), **REACHED))
     chance = random.Random(3)
     for step in range(24):
         if step in (5, 15):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.engine.exact import ExactPool
-from retrieval_attn.runner.graph.reached import Reads
+from retrieval_attn.engine.paged_prefix import PagedKVPool
+from retrieval_attn.runner.graph.host_row_gather import Reads
 from tests.graph_cases import CONFIG, DEVICE_CASES, Decoded
 from tests.test_bucket import Rows
 from tests.test_bucket_pages import rows_of, trees
@@ -64,7 +64,7 @@ def test_rows_of_a_batch_are_as_alone() -> None:
 def test_rows_over_pages_are_as_alone() -> None:
     """Pages, named keys and late ones; forks, crops and random members."""
     model = build_model("llama", max_position_embeddings=8192).cuda()
-    rows = rows_of(model, trees(model, ExactPool(1000, 40), **REACHED))
+    rows = rows_of(model, trees(model, PagedKVPool(1000, 40), **REACHED))
     for pair in rows.pairs:
         pair.allow(1e-2, 3)
     chance = random.Random(3)

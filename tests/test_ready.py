@@ -135,7 +135,7 @@ def test_launching_ahead_changes_nothing(loaded: Loaded, rows: int) -> None:
     assert (layer.columns, layer.held.ranges) == before[1:]
     other: Any = cache.layers[2]
     assert launches.shape == LayerLaunches(other, 2, [False, True]).shape != LayerLaunches(other, 2).shape
-    assert launches.works(graphs=False) == [launches.search_question, launches.attend_named]
+    assert launches.works(graphs=False) == [launches.search_question, launches.attend_candidates]
 
 
 def test_each_shape_is_launched_once_while_the_model_reads(
@@ -154,7 +154,7 @@ def test_each_shape_is_launched_once_while_the_model_reads(
         work.__name__ = name
         return work
 
-    names = {"attend", "attend_to_all", "search_step", "search_question", "attend_named"}
+    names = {"attend", "attend_to_all", "search_step", "search_question", "attend_candidates"}
     for name in names:
         monkeypatch.setattr(LayerLaunches, name, note(name))
     monkeypatch.setattr(ready, "overlaps", lambda device: True)

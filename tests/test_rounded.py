@@ -15,9 +15,9 @@ from torch import Tensor
 import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.engine.held import HeldCache
+from retrieval_attn.engine.prefix_entry import PrefixEntry
 from retrieval_attn.errors import ConfigError, MemoryPlanError
-from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
+from retrieval_attn.gpu.codes.host_row_gather import HostRowGather, RowShape
 from retrieval_attn.index.code_layout import KEY_SHARE, PLANNED
 from retrieval_attn.index.device import ROW_STEPS_BYTES, SPARE_TOKENS
 from retrieval_attn.index.formats import Format
@@ -27,8 +27,8 @@ from retrieval_attn.memory.device_room import IndexChoice, chosen_index
 from retrieval_attn.memory.index_choice import with_rows
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import GIB
-from retrieval_attn.offload import rounded
-from retrieval_attn.offload.rounded import RoundedRows, ask_for_rows, new_rows, rows_behind, write_rows
+from retrieval_attn.offload import int8_rows as rounded
+from retrieval_attn.offload.int8_rows import Int8RowMirror, ask_for_rows, new_rows, rows_behind, write_rows
 from retrieval_attn.offload.transfer import pack, to_host
 from retrieval_attn.store.store import ContextStore
 from tests.graph_cases import CONFIG, Decoded, enabled
@@ -47,7 +47,9 @@ def numbers(tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple
     return keys, values
 
 
-def appended(segment: Segment, kv: tuple[Tensor, Tensor], empty: RoundedRows | None = None, write: bool = True) -> None:
+def appended(
+    segment: Segment, kv: tuple[Tensor, Tensor], empty: Int8RowMirror | None = None, write: bool = True
+) -> None:
     """Tokens come to a segment, and with `write` to its rows."""
     keys, values = (to_host(one, segment.fmt) for one in kv)
     segment.append(keys, values)
@@ -57,7 +59,7 @@ def appended(segment: Segment, kv: tuple[Tensor, Tensor], empty: RoundedRows | N
 
 def check(segment: Segment, kv: tuple[Tensor, Tensor], start: int, first: int = 0) -> None:
     """Rows of tokens from `start` on are those that int8 storage has, number for number. first: of kv's."""
-    assert isinstance(segment.rounded, RoundedRows)
+    assert isinstance(segment.rounded, Int8RowMirror)
     entries = segment.rounded.entries(segment, start, segment.length, 7)
     assert entries is not None
     for head, entry in enumerate(entries):
@@ -164,7 +166,7 @@ def test_plans_look_at_rows_once() -> None:
     first = held.entries(segment, 16, 60, 7)
     assert held.entries(segment, 16, 60, 7) is first
     assert held.entries(segment, 16, 60, 8) is not first
-    reach = KeyReach(HEADS, RowShape(*DIMS), torch.device("cpu"))
+    reach = HostRowGather(HEADS, RowShape(*DIMS), torch.device("cpu"))
     reach.bind(first)
     before = reach.table.clone()
     reach.bind([first[0], None])
@@ -194,7 +196,7 @@ def test_a_context_that_was_saved_gets_rows(tmp_path: Path) -> None:
     assert answer(again, question) == first
     made_rows()
     for made, read in zip(rows_in(again.cache), rows_in(context.cache), strict=True):
-        assert isinstance(made, RoundedRows) and made.length == read.length
+        assert isinstance(made, Int8RowMirror) and made.length == read.length
         assert torch.equal(made._rows[:, : made.length], read._rows[:, : made.length])
         assert torch.equal(made._steps[:, : made.length], read._steps[:, : made.length])
     assert answer(again, question) == first
@@ -352,7 +354,7 @@ def test_a_trees_budget_is_not_for_rows() -> None:
         config = CONFIG.replace(**{**REACHED, "index_options": options})
         done = Decoded(enabled("llama"), True, config=config, prompt=200, new=3)
         rows = sum(one.nbytes for one in rows_in(done.cache) if one is not None)
-        sizes.append((HeldCache.beyond(done.cache, None).sizes, rows))
+        sizes.append((PrefixEntry.beyond(done.cache, None).sizes, rows))
     assert sizes[0][1] > 0 == sizes[1][1]
     steps = sizes[0][0].host - sizes[1][0].host
     assert steps == sizes[0][1] * ROW_STEPS_BYTES // (2 * 16), "on a CPU what a device would have is the host's"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.attention import together
+from retrieval_attn.attention import decode_batch as together
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.store import SequenceKV

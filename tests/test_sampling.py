@@ -12,9 +12,9 @@ from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 import retrieval_attn as ra
-from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.server.prompts import Prompts
@@ -61,7 +61,9 @@ def test_the_options_give_what_an_engine_gives(llm: ra.LLM, options: dict[str, A
     assert found == [texts(llm, prompt, max_new_tokens=40, **options)[0] for prompt in prompts]
     assert found != texts(llm, *prompts, max_new_tokens=40)
     with Engine(llm) as engine:
-        asked = [Request(tuple(llm.tokenizer(prompt)["input_ids"]), 40, RowDraw(**options)) for prompt in prompts]
+        asked = [
+            Request(tuple(llm.tokenizer(prompt)["input_ids"]), 40, SamplingParams(**options)) for prompt in prompts
+        ]
         assert [ticket.result().text for ticket in [engine.submit(request) for request in asked]] == found
 
 
@@ -115,7 +117,7 @@ def test_every_end_token_ends_an_answer(changed: ra.LLM, configured: Any) -> Non
                 changed.read(TEXT, progress=False).ask("Why?", max_new_tokens=4, logit_bias=bias),
             ]
             assert [(answer.tokens, answer.finish_reason) for answer in answers] == [([], "stop")] * 2, end
-            found = engine.submit(Request(ids, 4, RowDraw(logit_bias=bias))).result()
+            found = engine.submit(Request(ids, 4, SamplingParams(logit_bias=bias))).result()
             assert (found.tokens, found.reason) == ((), "stop"), end
 
 
@@ -125,7 +127,7 @@ def test_a_bias_of_a_token_that_is_not_there(llm: ra.LLM) -> None:
         with pytest.raises(InputDataError, match=f"logit_bias names the token {width}; .* in \\[0, {width}\\)"):
             ask()
     with Engine(llm) as engine, pytest.raises(InputDataError, match="logit_bias names"):
-        engine.submit(Request(((5, 6),), 4, RowDraw(logit_bias={width: 1})))
+        engine.submit(Request(((5, 6),), 4, SamplingParams(logit_bias={width: 1})))
     with pytest.raises(ConfigError, match="min_tokens must be an integer in \\[0, 4\\]"):
         Request(((5, 6),), 4, min_tokens=5)
     with pytest.raises(ConfigError, match="lone surrogate"):

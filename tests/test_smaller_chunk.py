@@ -10,7 +10,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.engine.reading import PausedRead
+from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.memory import device_room
 from retrieval_attn.runner import hidden_states, prefill
 from retrieval_attn.store import ContextStore
@@ -99,7 +99,7 @@ def test_a_paused_read_ends_with_more_cells_than_planned() -> None:
     context = context_of(CONFIG)
     cache = ra.RetrievalCache(context.model, CONFIG)
     ids = ids_of(context, TOKENS)
-    read = PausedRead(AnswerLoop(context.model, context.tokenizer), cache, ids)
+    read = ChunkedPrefill(AnswerLoop(context.model, context.tokenizer), cache, ids)
     planned = read.cells_left
     while not read.done:
         read.go(1)

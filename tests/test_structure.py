@@ -128,7 +128,7 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
         "retrieval_attn",
         "retrieval_attn.engine.pages",
         "retrieval_attn.engine.scheduler",
-        "retrieval_attn.engine.tree",
+        "retrieval_attn.engine.radix_cache",
         "retrieval_attn.cpu.host_attend",
         "retrieval_attn.index",
         "retrieval_attn.store.crc_kernels",

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.attention.coded_part import CodedPart, CodedRange, coded_range
-from retrieval_attn.attention.uploaded_part import UploadedPart
+from retrieval_attn.attention.device_codes import CodedRange, DeviceCodeSource, coded_range
+from retrieval_attn.attention.upload import UploadSource
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.codes.candidates import StoredRows
 from retrieval_attn.gpu.codes.late import LateClusters, attend_late
-from retrieval_attn.gpu.codes.named import StoredRows
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.clusters import ClusterBuild
@@ -288,13 +288,13 @@ def coded(path: SequenceKV, k: int = K) -> CodedRange:
 
 def on_host(path: SequenceKV, queries: Tensor, softcap: float | None = None) -> Partial:
     """The device names and estimates, the host attends."""
-    return CodedPart(coded(path), queries, scale=SCALE, softcap=softcap).finish()[0]
+    return DeviceCodeSource(coded(path), queries, scale=SCALE, softcap=softcap).finish()[0]
 
 
 def by_upload(path: SequenceKV, queries: Tensor, softcap: float | None = None) -> Partial:
     """Keys and values come to the device."""
     uploads = uploads_of(path, device=queries.device.type)
-    return UploadedPart(coded(path), queries, uploads, scale=SCALE, softcap=softcap).finish()[0]
+    return UploadSource(coded(path), queries, uploads, scale=SCALE, softcap=softcap).finish()[0]
 
 
 def full(given: Keys, queries: Tensor, fmt: Format = Format.FLOAT32) -> Partial:
@@ -326,7 +326,7 @@ def check_near_full(dim: int, group: int, fmt: Format, device: str) -> None:
     path.clusters = None
     over = coded_range(path, SINKS, len(path), K, path.spec)
     assert over is not None
-    without = CodedPart(over, queries, scale=SCALE, softcap=None).finish()[0]
+    without = DeviceCodeSource(over, queries, scale=SCALE, softcap=None).finish()[0]
     assert (without.lse.cpu() - right.lse).abs().max() > 0.5
     assert relative(found.out, right.out) < 0.5 * relative(without.out, right.out)
 

@@ -8,7 +8,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.attention.instruments import measure_mass
-from retrieval_attn.attention.tail_share import TailShare, largest_share, mean_share
+from retrieval_attn.attention.tail_mass import TailMass, largest_share, mean_share
 from retrieval_attn.cpu.host_attend import attend_apart, attend_path
 from tests.cpu.test_clusters import DIM, GROUP, KV_HEADS, SCALE, make_path, make_queries
 from tests.tiny_models import QUESTION, Loaded, needle_text
@@ -54,14 +54,14 @@ def test_nothing_is_estimated_where_all_is_attended_to_or_nothing_is_there(apart
 def test_a_layer_sums_shares_of_all_keys() -> None:
     """Two rows, three heads, two tokens: the host's share times the host's weight among all."""
     generator = torch.Generator().manual_seed(0)
-    tail, expected = TailShare(), np.zeros(3)
+    tail, expected = TailMass(), np.zeros(3)
     for _ in range(2):
         rest, host, static = (torch.rand(2, 3, 2, generator=generator) for _ in range(3))
         tail.add(rest, host, torch.logaddexp(host, static))
         weights = np.exp(np.stack([host.numpy(), static.numpy()]).astype(np.float64))
         expected += (rest.numpy() * weights[0] / weights.sum(axis=0)).sum(axis=(0, 2))
     np.testing.assert_allclose(tail.means(), expected / 8, rtol=1e-6)
-    none = TailShare()
+    none = TailMass()
     assert mean_share({0: none, 4: tail}) == pytest.approx(expected.mean() / 8)
     layer, head, share = largest_share({0: none, 4: tail}) or (-1, -1, 0.0)
     assert (layer, head) == (4, int(expected.argmax())) and share == pytest.approx(expected.max() / 8)
@@ -71,7 +71,7 @@ def test_a_layer_sums_shares_of_all_keys() -> None:
 def test_many_tokens_are_summed_with_those_that_wait() -> None:
     """Tokens one by one, more than wait at once, then a question; a copy made in between goes its own way."""
     generator = torch.Generator().manual_seed(1)
-    tail, shares, copies = TailShare(), [], []
+    tail, shares, copies = TailMass(), [], []
     for new in [1] * 300 + [7, 1]:
         rest, host = (torch.rand(1, 3, new, generator=generator) for _ in range(2))
         tail.add(rest, host, host + 1)

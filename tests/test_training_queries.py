@@ -13,7 +13,7 @@ import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.index import RoarGraphIndex
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.model.rotation import Rotation, Turn
+from retrieval_attn.model.rotation import Rotation, RotationTables
 from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
 from retrieval_attn.runner.prefill import finish_prefill
@@ -61,7 +61,7 @@ def test_layers_of_a_pass_share_the_tables_that_turn_their_queries(name: str, mo
     model, made = build_model(name, num_hidden_layers=4, **types), list[int]()
     usual = Rotation.turn
 
-    def turn(self: Rotation, positions: torch.Tensor, *args: Any) -> Turn:
+    def turn(self: Rotation, positions: torch.Tensor, *args: Any) -> RotationTables:
         made.append(len(positions))
         return usual(self, positions, *args)
 
@@ -88,10 +88,10 @@ def test_layers_of_a_pass_share_the_tables_that_turn_their_queries(name: str, mo
 @pytest.mark.parametrize("beside", [False, True], ids=["on the spot", "in threads"])
 def test_a_pass_leaves_no_tables_behind(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made once for all layers, and gone when the indexes are built: texts of other lengths have no use for them."""
-    model, made = build_model("llama", num_hidden_layers=4), list[weakref.ref[Turn]]()
+    model, made = build_model("llama", num_hidden_layers=4), list[weakref.ref[RotationTables]]()
     usual = Rotation.turn
 
-    def turn(self: Rotation, *args: Any) -> Turn:
+    def turn(self: Rotation, *args: Any) -> RotationTables:
         new = usual(self, *args)
         made.append(weakref.ref(new))
         return new

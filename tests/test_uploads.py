@@ -19,7 +19,7 @@ from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import page_lock, upload
 from retrieval_attn.offload.page_lock import lock_pages
 from retrieval_attn.offload.transfer import pack, to_host, unpack
-from retrieval_attn.offload.upload import Stretch, Uploads, as_blocks
+from retrieval_attn.offload.upload import Uploads, UploadSpan, as_blocks
 from retrieval_attn.store.bundle import Bundle, BundleFile, write_bundle
 from retrieval_attn.store.disk import OsDisk
 from tests.tiny_models import build_model, random_ids
@@ -46,12 +46,12 @@ def path_of(fmt: Format, seed: int = 0, tokens: int = TOKENS, lock: bool = False
 
 
 def expected(host: SequenceKV, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    _, key, value = next(as_blocks([Stretch.of(host, stop)], torch.empty(0, dtype=dtype)))
+    _, key, value = next(as_blocks([UploadSpan.of(host, stop)], torch.empty(0, dtype=dtype)))
     return key[0], value[0]
 
 
 def walked(
-    uploads: Uploads, stretch: Stretch, dtype: torch.dtype, then: list[Stretch] | None = None
+    uploads: Uploads, stretch: UploadSpan, dtype: torch.dtype, then: list[UploadSpan] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All blocks of a walk, copied as they come, one after the other."""
     blocks = [(key.clone(), value.clone()) for _, key, value in uploads.walk([stretch], dtype, then or [])]
@@ -61,11 +61,11 @@ def walked(
 
 def test_on_the_cpu_a_path_is_one_block_in_place() -> None:
     host = path_of(Format.FLOAT32)
-    [(number, key, value)] = as_blocks([Stretch.of(host)], torch.empty(0))
+    [(number, key, value)] = as_blocks([UploadSpan.of(host)], torch.empty(0))
     assert number == 0
     assert key.shape == (1, HEADS, TOKENS, DIM) and value.shape == (1, HEADS, TOKENS, VALUE_DIM)
     assert key.data_ptr() == host.segments[0].keys.ctypes.data
-    assert list(as_blocks([Stretch.of(host, 0)], torch.empty(0))) == []
+    assert list(as_blocks([UploadSpan.of(host, 0)], torch.empty(0))) == []
 
 
 def test_a_large_segment_begins_every_head_on_a_page() -> None:
@@ -106,7 +106,7 @@ class TestOnTheDevice:
         device = torch.device("cuda", 0)
         uploads = Uploads(device)
         hosts = [path_of(fmt, seed, lock=lock) for seed in range(3)]
-        stretches = [Stretch.of(host, stop) for host, stop in zip(hosts, (TOKENS, 19_000, 5), strict=True)]
+        stretches = [UploadSpan.of(host, stop) for host, stop in zip(hosts, (TOKENS, 19_000, 5), strict=True)]
         dtype = torch.bfloat16
         for number, one in enumerate(stretches):
             then = stretches[number + 1 : number + 2]
@@ -118,16 +118,16 @@ class TestOnTheDevice:
     def test_what_grew_since_it_was_sent_ahead_is_sent_again(self, fmt: Format, lock: bool) -> None:
         uploads = Uploads(torch.device("cuda", 0))
         first, second = path_of(fmt, 1, lock=lock), path_of(fmt, 2, lock=lock)
-        walked(uploads, Stretch.of(first), torch.float32, [Stretch.of(second)])
+        walked(uploads, UploadSpan.of(first), torch.float32, [UploadSpan.of(second)])
         key, value = (to_host(torch.randn(HEADS, 7, dim), fmt) for dim in (DIM, VALUE_DIM))
         second.append(key, value)
-        found = walked(uploads, Stretch.of(second), torch.float32)
+        found = walked(uploads, UploadSpan.of(second), torch.float32)
         for mine, theirs in zip(found, expected(second, TOKENS + 7, torch.float32), strict=True):
             assert torch.equal(mine, theirs)
 
     def test_a_walk_that_is_left_keeps_nothing(self, fmt: Format, lock: bool, block_bytes: None) -> None:
         uploads = Uploads(torch.device("cuda", 0))
-        walk = uploads.walk([Stretch.of(path_of(fmt, lock=lock))], torch.float32)
+        walk = uploads.walk([UploadSpan.of(path_of(fmt, lock=lock))], torch.float32)
         next(walk)
         walk.close()
         assert not uploads._ahead and not uploads._free
@@ -223,7 +223,7 @@ class TestSavedSegments:
         [segment] = host.segments
         uploads, wanted = Uploads(torch.device("cuda", 0)), expected(host, TOKENS, torch.bfloat16)
         for turn in range(2):
-            found = walked(uploads, Stretch.of(host), torch.bfloat16)
+            found = walked(uploads, UploadSpan.of(host), torch.bfloat16)
             for mine, theirs in zip(found, wanted, strict=True):
                 assert torch.equal(mine, theirs), turn
             assert segment.locked_ends == (TOKENS,) and segment.locked_rows is not None
@@ -240,7 +240,7 @@ class TestSavedSegments:
         host = self.mapped_path(Format.BFLOAT16, tmp_path)
         wanted = expected(host, TOKENS, torch.float32)
         for _ in range(2):
-            found = walked(Uploads(torch.device("cuda", 0)), Stretch.of(host), torch.float32)
+            found = walked(Uploads(torch.device("cuda", 0)), UploadSpan.of(host), torch.float32)
             assert all(map(torch.equal, found, wanted)) and not host.segments[0].locked_ends
         assert len(caplog.records) == 1 and "saved contexts" in caplog.text
 
@@ -254,7 +254,7 @@ class TestSavedSegments:
 
         monkeypatch.setattr(page_lock, "unregister", noted)
         host = self.mapped_path(Format.BFLOAT16, tmp_path)
-        walked(Uploads(torch.device("cuda", 0)), Stretch.of(host), torch.float32)
+        walked(Uploads(torch.device("cuda", 0)), UploadSpan.of(host), torch.float32)
         rows = host.segments[0].locked_rows
         assert rows is not None and not unlocked
         addresses = [one.ctypes.data for one in rows]
@@ -263,7 +263,7 @@ class TestSavedSegments:
         assert sorted(unlocked) == sorted(addresses)
         (tmp_path / "small").mkdir()
         other = self.mapped_path(Format.BFLOAT16, tmp_path / "small", 3000)
-        walked(Uploads(torch.device("cuda", 0)), Stretch.of(other), torch.float32)
+        walked(Uploads(torch.device("cuda", 0)), UploadSpan.of(other), torch.float32)
         assert not other.segments[0].locked_ends
 
 

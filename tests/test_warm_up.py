@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.engine import bucket_graph, warm_up
-from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine import decode_graph as bucket_graph
+from retrieval_attn.engine import warm_up
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.errors import ConfigError, ContextLengthError, EngineFullError
 from retrieval_attn.gpu.codes import search
@@ -37,7 +38,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def asked(lengths: list[int], draw: RowDraw, tokens: int) -> list[Request]:
+def asked(lengths: list[int], draw: SamplingParams, tokens: int) -> list[Request]:
     return [Request((ids(length, length), ids(9, 5)), tokens, draw, stop_ids=frozenset()) for length in lengths]
 
 
@@ -89,7 +90,7 @@ def test_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RetrievalCache, "fork", fork)
     sizes: list[int] = []
-    step = bucket_graph.Bucket.step
+    step = bucket_graph.DecodeGraph.step
 
     def stepped(self: Any, *args: Any, **options: Any) -> Any:
         sizes.append(self.size)
@@ -101,14 +102,14 @@ def test_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine._exact is not None and engine._exact.free_pages and not engine._exact.counts.held
         engine.check()
         assert engine._tree is not None and engine._tree.sizes == Sizes()
-        monkeypatch.setattr(bucket_graph.Bucket, "step", stepped)
+        monkeypatch.setattr(bucket_graph.DecodeGraph, "step", stepped)
         engine.submit(Request((ids(300, 1),), 4, stop_ids=frozenset())).result()
     assert sizes and set(sizes) == {1}
 
 
 def test_without_graphs_it_reads_and_steps() -> None:
     with Engine(llm_of()) as engine:
-        engine.warm_up(rows=3, draws=(RowDraw(logprobs=3),), progress=False)
+        engine.warm_up(rows=3, draws=(SamplingParams(logprobs=3),), progress=False)
         assert engine.stats["steps"] == 0
         assert len(engine.submit(Request((ids(60, 1),), 3, stop_ids=frozenset())).result().tokens) == 3
 

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from retrieval_attn.attention.held import HeldTokens
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.engine import saved_text
-from retrieval_attn.engine.job import State
-from retrieval_attn.engine.scheduler import Scheduler, StepPlan
+from retrieval_attn.engine.radix_cache import RadixCache
+from retrieval_attn.engine.request_needs import State
+from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput
 from retrieval_attn.engine.sizes import Sizes
-from retrieval_attn.engine.tree import Tree
 
 __all__ = ["Actions", "watched"]
 
@@ -51,8 +51,8 @@ def watched() -> Iterator[Actions]:
 
     parked: set[str] = set()
 
-    def planned(plan: StepPlan, scheduler: Scheduler, *_: Any) -> None:
-        now = set(scheduler._places.held[State.PARKED])
+    def planned(plan: SchedulerOutput, scheduler: Scheduler, *_: Any) -> None:
+        now = set(scheduler._places.held[State.PREEMPTED])
         actions.note("park", len(now - parked))
         actions.note("resume", sum(scheduler.state(job) is State.DECODING for job in parked - now))
         parked.clear()
@@ -65,15 +65,15 @@ def watched() -> Iterator[Actions]:
     def inserted(node: Any, *_: Any, **__: Any) -> None:
         actions.note("split", node.parent.parent is not None and node.at < len(node.parent))
 
-    def evicted(after: Sizes, tree: Tree, *_: Any, **__: Any) -> None:
+    def evicted(after: Sizes, tree: RadixCache, *_: Any, **__: Any) -> None:
         actions.note("evict", after.total > 0)
 
     watch: list[tuple[Any, str, Callable[..., None] | None, Callable[..., None] | None]] = [
         (Scheduler, "tick", None, planned),
         (Scheduler, "abort", cancelled, None),
-        (Tree, "insert", None, inserted),
-        (Tree, "evict", None, evicted),
-        (HeldTokens, "spill", None, lambda *_, **__: actions.note("spill")),
+        (RadixCache, "insert", None, inserted),
+        (RadixCache, "evict", None, evicted),
+        (LayerKV, "spill", None, lambda *_, **__: actions.note("spill")),
         (saved_text, "open_chain", None, lambda *_, **__: actions.note("open")),
     ]
     with ExitStack() as stack:

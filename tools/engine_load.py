@@ -25,9 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import RetrievalAttentionError
 from tools.engine_actions import Actions, watched
 from tools.engine_schedules import Library, llm_of
@@ -79,7 +79,7 @@ class Client:
         return Request(
             (*shared, self._ids(chance.choice((1, 20, 100, 300, 4_090)) if kind == 9 else chance.randrange(1, 40))),
             chance.choice((1, 8, 30, 60)),
-            RowDraw(0.9, seed=chance.randrange(99), logprobs=chance.choice((0, 3))),
+            SamplingParams(0.9, seed=chance.randrange(99), logprobs=chance.choice((0, 3))),
             stop=(" 7 ",) if chance.random() < 0.3 else (),
             stop_ids=frozenset({3}) if chance.random() < 0.5 else frozenset(),
             namespace=chance.choice((None, "", "a")),

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 import retrieval_attn as ra
-from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.store import ContextStore
 from tools.engine_actions import Actions, watched
@@ -98,7 +98,11 @@ def schedule_of(seed: int, count: int, vocabulary: int, contexts: bool = False) 
         context = f"saved-{chance.randrange(len(SAVED_TOKENS))}" if contexts and chance.random() < 0.3 else None
         documented = () if context is not None else (chance.choice(documents),)
         shared = (*documented, chance.choice(turns))[: chance.choice((0, 1, 1, 2, 2))]
-        draw = RowDraw(0.8, top_k=9, top_p=0.95, seed=chance.randrange(99)) if chance.random() < 0.3 else RowDraw()
+        draw = (
+            SamplingParams(0.8, top_k=9, top_p=0.95, seed=chance.randrange(99))
+            if chance.random() < 0.3
+            else SamplingParams()
+        )
         request = Request(
             (*shared, tail),
             chance.choice((1, chance.randrange(1, 14), chance.randrange(10, 40))),

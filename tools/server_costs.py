@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.llm import LLM
 from retrieval_attn.model.bundled import BUNDLED
 from retrieval_attn.server.prompts import Prompts
@@ -150,7 +150,7 @@ def over_http(
 def requests_of(llm: LLM, bodies: Sequence[dict[str, Any]], tokens: int = TOKENS) -> list[Request]:
     """What a server makes of the bodies, in its parts: what one request reads, the next ones find."""
     made = Prompts(llm.tokenizer, llm.model.config.vocab_size, llm.model.config.max_position_embeddings)
-    draw = RowDraw(temperature=2.0, seed=1)
+    draw = SamplingParams(temperature=2.0, seed=1)
     return [Request(made.of_messages(body["messages"]), tokens, draw) for body in bodies]
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from retrieval_attn.store.tiers import Fifo, Held, Ledger, Lru, Moves, Policy, Tiers
+from retrieval_attn.store.tiers import Fifo, Ledger, Lru, Moves, Policy, TierEntry, Tiers
 from retrieval_attn_eval.load.sessions import Statistics, turn_tokens
 
 GB = 10**9
@@ -211,7 +211,7 @@ class Simulation:
         tokens = session.grow(load.window)
         self._arrives.pop(name, None)
         stored = load.window if load.whole_windows else tokens
-        ledger.add(name, Held(int(stored * load.bytes_per_token), rebuild_seconds=tokens / 2000))
+        ledger.add(name, TierEntry(int(stored * load.bytes_per_token), rebuild_seconds=tokens / 2000))
         if not load.mixed and session.done < len(session.tokens):
             self._later(self._now + self._draw.expovariate(1 / load.think_seconds), name, answered=False)
         self._move(self._policy.plan(self._queue, self._ram - ledger.ram_bytes, self._disk - ledger.disk_bytes))

@@ -1,7 +1,7 @@
 """Exact attention of new tokens over one layer: prefill, and turns that are appended exactly.
 
 A pass holds one layer's new keys on the device. Chunk by chunk, the queries attend to the past (all visible, see
-`attention/past.py`) and to the new keys up to their own (causal); the two parts merge by log-sum-exp.
+`attention/prior_kv.py`) and to the new keys up to their own (causal); the two parts merge by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retrieval_attn.attention.past import Past
+from retrieval_attn.attention.prior_kv import PriorKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
@@ -19,7 +19,7 @@ from retrieval_attn.model.padding import join
 class ExactPass:
     """New tokens of one layer attending exactly to the layer's past and to themselves, chunk by chunk."""
 
-    def __init__(self, total: int, past: Past) -> None:
+    def __init__(self, total: int, past: PriorKV) -> None:
         self.total = total
         self.filled = 0
         self.valid: Tensor | None = None  # (batch, filled) CPU bool, None = all real

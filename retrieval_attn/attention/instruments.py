@@ -9,7 +9,7 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import distinct
-from retrieval_attn.attention.tail_share import TailShare
+from retrieval_attn.attention.tail_mass import TailMass
 
 
 def measure_mass(cache: RetrievalCache, heads: int) -> None:
@@ -35,7 +35,7 @@ def audits(cache: RetrievalCache) -> AuditResult | None:
     return audited(layer.audit for layer in cache.layers if isinstance(layer, RetrievalLayer))
 
 
-def tail_shares(cache: RetrievalCache) -> dict[int, TailShare]:
+def tail_shares(cache: RetrievalCache) -> dict[int, TailMass]:
     """By number of the layer, what was estimated in those that retrieve since the cache (or its fork) was made."""
     layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
     for layer in layers:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from retrieval_attn.attention.audit import HeadAudit
 from retrieval_attn.attention.handle import HandleLayer
 from retrieval_attn.attention.sequence import Batch
-from retrieval_attn.attention.tail_share import TailShare
+from retrieval_attn.attention.tail_mass import TailMass
 from retrieval_attn.config import Config
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
@@ -77,7 +77,7 @@ class CacheLayer(HandleLayer):
     def __init__(self, config: Config, batch: Batch | None = None) -> None:
         super().__init__(batch)
         self.config = config
-        self.stats, self.tail = LayerStats(), TailShare()
+        self.stats, self.tail = LayerStats(), TailMass()
         self.audit: HeadAudit | None = None
         self.graph: GraphHook | None = None
         self.watch: AttentionWatch | None = None

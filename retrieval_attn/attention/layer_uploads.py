@@ -10,9 +10,9 @@ from torch import Tensor
 
 from retrieval_attn.attention.sequence import Batch, distinct
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.offload.upload import Stretch, Uploads, as_blocks
+from retrieval_attn.offload.upload import Uploads, UploadSpan, as_blocks
 
-Cutter = Callable[[SequenceKV], Stretch]
+Cutter = Callable[[SequenceKV], UploadSpan]
 """How a path is cut into blocks."""
 
 
@@ -23,7 +23,7 @@ class LayerUploads:
         self._batch, self._number, self._device = batch, number, device
 
     def walk(
-        self, stretches: Items[Stretch], dtype: torch.dtype | None, *, last: bool, cut: Cutter = Stretch.of
+        self, stretches: Items[UploadSpan], dtype: torch.dtype | None, *, last: bool, cut: Cutter = UploadSpan.of
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """What `Uploads.walk` gives, or without CUDA `as_blocks`.
 
@@ -34,7 +34,7 @@ class LayerUploads:
             return as_blocks(stretches, like, stored=dtype is None)
         return self._uploads().walk(stretches, dtype, self._next(cut) if last else stretches)
 
-    def reserve(self, one: Stretch) -> bool:
+    def reserve(self, one: UploadSpan) -> bool:
         """Whether the device has the memory of a walk over `one`: it is held until the last layer's walk ends."""
         return self._device.type != "cuda" or self._uploads().reserve(one)
 
@@ -48,7 +48,7 @@ class LayerUploads:
             self._batch.uploads[self._device] = Uploads(self._device)
         return self._batch.uploads[self._device]
 
-    def _next(self, cut: Cutter) -> list[Stretch]:
+    def _next(self, cut: Cutter) -> list[UploadSpan]:
         """What the next layer that keeps its tokens on the host will ask for on the same device."""
         later = [number for sequence in self._batch.sequences for number in sequence.kv if number > self._number]
         if not later or self._batch.devices.get(min(later)) != self._device:

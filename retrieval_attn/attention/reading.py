@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.attention.exact import ExactPass
-from retrieval_attn.attention.held import HeldTokens, retrieves_after
+from retrieval_attn.attention.layer_kv import LayerKV, retrieves_after
 from retrieval_attn.attention.rows import rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
@@ -46,7 +46,7 @@ class ReadingMark(NamedTuple):
 class Reading:
     """A pass under way over what a layer holds."""
 
-    def __init__(self, held: HeldTokens, total: int, spec: IndexSpec, config: Config) -> None:
+    def __init__(self, held: LayerKV, total: int, spec: IndexSpec, config: Config) -> None:
         """Bring the layer's past to its device: `total` new tokens attend to it exactly.
 
         spec: the index that the keys will get.
@@ -160,7 +160,7 @@ class Reading:
                 sample.restore(sampled)
 
 
-def _may_begin_anew(held: HeldTokens, total: int) -> bool:
+def _may_begin_anew(held: LayerKV, total: int) -> bool:
     """Whether so many tokens more could be enough for a new index or new clusters of any row, see `Reading.finish`."""
     for host, (row, *_) in rows_by_path(held.hosts):
         start, stop = held.ranges[row]

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from retrieval_attn.attention.audit import HeadAudit
 from retrieval_attn.attention.exact import ExactPass
-from retrieval_attn.attention.held import HeldTokens, begin_column, take_paged
-from retrieval_attn.attention.host_part import HostPart
+from retrieval_attn.attention.host_attention import HostAttention
 from retrieval_attn.attention.layer import CacheLayer
+from retrieval_attn.attention.layer_kv import LayerKV, begin_column, take_paged
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.reading import Reading, ReadingMark, warn_of_whole_prompts
 from retrieval_attn.attention.sequence import Batch
-from retrieval_attn.attention.tail_share import TailShare
+from retrieval_attn.attention.tail_mass import TailMass
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, merge
@@ -61,7 +61,7 @@ class RetrievalLayer(CacheLayer):
         self.number = number
         self.mass_heads = 0
         self.exact_part: Partial | None = None
-        self.held: HeldTokens | None = None
+        self.held: LayerKV | None = None
         self._model = None if model is None else weakref.ref(model)
         self.index = index
         self._work: HostWork | None = None
@@ -91,13 +91,13 @@ class RetrievalLayer(CacheLayer):
         )
         return host
 
-    def hold(self, key: Tensor, value: Tensor) -> HeldTokens:
+    def hold(self, key: Tensor, value: Tensor) -> LayerKV:
         """What is held; made for tokens like these if they are the first."""
         if self.held is None:
             self.batch.start(key.shape[0])
             self.index.decide(self._announced or key.shape[2], key.shape[0])
             self.batch.add_layer(self.number, lambda: self._new_host(key, value.shape[3]))
-            self.held = HeldTokens(self.config, self.batch, self.number, self.stats, key, value)
+            self.held = LayerKV(self.config, self.batch, self.number, self.stats, key, value)
         return self.held
 
     # -- attention -----------------------------------------------------------------------------------
@@ -123,14 +123,14 @@ class RetrievalLayer(CacheLayer):
         return part
 
     def _decode(
-        self, held: HeldTokens, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scoring: Scoring
+        self, held: LayerKV, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scoring: Scoring
     ) -> Partial:
         """Sinks and window exactly on the device, the middle through the index on the host, one merge."""
         new = key.shape[2]
         held.append(key, value, self.batch.note_padding(spec.padding, self.columns, new))
         self._note_stored(new)
         uploads = LayerUploads(self.batch, self.number, held.device)
-        host = HostPart(held, query, scoring, self.index.spec, uploads)
+        host = HostAttention(held, query, scoring, self.index.spec, uploads)
         host.begin(self.config)  # the device searches before it attends to the window, while the host prepares
         static = held.window.attend(query, scale=scoring.scale, softcap=scoring.softcap)
         exact = _paged_part(self, query, scoring)
@@ -178,12 +178,12 @@ class RetrievalLayer(CacheLayer):
 
     def mark(self) -> object:
         if self._reading is not None:
-            return _Mark(self.columns, self._reading.mark())
+            return _RetrievalMark(self.columns, self._reading.mark())
         decodes = self.columns > 0 and not self._appends_exactly(self._announced or 0)
-        return None if decodes else _Mark(self.columns, None)
+        return None if decodes else _RetrievalMark(self.columns, None)
 
     def restore(self, mark: object) -> bool:
-        if not isinstance(mark, _Mark) or self.columns != mark.columns:
+        if not isinstance(mark, _RetrievalMark) or self.columns != mark.columns:
             return False
         self._pending = None
         if self._reading is not None and mark.reading is not None:
@@ -231,13 +231,13 @@ class RetrievalLayer(CacheLayer):
         other = RetrievalLayer(self.config, self.index)
         other.__dict__.update(self.__dict__)
         other.graph = None
-        other.batch, other.stats, other.tail = batch, LayerStats(), TailShare()
+        other.batch, other.stats, other.tail = batch, LayerStats(), TailMass()
         other.audit = None if self.audit is None else HeadAudit(self.audit.heads)
         other.held = None if self.held is None else self.held.fork(batch, other.stats)
         return other
 
     def spill(self, *, flush: bool = True) -> None:
-        """The tail is full: everything beyond the window moves to the host. flush: see `HeldTokens.spill`."""
+        """The tail is full: everything beyond the window moves to the host. flush: see `LayerKV.spill`."""
         if self.held is not None:
             self.held.spill(flush=flush)
 
@@ -304,7 +304,7 @@ def _finish_reading(layer: RetrievalLayer, reading: Reading, work: HostWork) -> 
     layer._note_stored(reading.done.total)
 
 
-def begin_token(layer: RetrievalLayer, module: nn.Module, q_heads: int, spec: MaskSpec) -> HeldTokens:
+def begin_token(layer: RetrievalLayer, module: nn.Module, q_heads: int, spec: MaskSpec) -> LayerKV:
     """A token of one row comes to a layer that `decodes_plainly`, in the last slot of its window: others write it, and
     attend with its query. They `spill` when the window is full after that. Raises as `CacheLayer.attend` does.
     """
@@ -328,7 +328,7 @@ def _paged_part(layer: RetrievalLayer, query: Tensor, scoring: Scoring) -> Parti
     return exact.attend(layer.number, query, scoring)
 
 
-class _Mark(NamedTuple):
+class _RetrievalMark(NamedTuple):
     """How far a layer is: columns stored, and how far a reading under way is (None: there is none)."""
 
     columns: int

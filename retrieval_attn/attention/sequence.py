@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.attention.prefix import ExactPrefix
+from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.padding import Padding, join
@@ -91,7 +91,7 @@ class Batch:
         self.valid: Tensor | None = None
         self.epoch = self.rewritten = 0
         self.forgotten = Forgotten()
-        self.exact: ExactPrefix | None = None
+        self.exact: PagedPrefix | None = None
         self.devices: dict[int, torch.device] = {}
         self.uploads: dict[torch.device, Uploads] = {}
         self.factors: Factors | None = None

@@ -62,12 +62,12 @@ class SlidingLayer(CacheLayer):
         if self.record_past:
             return None
         if self._window is None:
-            return _Mark(self.columns, None, None)
+            return _SlidingMark(self.columns, None, None)
         key, value = self._window.tail()
-        return _Mark(self.columns, (key.clone(), value.clone()), self._window.valid)
+        return _SlidingMark(self.columns, (key.clone(), value.clone()), self._window.valid)
 
     def restore(self, mark: object) -> bool:
-        if not isinstance(mark, _Mark):
+        if not isinstance(mark, _SlidingMark):
             return False
         self._note_stored(mark.columns - self.columns)
         self._pending = None
@@ -184,7 +184,7 @@ class SlidingLayer(CacheLayer):
         self.spill()
 
 
-class _Mark(NamedTuple):
+class _SlidingMark(NamedTuple):
     """Columns stored, and the tail's keys and values with their padding; None before the first tokens."""
 
     columns: int

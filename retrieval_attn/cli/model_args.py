@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from retrieval_attn.cli.waiting import Waiting
-from retrieval_attn.compile.collection import no_collection
+from retrieval_attn.cli.spinner import Spinner
+from retrieval_attn.compile.gc_pause import no_gc
 from retrieval_attn.config import HOST_DTYPES, QUANTIZATIONS, YARN_FLAG, Config, Retrieve, named_options
 from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn.memory.units import parse_bytes, parse_tokens
@@ -139,15 +139,15 @@ def prompt_of(
 
     answer: longest answer in tokens. Raises ContextLengthError for more tokens than the model has positions.
     """
-    with Waiting(f"loading the tokenizer of {_shown(args)}"):
-        with no_collection():
+    with Spinner(f"loading the tokenizer of {_shown(args)}"):
+        with no_gc():
             from transformers import AutoTokenizer
 
             from retrieval_attn.model.loading import load
             from retrieval_attn.template import PromptTemplate
         template = PromptTemplate.of(load(AutoTokenizer, model_path(args.model)))
         limit = _positions(model_path(args.model), args.yarn)
-    with Waiting(f"tokenizing {len(text):,} characters"):
+    with Spinner(f"tokenizing {len(text):,} characters"):
         ids = template.context_ids(text)
         room = answer + (len(template.question_ids(question, getattr(args, "raw", False))) if question else 0)
     needed = len(ids) + room
@@ -173,8 +173,8 @@ def load_llm(args: argparse.Namespace, most: int, config: Config, *, say: bool =
 
     say: print on the error output which model runs where.
     """
-    with Waiting(f"loading {_shown(args)}"):
-        with no_collection():
+    with Spinner(f"loading {_shown(args)}"):
+        with no_gc():
             from transformers.utils.logging import disable_progress_bar
 
             from retrieval_attn.llm import LLM

@@ -20,7 +20,7 @@ from retrieval_attn.cli.model_args import (
     check_model_flags,
     config_of,
 )
-from retrieval_attn.cli.waiting import Waiting
+from retrieval_attn.cli.spinner import Spinner
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_bytes, parse_tokens
 from retrieval_attn.model.bundled import model_path
@@ -135,11 +135,11 @@ def run(args: argparse.Namespace) -> int:
     set_allocator()
     import asyncio
 
-    from retrieval_attn.compile.collection import no_collection
+    from retrieval_attn.compile.gc_pause import no_gc
     from retrieval_attn.server.address import Address, listening, require_safe_host
-    from retrieval_attn.server.child import Child
     from retrieval_attn.server.keys import Keys
     from retrieval_attn.server.settings import Settings
+    from retrieval_attn.server.subprocess_limits import Child
 
     settings = Settings(
         name=args.name or _name_of(args.model),
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         starting = _Starting(settings.name, f"http://{_reached(host)}:{port}", has_keys=bool(keys))
         spec = _spec(args)
         child = Child.start() if _apart(args) else None
-        with no_collection():
+        with no_gc():
             from uvicorn.loops.auto import auto_loop_factory
 
             from retrieval_attn.server.logs import log_to
@@ -186,11 +186,11 @@ class _Starting:
     def __init__(self, name: str, url: str, *, has_keys: bool) -> None:
         """name: the model's, for clients. has_keys: whether requests need a key."""
         self._name, self._url, self._has_keys = name, url, has_keys
-        self._waiting: Waiting | None = None
+        self._waiting: Spinner | None = None
         text = f"loading {name}; requests to {url} get 503 until it is ready"
         if sys.stderr.isatty():
             print(text, file=sys.stderr, flush=True)
-            self._waiting = Waiting(f"loading {name}").__enter__()
+            self._waiting = Spinner(f"loading {name}").__enter__()
         else:
             now = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
             line = {"time": f"{now}.000Z", "level": "info", "logger": __name__, "message": text}

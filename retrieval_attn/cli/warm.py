@@ -16,7 +16,7 @@ from retrieval_attn.memory.units import parse_tokens
 from retrieval_attn.model.bundled import BUNDLED
 
 if TYPE_CHECKING:
-    from retrieval_attn.compile.jobs import Job
+    from retrieval_attn.compile.jobs import CompileJob
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile, and say what was compiled and where it lies. 0: all of it; 1: something failed."""
-    from retrieval_attn.compile import place
+    from retrieval_attn.compile import cache_dir as place
     from retrieval_attn.compile.jobs import Compilation, missing
 
     began = time.perf_counter()
@@ -92,18 +92,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _record(args: argparse.Namespace) -> Path:
     """The file that says what a run with these arguments compiled, for these sources, versions and processor."""
-    from retrieval_attn.compile import place
+    from retrieval_attn.compile import cache_dir as place
 
     given = {name: value for name, value in vars(args).items() if name != "command"}
     key = json.dumps([given, place.source_key(__name__), str(place.triton_folder())], sort_keys=True)
     return place.numba_folder() / "warm" / hashlib.sha256(key.encode()).hexdigest()[:24]
 
 
-def _jobs_of(record: Path) -> list[Job] | None:
-    from retrieval_attn.compile.jobs import Job
+def _jobs_of(record: Path) -> list[CompileJob] | None:
+    from retrieval_attn.compile.jobs import CompileJob
 
     try:
-        return [Job(target, tuple(arguments)) for target, arguments in json.loads(record.read_text(encoding="utf-8"))]
+        return [
+            CompileJob(target, tuple(arguments)) for target, arguments in json.loads(record.read_text(encoding="utf-8"))
+        ]
     except (OSError, ValueError):
         return None
 
@@ -127,14 +129,14 @@ def _wanted(args: argparse.Namespace) -> tuple[list[str], bool, list[tuple[str, 
         models = [_one_layer(dim, model_dtype, device) for dim in args.head_dim] if on_gpu else []
     formats = list(dict.fromkeys(host_format(name, model_dtype).value for name in args.host_dtype))
     reads: list[tuple[str, Callable[[], None]]] = [
-        (f"{name} with {fmt} on the host", _Read(model, tokenizer, args, fmt))
+        (f"{name} with {fmt} on the host", _WarmRead(model, tokenizer, args, fmt))
         for name, model, tokenizer in models
         for fmt in formats
     ]
     return formats, on_gpu, reads
 
 
-class _Read:
+class _WarmRead:
     """Reading a random text and answering, once; called."""
 
     def __init__(self, model: Any, tokenizer: Any, args: argparse.Namespace, fmt: str) -> None:
@@ -155,7 +157,7 @@ class _Read:
         context.ask("What is it?", max_new_tokens=4, question_attention="retrieval")
 
 
-def _jobs(index: str, formats: list[str], on_gpu: bool) -> list[Job]:
+def _jobs(index: str, formats: list[str], on_gpu: bool) -> list[CompileJob]:
     from retrieval_attn.cpu.ahead import kernel_jobs
     from retrieval_attn.index.formats import Format
     from retrieval_attn.index.spec import IndexSpec

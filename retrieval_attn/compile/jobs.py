@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from retrieval_attn.compile import place
+from retrieval_attn.compile import cache_dir as place
 from retrieval_attn.compile.progress import ProgressBar
 
 MAX_PROCESSES = 8
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _under_way: set[Compilation] = set()
 
 
-class Job(NamedTuple):
+class CompileJob(NamedTuple):
     """target: "module:function" of the package, which imports no torch. arguments: what it gets, plain strings.
 
     The function runs kernels on a few numbers, exactly as they are run later: Numba compiles for types and layouts.
@@ -59,7 +59,7 @@ class Job(NamedTuple):
         return f"{name}({', '.join(one for one in self.arguments if not one.startswith('{'))})"
 
 
-def missing(jobs: Sequence[Job]) -> list[Job]:
+def missing(jobs: Sequence[CompileJob]) -> list[CompileJob]:
     """Those of `jobs` that nobody has done on this machine, each once."""
     return [job for job in dict.fromkeys(jobs) if not job.mark.exists()]
 
@@ -73,20 +73,20 @@ class Compilation:
     and it takes longer than two seconds, which counts jobs that are waited for, too.
     """
 
-    def __init__(self, jobs: Sequence[Job], *, progress: bool = True, processes: int | None = None) -> None:
+    def __init__(self, jobs: Sequence[CompileJob], *, progress: bool = True, processes: int | None = None) -> None:
         """Jobs that are done already are left out. Nothing is started where no process can be, or no kernel be kept:
         this process compiles then, as it goes.
         """
         self.jobs = missing(jobs)
-        self.failed: dict[Job, str] = {}
+        self.failed: dict[CompileJob, str] = {}
         asked = [(other, other._left_of(self.jobs)) for other in list(_under_way)]
         self._elsewhere = [(other, shared) for other, shared in asked if shared]
-        theirs = set[Job]().union(*(shared for _, shared in self._elsewhere))
+        theirs = set[CompileJob]().union(*(shared for _, shared in self._elsewhere))
         self._waiting = [job for job in self.jobs if job not in theirs]
-        self._left: set[Job] = set(self._waiting)  # neither done nor failed
+        self._left: set[CompileJob] = set(self._waiting)  # neither done nor failed
         self._lock, self._workers = threading.Condition(), list[subprocess.Popen[str]]()
         self._threads: list[threading.Thread] = []
-        self._followers: list[tuple[Compilation, set[Job]]] = []  # whose bars count jobs of this one
+        self._followers: list[tuple[Compilation, set[CompileJob]]] = []  # whose bars count jobs of this one
         self._bar: Any = None
         if not self._waiting or not sys.executable or not _can_keep():
             self._waiting, self._left = [], set()
@@ -121,11 +121,11 @@ class Compilation:
         with self._lock:
             self._lock.wait_for(lambda: not any(job.target in targets for job in self._left))
 
-    def _left_of(self, jobs: Sequence[Job]) -> set[Job]:
+    def _left_of(self, jobs: Sequence[CompileJob]) -> set[CompileJob]:
         with self._lock:
             return self._left.intersection(jobs)
 
-    def _tell(self, follower: Compilation, jobs: set[Job]) -> None:
+    def _tell(self, follower: Compilation, jobs: set[CompileJob]) -> None:
         """Have a follower's bar count these jobs, those that were done in the meantime too."""
         with self._lock:
             self._followers.append((follower, jobs))
@@ -137,7 +137,7 @@ class Compilation:
             if self._bar is not None and jobs:
                 self._bar.update(jobs)
 
-    def _wait_for_jobs(self, jobs: set[Job]) -> None:
+    def _wait_for_jobs(self, jobs: set[CompileJob]) -> None:
         with self._lock:
             self._lock.wait_for(lambda: not jobs & self._left)
 
@@ -205,7 +205,7 @@ class Compilation:
         if worker is not None:
             _end(worker)
 
-    def _do(self, job: Job, worker: subprocess.Popen[str]) -> None:
+    def _do(self, job: CompileJob, worker: subprocess.Popen[str]) -> None:
         assert worker.stdin is not None and worker.stdout is not None
         try:
             worker.stdin.write(json.dumps([job.target, *job.arguments]) + "\n")

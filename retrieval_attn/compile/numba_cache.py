@@ -17,7 +17,7 @@ from typing import Any
 
 import numba.core.caching
 
-from retrieval_attn.compile import place
+from retrieval_attn.compile import cache_dir as place
 
 try:
     import fcntl

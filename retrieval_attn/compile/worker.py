@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from retrieval_attn.compile.jobs import Job
+from retrieval_attn.compile.jobs import CompileJob
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     sys.stdout = sys.stderr  # what a library prints is no answer
     for line in sys.stdin:
         target, *arguments = json.loads(line)
-        job = Job(target, tuple(arguments))
+        job = CompileJob(target, tuple(arguments))
         try:
             job.run()
             job.mark.touch()

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from retrieval_attn.compile.jobs import Job, wait_until_compiled
+from retrieval_attn.compile.jobs import CompileJob, wait_until_compiled
 from retrieval_attn.cpu.cluster_sums import prepare_sums
 from retrieval_attn.cpu.host_attend import attend_apart, attend_path
 from retrieval_attn.cpu.pool import default_pool
@@ -33,31 +33,33 @@ KEYS, LATER, DIM, QUERIES = 8448, 64, 64, 256
 
 def kernel_jobs(
     fmt: Format, spec: IndexSpec, tokens: int | None = None, *, retrieve_all: bool = False, serves_graphs: bool = False
-) -> list[Job]:
+) -> list[CompileJob]:
     """What reading `tokens` tokens (None: any number) and decoding after them compile, what is waited for first first.
 
     retrieve_all: all keys are attended to. serves_graphs: a GPU replays graphs that ask the host. With a few cores and
     a known number of tokens, of kinds that an index may turn out to be only the likeliest is compiled ahead.
     """
     name = fmt.value
-    kinds = spec.may_be(tokens) or (spec,)
+    kinds = spec.possible_kinds(tokens) or (spec,)
     if tokens is not None and len(usable_cores()) < MANY_CORES:
         kinds = kinds[:1]
     arguments = [(name, one.kind, json.dumps(asdict(one.options), sort_keys=True)) for one in (*kinds, EXACT)]
     own = list(zip(kinds, arguments[:-1], strict=True))
-    jobs = [Job(f"{__name__}:code", given) for one, given in own if _is_coded(one)]
-    jobs += [Job(f"{__name__}:{what}", given) for _, given in own for what in ("search", "build")]
-    jobs += [Job(f"{__name__}:step", (name,)), Job(f"{__name__}:search", arguments[-1])]
+    jobs = [CompileJob(f"{__name__}:code", given) for one, given in own if _is_coded(one)]
+    jobs += [CompileJob(f"{__name__}:{what}", given) for _, given in own for what in ("search", "build")]
+    jobs += [CompileJob(f"{__name__}:step", (name,)), CompileJob(f"{__name__}:search", arguments[-1])]
     if retrieve_all:
-        jobs.append(Job(f"{__name__}:attend_all", (name,)))
+        jobs.append(CompileJob(f"{__name__}:attend_all", (name,)))
     if serves_graphs:
-        jobs.append(Job(f"{__name__}:server"))
+        jobs.append(CompileJob(f"{__name__}:server"))
     return list(dict.fromkeys(jobs))
 
 
-def early_jobs(fmt: Format, spec: IndexSpec, *, retrieve_all: bool = False, serves_graphs: bool = False) -> list[Job]:
+def early_jobs(
+    fmt: Format, spec: IndexSpec, *, retrieve_all: bool = False, serves_graphs: bool = False
+) -> list[CompileJob]:
     """Those of `kernel_jobs` that a read of any number of tokens has: all where the kind of index is known."""
-    if not spec.may_be():
+    if not spec.possible_kinds():
         return kernel_jobs(fmt, spec, retrieve_all=retrieve_all, serves_graphs=serves_graphs)
     jobs = kernel_jobs(fmt, EXACT, retrieve_all=retrieve_all, serves_graphs=serves_graphs)
     return [job for job in jobs if job.target != f"{__name__}:build"]
@@ -76,8 +78,8 @@ def load_kernels(fmt: Format, spec: IndexSpec, kinds: Collection[str] | None = N
     missing.
     """
     step(fmt.value)
-    may_be = (one for one in spec.may_be() if kinds is None or one.kind in kinds)
-    for one in dict.fromkeys([EXACT, spec, *may_be]):
+    possible_kinds = (one for one in spec.possible_kinds() if kinds is None or one.kind in kinds)
+    for one in dict.fromkeys([EXACT, spec, *possible_kinds]):
         one.prepare(fmt)
 
 

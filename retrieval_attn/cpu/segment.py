@@ -36,8 +36,8 @@ class HeadCoders(Protocol):
         """What makes the codes of this head: a `index.device.Coder`."""
 
 
-class DeviceRows(Protocol):
-    """What devices have of a segment's tokens beside its index: `offload/rounded.py`."""
+class DeviceMirrors(Protocol):
+    """What devices have of a segment's tokens beside its index: `offload/int8_rows.py`."""
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +112,7 @@ class Segment:
         self.locked_rows: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
         """Keys and values where they are page-locked, if that is another address: a file's own pages. Not to be written
         to."""
-        self.rounded: DeviceRows | None = None  # the same tokens as int8 rows that a device reads, if it does
+        self.rounded: DeviceMirrors | None = None  # the same tokens as int8 rows that a device reads, if it does
         self.fmt = fmt
         self.length = 0
         self.frozen = self.sealed = False

@@ -136,7 +136,7 @@ def serve_calls(table):
     return np.int64(0)
 
 
-class Server:
+class CallTable:
     """The table of one graph's calls. What its addresses name is kept alive by its owner."""
 
     run = staticmethod(serve_calls)

@@ -46,11 +46,11 @@ _JOB = np.dtype(
 
 
 Stretches = npt.NDArray[np.int64]
-"""A `Stretch` in each row."""
+"""A `WindowRow` in each row."""
 Tokens = npt.NDArray[np.uint8]
 
 
-class Stretch(NamedTuple):
+class WindowRow(NamedTuple):
     """Where one row's tokens lie: the addresses of its first token's key and value in head 0, bytes from a head to the
     next, and how many tokens there are. Tokens of a head lie one behind the other.
     """
@@ -131,7 +131,7 @@ def attend_stretches(
     pool: Pool,
     fmt: Format,
     queries: npt.NDArray[np.float32],
-    rows: list[Stretch] | Stretches,
+    rows: list[WindowRow] | Stretches,
     dims: tuple[int, int],
     *,
     scale: float,

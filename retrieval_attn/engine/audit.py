@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retrieval_attn.engine.node import Node
-from retrieval_attn.engine.residents import Residents
+from retrieval_attn.engine.resident_set import ResidentSet
 
 __all__ = ["check_nodes"]
 
 
-def check_nodes(root: Node, residents: Residents, count: int) -> None:
+def check_nodes(root: Node, residents: ResidentSet, count: int) -> None:
     """Raises AssertionError unless links, references and residents of all nodes agree; count: nodes without the root.
 
     References: those of a node are its own leases and its children's references. O(nodes).

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 from retrieval_attn.engine.fairness import FairQueue
-from retrieval_attn.engine.job import State
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.places import Places
+from retrieval_attn.engine.request_needs import State
+from retrieval_attn.engine.resource_pool import ResourcePool
 
 __all__ = ["check_conservation"]
 
 
-def check_conservation(limits: Limits, places: Places, queues: Mapping[bool, FairQueue]) -> None:
+def check_conservation(limits: Limits, places: ResourcePool, queues: Mapping[bool, FairQueue]) -> None:
     """Count anew, from the jobs, what was counted at each change. Raises AssertionError with the first difference."""
     entries, seated = places.entries, places.seated()
     found = [(name, State.WAITING) for queue in queues.values() for name in queue.waiting()]

@@ -2,7 +2,7 @@
 
 One thread plans and steps (Orca's iteration-level scheduling); long prompts are read between steps, cell by cell; what
 requests begin with is read once, and kept in a tree for those that come later (RadixAttention). Steps are replays of
-graphs on a GPU, where they can be (`engine/bucket.py`), and eager elsewhere.
+graphs on a GPU, where they can be (`engine/graph_runner.py`), and eager elsewhere.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
+from retrieval_attn.engine.context_prefetcher import ContextPrefetcher
 from retrieval_attn.engine.counts import Counts
-from retrieval_attn.engine.draw import RowDraw
-from retrieval_attn.engine.exact import ExactPool
-from retrieval_attn.engine.expected import Expected
-from retrieval_attn.engine.held import HeldCache
-from retrieval_attn.engine.intake import Intake, begun_again
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.outbox import Outbox
-from retrieval_attn.engine.readings import Readings
+from retrieval_attn.engine.output_queue import OutputQueue
+from retrieval_attn.engine.paged_prefix import PagedKVPool
+from retrieval_attn.engine.prefill_worker import PrefillWorker
+from retrieval_attn.engine.prefix_entry import PrefixEntry
+from retrieval_attn.engine.radix_cache import RadixCache, TreeStats
 from retrieval_attn.engine.request import Reason, Request
-from retrieval_attn.engine.row import Row, damage_of
+from retrieval_attn.engine.request_admission import RequestAdmission, retry_without_damaged
+from retrieval_attn.engine.request_handle import RequestHandle
+from retrieval_attn.engine.running_request import RunningRequest, damage_of
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.engine.saved_text import SavedTexts
-from retrieval_attn.engine.scheduler import Results, Scheduler, StepPlan
+from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.engine.stepper import Stepper
-from retrieval_attn.engine.ticket import Ticket
-from retrieval_attn.engine.tree import Tree, TreeStats
 from retrieval_attn.engine.warm_up import DRAWS, WarmUp, WarmUps
 from retrieval_attn.errors import ConfigError, EngineFullError, InputDataError, RetrievalAttentionError
 from retrieval_attn.memory.host import HostSize
@@ -49,7 +49,7 @@ from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.shared_room import shared_device_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.transfer import host_format
-from retrieval_attn.runner.kept_pages import let_go
+from retrieval_attn.runner.full_kv_pages import let_go
 from retrieval_attn.saving.save import Saved, template_digest
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate, Question
@@ -131,19 +131,21 @@ class Engine:
         self._empty = RetrievalCache(self._loop.model, self._config)
         self._scheduler = Scheduler(self._limits)
         self._shared_bytes = self._limits.host_bytes // 4 if shared_bytes is None else shared_bytes
-        self._tree = Tree() if self._shared_bytes else None
+        self._tree = RadixCache() if self._shared_bytes else None
         self._answers = self._tree if reuse_generated else None
-        self._exact = ExactPool.of(exact_tokens, exact_pages, self._limits, self._loop.model, self._config, exact_int8)
-        self._outbox = Outbox()
-        self._intake = Intake(
+        self._exact = PagedKVPool.of(
+            exact_tokens, exact_pages, self._limits, self._loop.model, self._config, exact_int8
+        )
+        self._outbox = OutputQueue()
+        self._intake = RequestAdmission(
             self._loop, self._outbox, self._saved, (self._tree, self._exact), self._empty.require_room
         )
         self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail, self._counts)
-        self._expected = Expected(lambda: self._saved.store, self._limits.host_bytes)
-        self._rows: dict[str, Row] = {}
+        self._expected = ContextPrefetcher(lambda: self._saved.store, self._limits.host_bytes)
+        self._rows: dict[str, RunningRequest] = {}
         self._numbers, self._changed = itertools.count(), threading.Condition()
         caches = self._config, self._tree
-        self._readings = Readings(self._rows, self._scheduler, self._changed, caches, self._fail, self._counts)
+        self._readings = PrefillWorker(self._rows, self._scheduler, self._changed, caches, self._fail, self._counts)
         self._warm_ups = WarmUps()
         self._closing = self._replays = False  # replays: the next step likely is one
         self.died: BaseException | None = None  # what ended it in the middle of its work
@@ -152,16 +154,16 @@ class Engine:
         self._at_exit = functools.partial(self.close, drain=False)  # Python must not end inside a compiled function
         atexit.register(self._at_exit)
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, request: Request) -> RequestHandle:
         """Take a request in. Any thread. Raises ContextLengthError or AdmissionError for one that never fits,
         EngineFullError if too many wait or the engine is closed, and for a saved context what `LLM.open` raises: what
         is found only when its layers are opened ends the request as its error.
         """
-        ticket = Ticket(str(next(self._numbers)), lambda: self._abort(ticket))
+        ticket = RequestHandle(str(next(self._numbers)), lambda: self._abort(ticket))
         self._enter(self._intake.row(request, ticket))
         return ticket
 
-    def _enter(self, row: Row) -> None:
+    def _enter(self, row: RunningRequest) -> None:
         number = row.ticket.id if row.before is None else str(next(self._numbers))
         job, context = self._intake.job(number, row), None if row.lost else row.request.context
         with self._changed:
@@ -172,7 +174,7 @@ class Engine:
                 self._expected.add(number, context)
             self._changed.notify_all()
 
-    def ask(self, text: str | Sequence[int], question: Question, *, raw: bool = False, **options: Any) -> Ticket:
+    def ask(self, text: str | Sequence[int], question: Question, *, raw: bool = False, **options: Any) -> RequestHandle:
         """Submit a question about a text, put as `Context.ask` puts it; equal texts are read once.
 
         options: of `Request`. Raises as `submit`, and InputDataError for a question that is empty.
@@ -181,7 +183,7 @@ class Engine:
         document = template.context_ids(text) if isinstance(text, str) else text
         return self.submit(Request((tuple(document), tuple(template.question_ids(question, raw))), **options))
 
-    def ask_saved(self, name: str, question: Question, *, raw: bool = False, **options: Any) -> Ticket:
+    def ask_saved(self, name: str, question: Question, *, raw: bool = False, **options: Any) -> RequestHandle:
         """Submit a question about a saved context; otherwise as `ask`. It is opened once, and while requests use it."""
         asked = tuple(self._template.question_ids(question, raw))
         return self.submit(Request((asked,), context=name, **options))
@@ -197,11 +199,11 @@ class Engine:
         """
         document = self._template.context_ids(text) if isinstance(text, str) else text
         ids = self._intake.whole_ids(document, context)
-        match = (self._tree or Tree()).match([*ids, 0], namespace, leased=True)
+        match = (self._tree or RadixCache()).match([*ids, 0], namespace, leased=True)
         assert match.lease is not None
         with match.lease:
             node = match.node
-            if match.length != len(ids) or match.tokens != len(node) or not isinstance(node.held, HeldCache):
+            if match.length != len(ids) or match.tokens != len(node) or not isinstance(node.held, PrefixEntry):
                 raise InputDataError(
                     f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
                     "shared_bytes, or read it with LLM.read(text, save=name)."
@@ -209,7 +211,7 @@ class Engine:
             return self._saved.save(name, node.held.fork(), node.held.opened, node.rebuild_seconds, wait=wait)
 
     def warm_up(
-        self, *, rows: int | None = None, tokens: int | None = None, draws: Sequence[RowDraw] = DRAWS,
+        self, *, rows: int | None = None, tokens: int | None = None, draws: Sequence[SamplingParams] = DRAWS,
         progress: bool = True,
     ) -> None:  # fmt: skip
         """Make now what the first requests would wait for: kernels, and the graphs of steps; leaves nothing behind.
@@ -268,7 +270,7 @@ class Engine:
         if self._closing or self.died is not None:
             raise EngineFullError("The engine is closed; make another.") from self.died
 
-    def _abort(self, ticket: Ticket) -> None:
+    def _abort(self, ticket: RequestHandle) -> None:
         with self._changed:
             for number in [number for number, row in self._rows.items() if row.ticket is ticket]:
                 self._scheduler.abort(number)
@@ -277,7 +279,7 @@ class Engine:
     # -- the engine's thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        results, model = Results(), self._loop.model
+        results, model = StepResult(), self._loop.model
         try:
             compile_windows(host_format(self._config.host_dtype, model.dtype))  # the first step would wait for it
             while True:
@@ -287,7 +289,7 @@ class Engine:
                     idle = self._scheduler.idle
                     if idle and not self._warm_ups:
                         return
-                    plan = None if idle else self._scheduler.tick(results, time.monotonic())
+                    plan = None if idle else self._scheduler.schedule(results, time.monotonic())
                 if plan is None:
                     if self._warm_ups.run_next(self._loop, self._config, self._stepper, self._exact):
                         self._readings.made_ready()
@@ -307,7 +309,7 @@ class Engine:
             self._stepper.close()
             self._expected.close()
 
-    def _do(self, plan: StepPlan) -> Results:
+    def _do(self, plan: SchedulerOutput) -> StepResult:
         failed: list[str] = []
         for number in plan.leave:
             row = self._rows[number]
@@ -327,7 +329,7 @@ class Engine:
             self._outbox.send()
         progress = self._readings.go_on(dict(plan.read), failed, alone=not plan.decode)
         self._give_up()
-        return Results(
+        return StepResult(
             tuple(found.ended), tuple(found.tokens), tuple(failed), progress.cells, progress.done, found.seconds,
             progress.cell_seconds, progress.at_end,
         )  # fmt: skip
@@ -336,7 +338,7 @@ class Engine:
         """This request ends with its error, or begins again without what was damaged; the others go on."""
         row = self._rows[number]
         failed.append(number)
-        if not begun_again(row, error, self._intake, self._enter):
+        if not retry_without_damaged(row, error, self._intake, self._enter):
             known = isinstance(error, RetrievalAttentionError | MemoryError | torch.OutOfMemoryError)
             log.warning("request %s failed: %s: %s", number, type(error).__name__, error, exc_info=not known and error)
             row.finish("error", error)

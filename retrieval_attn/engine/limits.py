@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 
-from retrieval_attn.engine.job import Job
+from retrieval_attn.engine.request_needs import RequestNeeds
 from retrieval_attn.errors import AdmissionError, ConfigError
 
 __all__ = ["Limits"]
@@ -59,15 +59,15 @@ class Limits:
             )
         return replace(self, shared_device_bytes=device_bytes)
 
-    def job_bytes(self, job: Job) -> int:
+    def job_bytes(self, job: RequestNeeds) -> int:
         """Host bytes that a job reserves: for all tokens that it may ever add."""
         return job.new_tokens * self.token_bytes
 
-    def is_long(self, job: Job) -> bool:
+    def is_long(self, job: RequestNeeds) -> bool:
         """Whether reading it takes more than one chunk."""
         return job.unread_tokens > self.chunk_tokens
 
-    def cells(self, job: Job) -> int:
+    def cells(self, job: RequestNeeds) -> int:
         """Cells of its reading, where chunks keep their size; 0 where nothing is to be read."""
         return self.layer_cells(job.unread_tokens) * self.layers
 
@@ -76,7 +76,7 @@ class Limits:
         chunks = -(-tokens // self.chunk_tokens)
         return chunks + (chunks > 1)
 
-    def refuse_too_large(self, job: Job) -> None:
+    def refuse_too_large(self, job: RequestNeeds) -> None:
         """Raise AdmissionError for a job that would not fit even if it were the only one."""
         need = self.job_bytes(job)
         if need > self.host_bytes:

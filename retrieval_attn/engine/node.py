@@ -10,13 +10,13 @@ import numpy as np
 from retrieval_attn.engine.ids import Ids
 from retrieval_attn.engine.sizes import Sizes
 
-__all__ = ["Branches", "Held", "Namespace", "Node", "Place"]
+__all__ = ["Branches", "Payload", "Namespace", "Node", "Place"]
 
 Namespace = str | None
 """Whose prefix it is, an API key for instance; None: everybody's. No text can be mistaken for None."""
 
 
-class Held(Protocol):
+class Payload(Protocol):
     """What a node keeps in memory. The tree only counts its bytes; it never cuts, copies or changes it."""
 
     @property
@@ -72,7 +72,7 @@ class Node:
         self.ids = ids
         self.namespace = namespace
         self.number = number
-        self.held: Held | None = None
+        self.held: Payload | None = None
         self.held_children = 0
         self.sizes = Sizes()
         self.rebuild_seconds = 0.0

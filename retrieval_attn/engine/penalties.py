@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.generation import LogitsProcessor
 
-from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import InputDataError
 
 __all__ = ["History", "Penalties", "PenaltyProcessor", "penalized", "require_known"]
@@ -49,7 +49,7 @@ class History:
     answer, which are not chosen before it has `min_tokens`.
     """
 
-    draw: RowDraw
+    draw: SamplingParams
     prompt: Sequence[int] | Ids
     output: list[int] = field(default_factory=list)
     ends: Collection[int] = ()
@@ -57,7 +57,12 @@ class History:
 
     @classmethod
     def of(
-        cls, draw: RowDraw, prompt: Sequence[int] | Ids, output: list[int], ends: Collection[int], min_tokens: int
+        cls,
+        draw: SamplingParams,
+        prompt: Sequence[int] | Ids,
+        output: list[int],
+        ends: Collection[int],
+        min_tokens: int,
     ) -> History | None:
         """Return None if no option of the row ever changes its scores."""
         return cls(draw, prompt, output, ends, min_tokens) if draw.adjusts or (min_tokens and ends) else None
@@ -73,7 +78,7 @@ class History:
         return self.draw.adjusts or self.too_short
 
 
-def require_known(draw: RowDraw, vocabulary: int) -> None:
+def require_known(draw: SamplingParams, vocabulary: int) -> None:
     """Raise InputDataError if the logit bias names a token that the model does not have."""
     unknown = [token for token, _ in draw.biases if token >= vocabulary]
     if unknown:

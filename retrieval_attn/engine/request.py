@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from retrieval_attn.engine.draw import MAX_LOGPROBS, RowDraw
-from retrieval_attn.engine.job import PRIORITIES, Priority
+from retrieval_attn.engine.request_needs import PRIORITIES, Priority
+from retrieval_attn.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.runner.decode import TokenScore
 from retrieval_attn.sampling.options import is_encodable, is_int
@@ -35,7 +35,7 @@ class Request:
 
     parts: tuple[tuple[int, ...], ...]
     max_tokens: int = 128
-    draw: RowDraw = RowDraw()
+    draw: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] | None = None
     namespace: str | None = ""
@@ -86,8 +86,8 @@ class Request:
 
 
 class Event(NamedTuple):
-    """One more token. text: what is certain with it, which may be "". logprob, top: see `RowDraw.logprobs`; top has
-    pairs of an id and its log-probability.
+    """One more token. text: what is certain with it, which may be "". logprob, top: see `SamplingParams.logprobs`; top
+    has pairs of an id and its log-probability.
     """
 
     token: int

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.decode_batch import DecodeTokens, StepPlans, decode_batch
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.reread import goes_on
 from retrieval_attn.attention.retrieval import RetrievalLayer, decodes_plainly
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.attention.together import NewTokens, StepPlans, decode_together
 from retrieval_attn.engine.counts import StepClock
 from retrieval_attn.engine.row_states import RowsState
 from retrieval_attn.errors import CacheMismatchError, RowsFailedError, ShapeError, UnsupportedModelError
@@ -334,11 +334,11 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
             except Exception as error:
                 self._rows.fail(row, error)
         if together:
-            found, errors = decode_together(
+            found, errors = decode_batch(
                 self._rows.plans,
                 together,
                 module,
-                NewTokens(query, key, value, spec),
+                DecodeTokens(query, key, value, spec),
                 Scoring(scale, softcap),
                 sink_logits,
                 exact,

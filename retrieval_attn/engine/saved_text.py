@@ -21,7 +21,16 @@ from retrieval_attn.engine.opening import Opening
 from retrieval_attn.errors import StoreDamagedError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.model.weights import WeightState, weight_state
-from retrieval_attn.saving.save import Kept, Saved, SavedChain, described, emptied, find_saved, open_chain, saved_chain
+from retrieval_attn.saving.save import (
+    Saved,
+    SavedChain,
+    SavedLineage,
+    described,
+    emptied,
+    find_saved,
+    open_chain,
+    saved_chain,
+)
 from retrieval_attn.store import ContextStore
 
 __all__ = ["OpenedText", "SavedText", "SavedTexts"]
@@ -74,7 +83,7 @@ class SavedText:
         """For the ids to be read into: an empty cache with the options that they were read with, and what says that its
         keys come from no file. Raises StoreMismatchError.
         """
-        return self._texts.emptied(self._chain), OpenedText(self, Kept())
+        return self._texts.emptied(self._chain), OpenedText(self, SavedLineage())
 
     def note_damage(self, error: StoreDamagedError) -> None:
         """Its files are damaged: who names it from now on does not have them. Any thread."""
@@ -84,12 +93,12 @@ class SavedText:
 class OpenedText:
     """One opening of a saved text; caches that continue it keep it."""
 
-    def __init__(self, text: SavedText, kept: Kept) -> None:
+    def __init__(self, text: SavedText, kept: SavedLineage) -> None:
         """kept: compares the files with their checksums, in a thread."""
         self.text, self._kept = text, kept
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> SavedLineage:
         """For a context that continues it: what it has more is all that a save of it writes."""
         return self._kept.fork()
 
@@ -153,11 +162,11 @@ class SavedTexts:
         """Keep what a cache holds, which nobody else changes, under a name. opened: the saved context that it
         continues. Raises as `Context.save`.
         """
-        loop, kept = self._loop, Kept() if opened is None else opened.kept
+        loop, kept = self._loop, SavedLineage() if opened is None else opened.kept
         plain = described(self._template, attended_columns(cache.batch), read_seconds, loop.model)
         return kept.save(self.store, name, loop.model, loop.tokenizer, cache, plain, wait)
 
-    def opened(self, text: SavedText, on_layer: Callable[[], None]) -> tuple[RetrievalCache, Kept]:
+    def opened(self, text: SavedText, on_layer: Callable[[], None]) -> tuple[RetrievalCache, SavedLineage]:
         """A cache of what the text's node holds, the files mapped anew. Raises StoreError and what is below it."""
         with self._lock:
             identity = self._of_model()

@@ -14,15 +14,15 @@ from itertools import chain
 from typing import NamedTuple
 
 from retrieval_attn.engine.conservation import check_conservation
-from retrieval_attn.engine.entry import Entry
 from retrieval_attn.engine.fairness import FairQueue
-from retrieval_attn.engine.grants import Grants
-from retrieval_attn.engine.job import Job, State
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.places import Places
+from retrieval_attn.engine.prefill_budget import PrefillBudget
+from retrieval_attn.engine.request_needs import RequestNeeds, State
+from retrieval_attn.engine.resource_pool import ResourcePool
+from retrieval_attn.engine.scheduled_request import ScheduledRequest
 from retrieval_attn.errors import AdmissionError, EngineFullError
 
-__all__ = ["Results", "Scheduler", "StepPlan"]
+__all__ = ["StepResult", "Scheduler", "SchedulerOutput"]
 
 TRIES = 8
 """Jobs looked at, when the first lacks host memory, for one that fits."""
@@ -30,7 +30,7 @@ OVERTAKES = 16
 """Jobs that may overtake one that lacks host memory; then all wait until it has it."""
 
 
-class Results(NamedTuple):
+class StepResult(NamedTuple):
     """What came of plans since the last tick; names of jobs that are gone are ignored.
 
     ended: rows that chose a stop token or string. tokens: rows that got a token; each row of a plan's `decode` must
@@ -50,7 +50,7 @@ class Results(NamedTuple):
     at_end: tuple[str, ...] = ()
 
 
-class StepPlan(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """What is to be done, in this order: leave, start, decode and, beside or after it, read.
 
     leave: ended, failed, aborted, or has all its tokens: give everything back; of a job that only waited there is
@@ -65,8 +65,8 @@ class StepPlan(NamedTuple):
     leave: tuple[str, ...] = ()
 
 
-def _seating_order(entry: Entry) -> tuple[bool, bool, int]:
-    return (not entry.interactive, not entry.interactive and entry.state is not State.PARKED, entry.order)
+def _seating_order(entry: ScheduledRequest) -> tuple[bool, bool, int]:
+    return (not entry.interactive, not entry.interactive and entry.state is not State.PREEMPTED, entry.order)
 
 
 class Scheduler:
@@ -79,10 +79,10 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.lacking_bytes = 0
-        self._places = Places(limits)
+        self._places = ResourcePool(limits)
         self._queues = {True: FairQueue(limits.quantum_tokens), False: FairQueue(limits.quantum_tokens)}
-        self._batch_by_age: OrderedDict[str, Entry] = OrderedDict()
-        self._grants = Grants(limits)
+        self._batch_by_age: OrderedDict[str, ScheduledRequest] = OrderedDict()
+        self._grants = PrefillBudget(limits)
         self._leaving: dict[str, None] = {}
         self._ticks = 0
         self._order = 0
@@ -109,7 +109,7 @@ class Scheduler:
         entry = self._places.entries.get(job)
         return State.GONE if entry is None else entry.state
 
-    def submit(self, job: Job, now: float) -> None:
+    def submit(self, job: RequestNeeds, now: float) -> None:
         """Take a job in. now: seconds of any clock that does not go back.
 
         Raises AdmissionError for a job that can never be admitted, or whose id is taken by one that is still there;
@@ -127,7 +127,7 @@ class Scheduler:
         self._now = max(self._now, now)
         self._order += 1
         interactive = job.priority == "interactive"
-        entry = Entry(
+        entry = ScheduledRequest(
             job, self._now, self._order, self.limits.job_bytes(job), self.limits.is_long(job), interactive=interactive
         )
         self._places.enter(entry)
@@ -164,7 +164,7 @@ class Scheduler:
         _renew(entry, changed, self._queues[entry.interactive], self.limits)
 
     def set_known(self, job: str, known_tokens: int) -> None:
-        """Tokens of a job's prompt that the tree has now, as where an equal text was just read: see `Job`."""
+        """Tokens of a job's prompt that the tree has now, as where an equal text was just read: see `RequestNeeds`."""
         if (entry := self._places.entries.get(job)) is not None:
             job_now = replace(entry.job, known_tokens=known_tokens)
             _renew(entry, job_now, self._queues[entry.interactive], self.limits)
@@ -177,7 +177,7 @@ class Scheduler:
         """Raise AssertionError unless every byte and slot is free or held by one job in one state; O(jobs)."""
         check_conservation(self.limits, self._places, self._queues)
 
-    def tick(self, results: Results, now: float) -> StepPlan:
+    def schedule(self, results: StepResult, now: float) -> SchedulerOutput:
         """Take in what happened, and plan the next step. now: seconds, as in `submit`."""
         self._now = max(self._now, now)
         self._ticks += 1
@@ -191,14 +191,14 @@ class Scheduler:
         rows = [entry for entry in self._places.seated() if entry.wants_step]
         for entry in rows:
             entry.in_flight += 1
-        return StepPlan(
+        return SchedulerOutput(
             start=start,
             decode=tuple(entry.job.id for entry in rows),
             read=self._grants.plan(self._places.held[State.READING].values(), len(rows), now),
             leave=leave,
         )
 
-    def _take_in(self, results: Results) -> None:
+    def _take_in(self, results: StepResult) -> None:
         self._grants.measured(results.read, self._places.entries, results.cell_seconds)
         self._grants.measured_step(len(results.tokens), results.decode_seconds)
         for name, cells in results.read.items():
@@ -247,22 +247,22 @@ class Scheduler:
 
     def _seat(self) -> None:
         """Give slots: to interactive jobs, even a batch row's; then to parked rows; then to batch jobs; each by age."""
-        unseated = chain(self._places.held[State.READY].values(), self._places.held[State.PARKED].values())
+        unseated = chain(self._places.held[State.READY].values(), self._places.held[State.PREEMPTED].values())
         for entry in sorted(unseated, key=_seating_order):
-            parked = entry.state is State.PARKED
+            parked = entry.state is State.PREEMPTED
             fits = self._places.free_slots and (not parked or self._places.has_room)
-            if not fits and not (entry.interactive and self._park_one()):
+            if not fits and not (entry.interactive and self._preempt_one()):
                 continue
             entry.since = self._ticks
             self._places.move(entry, State.DECODING)
 
-    def _park_one(self) -> bool:
+    def _preempt_one(self) -> bool:
         """Take the slot from the batch row that came last; not from one that just got it."""
         rows = [e for e in self._places.seated() if not e.interactive and e.since < self._ticks]
         if not rows:
             return False
         entry = max(rows, key=lambda e: e.order)
-        self._places.move(entry, State.PARKED)
+        self._places.move(entry, State.PREEMPTED)
         return True
 
     def _admit(self) -> tuple[str, ...]:
@@ -282,10 +282,10 @@ class Scheduler:
                 self._places.move(entry, State.READY)
         return tuple(start)
 
-    def _next(self, room: Mapping[bool, int]) -> Entry | None:
+    def _next(self, room: Mapping[bool, int]) -> ScheduledRequest | None:
         """The job to be admitted now, or None. One that lacks host memory is overtaken a bounded number of times."""
         self.lacking_bytes = 0
-        blocked: Entry | None = None
+        blocked: ScheduledRequest | None = None
         for interactive in (True, False):
             if room[interactive] <= 0:
                 continue
@@ -301,7 +301,7 @@ class Scheduler:
                         self.lacking_bytes = max(blocked.host_bytes - coming, 0)
                         if blocked.overtaken >= OVERTAKES:
                             return None
-                    elif self._places.has_room or (interactive and self._park_one()):
+                    elif self._places.has_room or (interactive and self._preempt_one()):
                         if blocked is not None:
                             blocked.overtaken += 1
                         return entry
@@ -312,7 +312,7 @@ class Scheduler:
         return None
 
 
-def _renew(entry: Entry, job: Job, queue: FairQueue, limits: Limits) -> None:
+def _renew(entry: ScheduledRequest, job: RequestNeeds, queue: FairQueue, limits: Limits) -> None:
     """The entry's job is this one from now on; what is left of it to be read decides whether it is a long one."""
     is_long = limits.is_long(job)
     if entry.state is State.WAITING and is_long != entry.is_long:

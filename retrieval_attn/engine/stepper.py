@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.engine.bucket import BucketRunner, Stepped
-from retrieval_attn.engine.chooser import Choice, Chooser
 from retrieval_attn.engine.counts import Counts
-from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.graph_runner import GraphRunner, Stepped
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.outbox import Outbox
-from retrieval_attn.engine.row import Row, damage_of
+from retrieval_attn.engine.output_queue import OutputQueue
+from retrieval_attn.engine.running_request import RunningRequest, damage_of
+from retrieval_attn.engine.sampler import SampledToken, Sampler
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import NotFiniteError
 
 __all__ = ["Decoded", "Stepper"]
@@ -41,15 +41,15 @@ class Decoded(NamedTuple):
 class Stepper:
     """See the module. Belongs to the engine's thread."""
 
-    def __init__(self, model: PreTrainedModel, limits: Limits, outbox: Outbox, fail: Fail, counts: Counts) -> None:
+    def __init__(self, model: PreTrainedModel, limits: Limits, outbox: OutputQueue, fail: Fail, counts: Counts) -> None:
         """outbox: of the rows; it is sent while graphs run. counts: is told of the steps."""
-        self._chooser = Chooser(limits.rows, model.device)
-        self._runner = BucketRunner(model, limits.rows, counts.clock)
+        self._chooser = Sampler(limits.rows, model.device)
+        self._runner = GraphRunner(model, limits.rows, counts.clock)
         self._outbox, self._fail = outbox, fail
         self._counts = counts
 
-    def decode(self, rows: Mapping[str, Row], failed: list[str], ahead: bool = False) -> Decoded:
-        """One token for each of these rows. Who fails is added to failed. ahead: see `BucketRunner.advance`."""
+    def decode(self, rows: Mapping[str, RunningRequest], failed: list[str], ahead: bool = False) -> Decoded:
+        """One token for each of these rows. Who fails is added to failed. ahead: see `GraphRunner.advance`."""
         if not rows:
             return Decoded()
         began = time.perf_counter()
@@ -85,7 +85,7 @@ class Stepper:
 
     @torch.no_grad()
     def rehearse(
-        self, cache: RetrievalCache, logits: Tensor, rows: int, draws: Sequence[RowDraw], tokens: int = 0
+        self, cache: RetrievalCache, logits: Tensor, rows: int, draws: Sequence[SamplingParams], tokens: int = 0
     ) -> None:
         """Make what steps of so many rows like `cache` need, which choose as `draws` does; nobody is in a graph.
 
@@ -103,14 +103,14 @@ class Stepper:
                 for error in stepped.errors.values():
                     raise error
         finally:
-            self._runner.vacate()
+            self._runner.clear_slot()
             self._counts.clock.take()  # these were nobody's steps
 
     def close(self) -> None:
         """Give all rows windows of their own, and let go of graphs."""
         self._runner.close()
 
-    def _step(self, fed: Mapping[str, Row], failed: list[str], ahead: bool) -> Stepped:
+    def _step(self, fed: Mapping[str, RunningRequest], failed: list[str], ahead: bool) -> Stepped:
         """Feed these rows their newest tokens."""
         rows = list(fed.values())
         caches = [row.cache for row in rows if row.cache is not None]
@@ -128,7 +128,7 @@ class Stepper:
             self._fail(names[place], cause, failed)
         return stepped
 
-    def _choose(self, rows: Mapping[str, Row], logits: Sequence[Tensor]) -> dict[str, Choice | None]:
+    def _choose(self, rows: Mapping[str, RunningRequest], logits: Sequence[Tensor]) -> dict[str, SampledToken | None]:
         """What rows choose from logits (1, vocabulary) each."""
         if not rows:
             return {}
@@ -137,7 +137,7 @@ class Stepper:
         return dict(zip(rows, found, strict=True))
 
 
-def _spilled(row: Row) -> bool:
+def _spilled(row: RunningRequest) -> bool:
     """Whether the row's full windows moved tokens to the host since the last look."""
     if row.cache is None:
         return False

@@ -19,17 +19,17 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache, seal
 from retrieval_attn.compile.progress import ProgressBar
 from retrieval_attn.config import Config
-from retrieval_attn.engine.draw import RowDraw
-from retrieval_attn.engine.exact import ExactPool, RowPages
-from retrieval_attn.engine.reading import read_batch
+from retrieval_attn.engine.chunked_prefill import read_batch
+from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, EngineFullError
 from retrieval_attn.gpu.memory import count_graphs
-from retrieval_attn.runner.graph.reached import Reads
+from retrieval_attn.runner.graph.host_row_gather import Reads
 
 __all__ = ["DRAWS", "WarmUp", "WarmUps"]
 
-DRAWS = (RowDraw(), RowDraw(temperature=1.0), RowDraw(temperature=1.0, top_p=0.9, top_k=40))
+DRAWS = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=40))
 """One for each way of choosing that has a graph of its own, but for log-probabilities."""
 PAGED_TOKENS = 64
 READS = Reads.HOST, Reads.DEVICE, Reads.BOTH
@@ -45,11 +45,13 @@ class WarmUp(NamedTuple):
 
     rows: int
     tokens: int | None
-    draws: Sequence[RowDraw]
+    draws: Sequence[SamplingParams]
     progress: bool
 
     @classmethod
-    def of(cls, rows: int | None, tokens: int | None, draws: Sequence[RowDraw], progress: bool, *, most: int) -> Self:
+    def of(
+        cls, rows: int | None, tokens: int | None, draws: Sequence[SamplingParams], progress: bool, *, most: int
+    ) -> Self:
         """most: rows of the engine's steps, as many as None stands for. Raises ConfigError."""
         if rows is not None and not 1 <= rows <= most:
             raise ConfigError(f"rows={rows!r} must lie in 1 .. {most}, the rows of the engine's limits")
@@ -59,7 +61,7 @@ class WarmUp(NamedTuple):
             raise ConfigError("draws must name at least one way to choose, such as RowDraw()")
         return cls(most if rows is None else rows, tokens, tuple(draws), progress)
 
-    def run(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: ExactPool | None) -> None:
+    def run(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: PagedKVPool | None) -> None:
         """In the thread that steps, while there are no rows. Raises what reading or stepping raise."""
         sizes = _sizes(self.rows)
         # who reads what is named, the host, the device, or both, is recorded in a step
@@ -86,7 +88,7 @@ class WarmUp(NamedTuple):
         return cache
 
     def _read(
-        self, loop: AnswerLoop, config: Config, exact: ExactPool | None, read: Reads
+        self, loop: AnswerLoop, config: Config, exact: PagedKVPool | None, read: Reads
     ) -> tuple[RetrievalCache, Tensor]:
         """A text as short as makes rows retrieve, some of it in pages, and the logits (1, vocabulary) after it.
 
@@ -100,7 +102,7 @@ class WarmUp(NamedTuple):
         ends = [0, PAGED_TOKENS, PAGED_TOKENS + tokens, count]
         parts = [ids[start:stop] for start, stop in pairwise(ends) if start < stop][exact is None :]
         if exact is not None:
-            pages = RowPages(exact, parts)
+            pages = PageAllocation(exact, parts)
             if pages.take(0, None):
                 pages.open(0, cache)
         for part in parts:
@@ -117,7 +119,7 @@ class WarmUp(NamedTuple):
 def _tokens(cache: RetrievalCache, *, coded: bool) -> int:
     """Of a text whose rows retrieve. coded: by codes, as those of longer ones do."""
     config, spec = cache.config, cache.index.spec
-    keys = spec.coded_from(config.retrieve) if coded and isinstance(config.retrieve, int) else 0
+    keys = spec.min_coded_keys(config.retrieve) if coded and isinstance(config.retrieve, int) else 0
     return config.sink + config.window + max(config.window + config.spill, keys)
 
 
@@ -136,7 +138,7 @@ class WarmUps:
         self._asked.append((warm_up, done))
         return done
 
-    def run_next(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: ExactPool | None) -> bool:
+    def run_next(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: PagedKVPool | None) -> bool:
         """See `WarmUp.run`; raises nothing. Whether it went well."""
         warm_up, done = self._asked.popleft()
         try:

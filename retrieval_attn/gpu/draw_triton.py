@@ -1,4 +1,5 @@
-"""The Triton kernel behind `engine/draw.py`, which says what it computes. Imported only where there is Triton.
+"""The Triton kernel behind `engine/sampling_params.py`, which says what it computes. Imported only where there is
+Triton.
 
 A program chooses for one row. The thresholds of top-k and top-p are found by halving the range in which they lie, each
 time with one pass over the row, which stays in the device's cache: no sort, and nothing but a token id is written.
@@ -45,7 +46,7 @@ else:
 
 @triton.jit
 def _weight(scaled, most):
-    """exp(scaled - most) as an integer, the largest 2^40: `engine/draw.py` says why."""
+    """exp(scaled - most) as an integer, the largest 2^40: `engine/sampling_params.py` says why."""
     return (tl.exp(scaled - most) * 1099511627776.0).to(tl.int64)
 
 

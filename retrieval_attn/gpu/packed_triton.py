@@ -272,7 +272,7 @@ def add_product(residual: Tensor, numbers: Tensor, weights: PackedWeights) -> Te
     return out
 
 
-class Cut(NamedTuple):
+class Tiling(NamedTuple):
     """How a product is cut, at most: tiles of rows and strips (warps) of a program, turns that are loaded ahead."""
 
     tiles: int
@@ -280,13 +280,15 @@ class Cut(NamedTuple):
     stages: int
 
 
-PROJECT = Cut(4, 4, 6), Cut(8, 4, 3), Cut(8, 4, 3)
-GATED = Cut(4, 4, 4), Cut(8, 2, 3), Cut(8, 2, 3)
-ADD = Cut(2, 8, 3), Cut(2, 8, 3), Cut(4, 8, 3)
+PROJECT = Tiling(4, 4, 6), Tiling(8, 4, 3), Tiling(8, 4, 3)
+GATED = Tiling(4, 4, 4), Tiling(8, 2, 3), Tiling(8, 2, 3)
+ADD = Tiling(2, 8, 3), Tiling(2, 8, 3), Tiling(4, 8, 3)
 """For one row, for up to 8 and for more: the fastest of 24 on an H100 for 1, 4 and 16, with Llama-3-8B's weights."""
 
 
-def _options(numbers: Tensor, weights: PackedWeights, width: int, cuts: tuple[Cut, Cut, Cut]) -> dict[str, Any]:
+def _options(
+    numbers: Tensor, weights: PackedWeights, width: int, cuts: tuple[Tiling, Tiling, Tiling]
+) -> dict[str, Any]:
     """How a product of numbers (rows, dim) with weights is cut: tiles and strips that divide both sizes.
 
     width: rows of weights of which a program takes some.

@@ -26,7 +26,7 @@ MAX_ROWS = 16
 """Rows of one call: those of one tile of a matrix instruction."""
 
 
-class Weights(NamedTuple):
+class LinearWeights(NamedTuple):
     """weight (out, in), its rows contiguous, and bias (out,) or None, of one dtype."""
 
     weight: Tensor
@@ -67,13 +67,13 @@ class Weights(NamedTuple):
         """All weights, (out, in)."""
         return self.weight
 
-    def split(self, sizes: list[int]) -> list[Weights]:
+    def split(self, sizes: list[int]) -> list[LinearWeights]:
         """Those of so many rows each, that lie where they lie."""
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
-        return [Weights(weight, bias) for weight, bias in zip(self.weight.split(sizes), biases, strict=True)]
+        return [LinearWeights(weight, bias) for weight, bias in zip(self.weight.split(sizes), biases, strict=True)]
 
 
-AnyWeights = Weights | PackedWeights
+AnyWeights = LinearWeights | PackedWeights
 
 
 class Norm(NamedTuple):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from retrieval_attn.gpu.norm_triton import rms_norm
 from retrieval_attn.gpu.overlap_triton import begin, overlap
-from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Norm, Projected, Rotation, Weights
+from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, LinearWeights, Norm, Projected, Rotation
 
 DEEP_TILE_BYTES = 160 * 1024
 """Shared memory from which four stages of 512 columns fit."""
@@ -200,7 +200,7 @@ def project(hidden: Tensor, into: Attending, rotation: Rotation) -> Projected:
     return projected(hidden, into, rotation, _launch_project)
 
 
-def two_products(hidden: Tensor, norm: Norm, first: Weights, second: Weights) -> tuple[Tensor, Tensor]:
+def two_products(hidden: Tensor, norm: Norm, first: LinearWeights, second: LinearWeights) -> tuple[Tensor, Tensor]:
     """See `products.two_products`."""
     return pair(hidden, norm, first, second, _launch_project)
 
@@ -285,7 +285,7 @@ def gated(hidden: Tensor, into: Gated) -> Tensor:
     return out
 
 
-def add_product(residual: Tensor, numbers: Tensor, weights: Weights) -> Tensor:
+def add_product(residual: Tensor, numbers: Tensor, weights: LinearWeights) -> Tensor:
     """See `products.add_product`."""
     residual, numbers = residual.contiguous(), numbers.contiguous()
     (rows, dim), width = numbers.shape, len(weights.weight)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import MAX_KEYS, Alternatives, HeadShape, HeldBytes, KeyIndex, Training, check_training
+from retrieval_attn.index.base import MAX_KEYS, Alternatives, HeadShape, HostBytes, KeyIndex, Training, check_training
 from retrieval_attn.index.flat import FlatIndex, FlatOptions, search_exact
 from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
@@ -56,7 +56,7 @@ class AutoOptions:
 
 
 def _kinds(options: AutoOptions, tokens: int | None) -> Alternatives:
-    """See KeyIndex.may_be: what `AutoIndex.make` may choose."""
+    """See KeyIndex.possible_kinds: what `AutoIndex.make` may choose."""
     many = MAX_KEYS if tokens is None else tokens
     kinds: list[tuple[int, str, dict[str, Any]]] = [
         (max(EXACT_BELOW, SCAN_BELOW), "roargraph", {}),
@@ -74,7 +74,7 @@ class AutoIndex(KeyIndex):
     kind: ClassVar[str] = "auto"
     trains: ClassVar[bool] = True
     Options = AutoOptions
-    may_be: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(_kinds)
+    possible_kinds: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(_kinds)
 
     @classmethod
     def list_length(cls, options: AutoOptions, num_keys: int) -> int:
@@ -82,14 +82,14 @@ class AutoIndex(KeyIndex):
         return LIST_K if num_keys >= max(SKETCH_FROM, SCAN_BELOW) else 0
 
     @classmethod
-    def host_bytes(cls, options: AutoOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
+    def host_bytes(cls, options: AutoOptions, head: HeadShape) -> tuple[HostBytes, ...]:
         trained = head._replace(train_queries=cls.training_queries(MAX_KEYS, head.train_queries))
         graph = RoarGraphIndex.host_bytes(GraphOptions(), trained)
         return graph + FlatIndex.host_bytes(CODED, head) + SketchIndex.host_bytes(SketchOptions(), head)
 
     @classmethod
     def prepare(cls, options: AutoOptions, fmt: Format) -> bool:
-        """See KeyIndex.prepare: nothing beside the kinds of `may_be`."""
+        """See KeyIndex.prepare: nothing beside the kinds of `possible_kinds`."""
         return True
 
     @classmethod

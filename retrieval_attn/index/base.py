@@ -29,7 +29,7 @@ Alternatives = tuple[tuple[str, dict[str, Any]], ...]
 StateValue = npt.NDArray[Any] | int | float | str
 
 
-class HeldBytes(NamedTuple):
+class HostBytes(NamedTuple):
     """Bytes per key of one head, of how many keys at most (None: of all), what they are, and bytes of all others."""
 
     each: int
@@ -53,9 +53,9 @@ class DeviceBytes(NamedTuple):
     staged: int = 0
 
 
-class HostReads(NamedTuple):
+class HostAccess(NamedTuple):
     """What a device reads in host memory. codes: those that it scans. rows: of keys and values, which are held once
-    more, rounded (`offload/rounded.py`). key_share: of the rows that it reads, those of which it reads keys, too.
+    more, rounded (`offload/int8_rows.py`). key_share: of the rows that it reads, those of which it reads keys, too.
     """
 
     codes: bool = False
@@ -140,11 +140,11 @@ class KeyIndex(SearchedInSteps, ABC):
     """Whether only `auto` chooses this kind: `available` does not list it."""
     trains: ClassVar[bool] = False
     """Whether `build` learns from queries; callers then sample some while they read."""
-    lists_suffice: ClassVar[bool] = False
+    needs_only_lists: ClassVar[bool] = False
     """Whether training lists replace training queries."""
     max_queries: ClassVar[int] = TRAIN_QUERIES
     """A kind that finds more in long contexts the more queries it saw asks for so many there."""
-    may_be: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(lambda options, tokens: ())
+    possible_kinds: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(lambda options, tokens: ())
     """(options, tokens of the context, None: any number): other kinds, and their options, that an index may turn out to
     be, the likeliest first."""
     note: str = ""
@@ -165,9 +165,9 @@ class KeyIndex(SearchedInSteps, ABC):
         return 0
 
     @classmethod
-    def host_bytes(cls, options: Any, head: HeadShape) -> tuple[HeldBytes, ...]:
+    def host_bytes(cls, options: Any, head: HeadShape) -> tuple[HostBytes, ...]:
         """What an index of one head may hold on the host, one for each kind that it may turn out to be."""
-        return (HeldBytes(0, None, "no bytes beyond the keys"),)
+        return (HostBytes(0, None, "no bytes beyond the keys"),)
 
     @classmethod
     def device_bytes(cls, options: Any, head_dim: int) -> DeviceBytes:
@@ -175,9 +175,9 @@ class KeyIndex(SearchedInSteps, ABC):
         return DeviceBytes()
 
     @classmethod
-    def host_reads(cls, options: Any) -> HostReads:
+    def host_reads(cls, options: Any) -> HostAccess:
         """What a device reads in host memory."""
-        return HostReads()
+        return HostAccess()
 
     @classmethod
     def code_shape(cls, options: Any, head_dim: int, k: int, estimated: bool) -> CodeSizes | None:
@@ -187,7 +187,7 @@ class KeyIndex(SearchedInSteps, ABC):
         return None
 
     @classmethod
-    def coded_from(cls, options: Any, k: int) -> int:
+    def min_coded_keys(cls, options: Any, k: int) -> int:
         """How many keys a search for the best k of them goes by codes on the device from; 0: none does."""
         return 0
 

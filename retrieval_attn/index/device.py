@@ -25,8 +25,8 @@ from retrieval_attn.index.base import (
     CodeSizes,
     DeviceBytes,
     HeadShape,
-    HeldBytes,
-    HostReads,
+    HostAccess,
+    HostBytes,
     SearchResult,
     StateValue,
     Training,
@@ -172,13 +172,13 @@ class DeviceIndex(RunsIndex):
         self.codes, (self.space, self.finer_space) = codes, spaces
 
     @classmethod
-    def host_bytes(cls, options: Laid, head: HeadShape) -> tuple[HeldBytes, ...]:
+    def host_bytes(cls, options: Laid, head: HeadShape) -> tuple[HostBytes, ...]:
         layout = options.layout
         finer, rows = layout.finer_for(head.head_dim), layout.int8_rows * (head.head_dim + head.value_dim)
         codes = layout.codes_on_host * layout.bytes_for(head.head_dim)
         texts = ["codes"] * bool(codes) + ["finer codes"] * bool(finer) + ["int8 rows"] * bool(rows)
         text = f"{', '.join(texts)}: read by the GPU" if texts else "none: the index is on the GPU"
-        return (HeldBytes(codes + finer + rows, None, text),)
+        return (HostBytes(codes + finer + rows, None, text),)
 
     @classmethod
     def device_bytes(cls, options: Laid, head_dim: int) -> DeviceBytes:
@@ -187,9 +187,9 @@ class DeviceIndex(RunsIndex):
         return DeviceBytes(steps, staged=codes) if layout.codes_on_host else DeviceBytes(codes + steps)
 
     @classmethod
-    def host_reads(cls, options: Laid) -> HostReads:
+    def host_reads(cls, options: Laid) -> HostAccess:
         layout = options.layout
-        return HostReads(layout.codes_on_host, layout.int8_rows, layout.key_share)
+        return HostAccess(layout.codes_on_host, layout.int8_rows, layout.key_share)
 
     @classmethod
     def code_shape(cls, options: Laid, head_dim: int, k: int, estimated: bool) -> CodeSizes:
@@ -199,7 +199,7 @@ class DeviceIndex(RunsIndex):
         return CodeSizes(layout.bytes_for(head_dim), picked, *((finer, kept) if finer and kept < picked else (0, 0)))
 
     @classmethod
-    def coded_from(cls, options: Laid, k: int) -> int:
+    def min_coded_keys(cls, options: Laid, k: int) -> int:
         return SCAN_SHARE * rescore_count(int(options.rescore), k)
 
     @classmethod
@@ -300,7 +300,7 @@ class DeviceIndex(RunsIndex):
             needed = min(needed, rescore_count(RESCORE, request.k))
         return candidate_search(request, request.candidates, needed)
 
-    def search_likeness(self, k: int, visible: int) -> Hashable | None:
+    def search_batch_key(self, k: int, visible: int) -> Hashable | None:
         count = rescore_count(self._rescore, k)  # once: a plan asks every head
         return (self.kind, count) if visible >= SCAN_SHARE * count else "exact"
 
@@ -423,8 +423,8 @@ class DeviceTail(SearchedInSteps):
     def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
         return self._whole.compiled_search(request)
 
-    def search_likeness(self, k: int, visible: int) -> Hashable | None:
-        return self._whole.search_likeness(k, visible)
+    def search_batch_key(self, k: int, visible: int) -> Hashable | None:
+        return self._whole.search_batch_key(k, visible)
 
     def device_codes(self, k: int, visible: int) -> Any:
         codes = self._whole.device_codes(k, visible)

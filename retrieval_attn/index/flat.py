@@ -22,7 +22,7 @@ from numba import njit, prange
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index.base import (
     HeadShape,
-    HeldBytes,
+    HostBytes,
     KeyIndex,
     SearchResult,
     StateValue,
@@ -172,11 +172,11 @@ class FlatIndex(RunsIndex):
         self._measured = len(keys) if measured is None else measured
 
     @classmethod
-    def host_bytes(cls, options: FlatOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
+    def host_bytes(cls, options: FlatOptions, head: HeadShape) -> tuple[HostBytes, ...]:
         """See KeyIndex.host_bytes. A scan searches the stored keys themselves; int8 keys are codes already."""
         if options.codes == "none" or head.int8:
             return super().host_bytes(options, head)
-        return (HeldBytes(code_width(head.head_dim), None, "a code per key"),)
+        return (HostBytes(code_width(head.head_dim), None, "a code per key"),)
 
     @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: FlatOptions, training: Training) -> FlatIndex:

@@ -12,14 +12,14 @@ from retrieval_attn.errors import BackendError
 
 
 @dataclass
-class _Process:
+class _ForkState:
     """computed: threads of libraries were started here. forked: they were started in a process before this one."""
 
     computed: bool = False
     forked: bool = False
 
 
-_process = _Process()
+_process = _ForkState()
 
 
 def refuse_forked() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import CodeSizes, DeviceBytes, HeadShape, HeldBytes, HostReads, KeyIndex, Training
+from retrieval_attn.index.base import CodeSizes, DeviceBytes, HeadShape, HostAccess, HostBytes, KeyIndex, Training
 from retrieval_attn.index.formats import Format
 
 _kinds: dict[str, type[KeyIndex]] = {}
@@ -76,14 +76,14 @@ class IndexSpec:
     def list_length(self, num_keys: int) -> int:
         return self.cls.list_length(self.options, num_keys)
 
-    def host_bytes(self, head: HeadShape) -> tuple[HeldBytes, ...]:
+    def host_bytes(self, head: HeadShape) -> tuple[HostBytes, ...]:
         return self.cls.host_bytes(self.options, head)
 
     def device_bytes(self, head_dim: int) -> DeviceBytes:
         return self.cls.device_bytes(self.options, head_dim)
 
     @property
-    def host_reads(self) -> HostReads:
+    def host_reads(self) -> HostAccess:
         return self.cls.host_reads(self.options)
 
     def keeps_codes(self, head_dim: int) -> bool:
@@ -93,12 +93,12 @@ class IndexSpec:
     def code_shape(self, head_dim: int, k: int, estimated: bool = False) -> CodeSizes | None:
         return self.cls.code_shape(self.options, head_dim, k, estimated)
 
-    def coded_from(self, k: int) -> int:
-        return self.cls.coded_from(self.options, k)
+    def min_coded_keys(self, k: int) -> int:
+        return self.cls.min_coded_keys(self.options, k)
 
-    def may_be(self, tokens: int | None = None) -> tuple[IndexSpec, ...]:
+    def possible_kinds(self, tokens: int | None = None) -> tuple[IndexSpec, ...]:
         """Other kinds that an index over so many tokens (None: any number) may turn out to be, the likeliest first."""
-        return tuple(IndexSpec.of(kind, options) for kind, options in self.cls.may_be(self.options, tokens))
+        return tuple(IndexSpec.of(kind, options) for kind, options in self.cls.possible_kinds(self.options, tokens))
 
     def prepare(self, fmt: Format) -> bool:
         return self.cls.prepare(self.options, fmt)

@@ -13,7 +13,7 @@ stay.
 """
 
 
-def beside_bytes(shape: ModelShape, *, int8: bool) -> int:
+def device_kv_bytes(shape: ModelShape, *, int8: bool) -> int:
     """Bytes of a token's keys and values of one layer, as they lie beside the model."""
     from retrieval_attn.index.formats import Format
 
@@ -22,8 +22,8 @@ def beside_bytes(shape: ModelShape, *, int8: bool) -> int:
     return shape.kv_heads * sum(Format.INT8.row_bytes(dim) for dim in (shape.key_dim, shape.value_dim))
 
 
-def tokens_read_sooner(shape: ModelShape, bandwidth: float, *, int8: bool = False) -> int:
+def full_attention_breakeven(shape: ModelShape, bandwidth: float, *, int8: bool = False) -> int:
     """Tokens of which a GPU reads a layer's keys and values sooner than a search answers. bandwidth: bytes per second.
     int8: they lie there so.
     """
-    return int(SEARCH_MICROSECONDS[int8] * 1e-6 * bandwidth / max(1, beside_bytes(shape, int8=int8)))
+    return int(SEARCH_MICROSECONDS[int8] * 1e-6 * bandwidth / max(1, device_kv_bytes(shape, int8=int8)))

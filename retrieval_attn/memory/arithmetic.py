@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from retrieval_attn.config import Config
-from retrieval_attn.memory.all_keys import beside_bytes, tokens_read_sooner
+from retrieval_attn.memory.all_keys import device_kv_bytes, full_attention_breakeven
 from retrieval_attn.memory.device import (
     DEVICE_RESERVE,
     GRAPH_STATES,
@@ -215,7 +215,7 @@ class Arithmetic:
         )
         plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
         codes = n * size.coded_token_bytes  # of the index that answers with all keys do not use
-        int8 = part.weight_bytes + tokens_kv * beside_bytes(part, int8=True) + rest + codes
+        int8 = part.weight_bytes + tokens_kv * device_kv_bytes(part, int8=True) + rest + codes
         share = part.weight_bytes / self.shape.weight_bytes
         quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
         quantized = quantized_weights + round(tokens_kv * part.kv_elements * Q8_BITS / 8) + rest
@@ -283,7 +283,7 @@ class Arithmetic:
         floors = f"{full.floor_ms:.1f} ms per token against {full.retrieval_floor_ms:.1f} ms with a flat index"
         limit = show_bytes(device_limit)
         large, small, large_int8, small_int8 = (
-            tokens_read_sooner(self.shape, speed, int8=int8)
+            full_attention_breakeven(self.shape, speed, int8=int8)
             for int8 in (False, True)
             for speed in (H100_BANDWIDTH, DEVICE_BANDWIDTH)
         )

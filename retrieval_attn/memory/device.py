@@ -24,7 +24,7 @@ DEVICE_RESERVE = 9 * GIB // 8
 GRAPH_STATES = 3
 
 
-class Layout(NamedTuple):
+class DeviceLayout(NamedTuple):
     """Where a pass has what grows with the context.
 
     hidden_on_host: hidden states lie in host memory, and their chunks visit the device. kv_layers: layers whose keys
@@ -35,14 +35,14 @@ class Layout(NamedTuple):
     kv_layers: int = 2
 
 
-def layouts(options: Config) -> tuple[Layout, ...]:
+def layouts(options: Config) -> tuple[DeviceLayout, ...]:
     """The layouts that the options allow, the fastest first: a layer that waits for a copy costs less than chunks
     that travel.
     """
     if options.hidden_states == "host":
-        return Layout(True), Layout(True, 1)
-    on_device = Layout(), Layout(False, 1)
-    return on_device if options.hidden_states == "device" else (*on_device, Layout(True, 1))
+        return DeviceLayout(True), DeviceLayout(True, 1)
+    on_device = DeviceLayout(), DeviceLayout(False, 1)
+    return on_device if options.hidden_states == "device" else (*on_device, DeviceLayout(True, 1))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DeviceSize:
     options: Config
     context: int
     batch: int = 1
-    layout: Layout = Layout()
+    layout: DeviceLayout = DeviceLayout()
 
     def fitting(self, limit: int) -> DeviceSize:
         """This with the first of the options' layouts that reads within `limit` bytes, the last if none does."""
@@ -124,7 +124,7 @@ class DeviceSize:
 
     @cached_property
     def _codes_of_token(self) -> int:
-        from retrieval_attn.gpu.codes.stage import STAGED_LAYERS
+        from retrieval_attn.gpu.codes.streamer import STAGED_LAYERS
 
         layers = self.shape.full_layers
         held = layers * self.codes.held + min(layers, STAGED_LAYERS) * self.codes.staged

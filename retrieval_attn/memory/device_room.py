@@ -12,7 +12,7 @@ from retrieval_attn.gpu.memory import bus_bandwidth, spare_bytes, split_bytes
 from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.memory.device import Layout, layouts
+from retrieval_attn.memory.device import DeviceLayout, layouts
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.index_choice import (
     chosen_index,
@@ -99,7 +99,7 @@ class IndexChoice:
             if possible.hidden_states == "auto" and why_not_on_host(model) is not None:
                 possible = possible.replace(hidden_states="device")
             free = whole_device_bytes(model)
-            _say_pieces(model, free)
+            _log_fragmentation(model, free)
             finer = free is not None and reads_host(input_device(model))
             host_free = self._host_free(model)
             room = None if free is None else free - MARGIN
@@ -134,7 +134,7 @@ def whole_device_bytes(model: Any) -> int | None:
     return None if free is None else max(0, free - split_bytes(input_device(model)))
 
 
-def _say_pieces(model: Any, free: int | None) -> None:
+def _log_fragmentation(model: Any, free: int | None) -> None:
     """Tell of free memory that no large tensor fits: where weights were loaded by others, say."""
     pieces = 0 if free is None else split_bytes(input_device(model))
     if pieces >= MARGIN:
@@ -145,8 +145,8 @@ def _say_pieces(model: Any, free: int | None) -> None:
         )
 
 
-def reading_layout(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> Layout:
-    """Where a pass has what grows with `tokens` tokens of each of `batch` sequences, see `Layout`.
+def reading_layout(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> DeviceLayout:
+    """Where a pass has what grows with `tokens` tokens of each of `batch` sequences, see `DeviceLayout`.
 
     free: bytes of device memory beside what is there already; None: not known, and the first of `layouts` is taken.
     """

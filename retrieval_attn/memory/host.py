@@ -10,7 +10,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.memory.shape import ModelShape
 
 if TYPE_CHECKING:
-    from retrieval_attn.index.base import HeldBytes
+    from retrieval_attn.index.base import HostBytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class HostSize:
         """Bytes of keys and values per token of context."""
         return self.heads * sum(self.rows)
 
-    def index_size(self) -> tuple[HeldBytes, ...]:
+    def index_size(self) -> tuple[HostBytes, ...]:
         """What the index of a head may hold at most, one for each kind that it may turn out to be."""
         from retrieval_attn.index.base import HeadShape
         from retrieval_attn.index.spec import IndexSpec

@@ -13,7 +13,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.plan import HOST_RESERVE, plan
 from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
-from retrieval_attn.offload.rounded import let_rows_go
+from retrieval_attn.offload.int8_rows import let_rows_go
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from retrieval_attn.config import Config
 from retrieval_attn.errors import RetrievalAttentionError
-from retrieval_attn.gpu.codes.reach import RowShape
+from retrieval_attn.gpu.codes.host_row_gather import RowShape
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.code_layout import KEY_SHARE, PLANNED, CodeLayout
 from retrieval_attn.index.code_sizes import brought_size, code_sizes
@@ -140,7 +140,7 @@ def _first_fitting(configs: Iterable[Config], takes: Callable[[Config], int], fr
     return None, needed
 
 
-def said_of(config: Config, key_dim: int, asked_chunk: int) -> str:
+def describe_bytes(config: Config, key_dim: int, asked_chunk: int) -> str:
     """What index="auto" took, in words. config: of codes that a device reads. asked_chunk: tokens of a chunk that were
     asked for; another number is said.
     """

@@ -26,7 +26,7 @@ from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_byt
 WIDTH = 100
 
 
-class Weights(TypedDict, total=False):
+class WeightOptions(TypedDict, total=False):
     """How a model that is planned would be loaded, see `LLM`."""
 
     dtype: Any
@@ -120,7 +120,7 @@ def plan(
     gpus: int | tuple[int, str] = 1,
     *,
     decide: bool = True,
-    **weights: Unpack[Weights],
+    **weights: Unpack[WeightOptions],
 ) -> Plan:
     """What `batch` sequences of `context` tokens need on each GPU and on the host, and what fits.
 
@@ -137,7 +137,7 @@ def plan(
     """
     from torch import nn
 
-    if unknown := sorted(set(weights) - set(Weights.__annotations__)):
+    if unknown := sorted(set(weights) - set(WeightOptions.__annotations__)):
         raise ConfigError(
             f"plan does not know {', '.join(unknown)}; beside its own it takes dtype, quantization and embedding."
         )
@@ -177,7 +177,7 @@ def plan(
         advice=arithmetic.advice(full, device_limit),
         gpus=count,
         split=split,
-        choice=case.said_of(options, taken),
+        choice=case.describe_bytes(options, taken),
     )
 
 
@@ -242,13 +242,13 @@ class _Case:
         most = max(0, self.host_limit) // HostSize(self.shape, options, self.batch).token_bytes + 1
         return least + bisect.bisect_left(range(least + 1, max(most, least + 1)), True, key=beyond)
 
-    def said_of(self, options: Config, taken: Config) -> str:
+    def describe_bytes(self, options: Config, taken: Config) -> str:
         """What index="auto" took, in words; empty where it took nothing."""
         if taken is options:
             return ""
-        from retrieval_attn.memory.index_choice import said_of
+        from retrieval_attn.memory.index_choice import describe_bytes
 
-        return said_of(taken, self.shape.key_dim, options.prefill_chunk)
+        return describe_bytes(taken, self.shape.key_dim, options.prefill_chunk)
 
 
 def _table(plan: Plan) -> str:

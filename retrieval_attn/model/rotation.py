@@ -27,7 +27,7 @@ _TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class RotationTables:
     """Tables (1, m, width) that turn queries back from where they are, forth again, and to where they shall be.
 
     size: how many of a head's numbers they turn.
@@ -90,7 +90,9 @@ class Rotation:
             return queries.clone()
         return self.moved(queries, self.turn(positions, to, queries.shape[-1], queries.dtype), check=check)
 
-    def turn(self, positions: Tensor, to: int | Tensor, head_dim: int, dtype: torch.dtype = torch.float32) -> Turn:
+    def turn(
+        self, positions: Tensor, to: int | Tensor, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> RotationTables:
         """What `moved` needs, for queries of any heads and layers of this `kind`; otherwise as `move`. m > 0."""
         # one call for all positions: some scaling rules depend on the longest
         count = len(positions)
@@ -99,9 +101,9 @@ class Rotation:
         size = self._width(cos, sin, head_dim)
         forth = cos[:, :count], sin[:, :count]
         scale = forth[0].square() + forth[1].square()  # of the whole rotation, squared (attention scaling of long RoPE)
-        return Turn((forth[0] / scale, -forth[1] / scale), forth, (cos[:, count:], sin[:, count:]), size)
+        return RotationTables((forth[0] / scale, -forth[1] / scale), forth, (cos[:, count:], sin[:, count:]), size)
 
-    def moved(self, queries: Tensor, turn: Turn, *, check: bool = True) -> Tensor:
+    def moved(self, queries: Tensor, turn: RotationTables, *, check: bool = True) -> Tensor:
         """See `move`."""
         own = queries[..., : turn.size]
         plain = self._rotate(own, *turn.back)

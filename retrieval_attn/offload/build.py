@@ -32,7 +32,7 @@ CODERS = 8
 
 
 @dataclass
-class _Job:
+class _IndexJob:
     """Build the index of a path over tokens [start, stop), or extend it up to stop.
 
     queries, lists: to train on, on the device until `IndexBuild.fetch`. keys: (kv_heads, stop - start, head_dim) of
@@ -59,7 +59,7 @@ class IndexBuild:
         """
         self._number, self._device, self._threads = number, device, threads
         self._overlaps, self._stop = overlaps, stop
-        self._jobs: list[_Job] = []
+        self._jobs: list[_IndexJob] = []
         self._list_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.keeps_keys = False
         """Whether keys stay on the device until the indexes are built."""
@@ -76,7 +76,7 @@ class IndexBuild:
 
     def extend(self, host: SequenceKV, stop: int) -> None:
         """The index of `host` takes in the tokens up to `stop`."""
-        self._jobs.append(_Job(host, 0, stop, True))
+        self._jobs.append(_IndexJob(host, 0, stop, True))
 
     def add(
         self, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, keys: Callable[[], Tensor], whole: bool
@@ -88,10 +88,10 @@ class IndexBuild:
         they are the tensor that is being copied.
         """
         start, stop = span
-        job = _Job(host, start, stop, False)
+        job = _IndexJob(host, start, stop, False)
         if queries is not None:
             job.queries, job.lists = queries, self._lists(host, queries, keys, start, stop)
-            if job.lists is not None and host.spec.cls.lists_suffice:
+            if job.lists is not None and host.spec.cls.needs_only_lists:
                 job.queries = None  # the lists say it all
         if host.spec.keeps_device_keys and self._overlaps and whole:
             job.keys, self.keeps_keys = keys()[:, start:stop], True

@@ -32,7 +32,7 @@ heads; more of the same kind gave 1.28 to 1.29, and 16 to 22 %."""
 
 
 @dataclass
-class _Job:
+class _ClusterJob:
     """Clusters of tokens [start, stop) of a path. made: on the device, then on the host; none: tokens join those that
     the path has.
     """
@@ -48,7 +48,7 @@ class ClusterBuild:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._jobs: list[_Job] = []
+        self._jobs: list[_ClusterJob] = []
 
     @property
     def requested(self) -> bool:
@@ -76,12 +76,12 @@ class ClusterBuild:
         made = [probes, offsets, found.members, *sums, distances]
         if not host.spec.keeps_codes(host.head_dim):
             made.append(sample_keys(keys, found, samples_for(found.counts.shape[1])))
-        self._jobs.append(_Job(host, *span, made))
+        self._jobs.append(_ClusterJob(host, *span, made))
 
     def extend(self, host: SequenceKV, span: tuple[int, int]) -> None:
         """The clusters of `host` take in the tokens of span that they do not know."""
         if host.clusters is not None:
-            self._jobs.append(_Job(host, *span))
+            self._jobs.append(_ClusterJob(host, *span))
 
     def fetch(self, ready: torch.cuda.Event | None) -> None:
         """Bring what was made to the host, once `ready` is over."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import MemoryPlanError, NotFiniteError
 from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_for, encode
-from retrieval_attn.gpu.codes.search import name_keys
+from retrieval_attn.gpu.codes.search import select_candidates
 from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, CodeRows
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, splits
@@ -367,7 +367,7 @@ class HeadCodes:
         where = self.device.device
         with beside(where):
             found: np.ndarray[Any, Any] = (
-                name_keys(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
+                select_candidates(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
             )
         return found
 

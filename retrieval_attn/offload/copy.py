@@ -14,8 +14,8 @@ from torch import Tensor
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.codes import beside
+from retrieval_attn.offload.int8_rows import Int8RowMirror, new_rows, rows_behind, write_rows
 from retrieval_attn.offload.page_lock import lock_pages
-from retrieval_attn.offload.rounded import RoundedRows, new_rows, rows_behind, write_rows
 from retrieval_attn.offload.staging import CopyChunk, staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.transfer import all_to_host, pack
@@ -38,7 +38,7 @@ class KVCopy:
         self._kv = [(key.detach(), value.detach())]  # empty once they are copied
         self._rows: list[tuple[int, SequenceKV, np.ndarray | None]] = []
         self._whole: set[int] = set()
-        self._empty_rows: dict[int, RoundedRows | None] = {}
+        self._empty_rows: dict[int, Int8RowMirror | None] = {}
 
     def append(self, row: int, host: SequenceKV, real: np.ndarray | None) -> None:
         """Row `row` goes to the end of `host`; real: (new,) bool, the columns that are tokens, None = all."""

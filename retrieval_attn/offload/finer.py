@@ -1,6 +1,6 @@
 """Codes of a layer's keys in host memory that a device reads: finer ones, of the keys that it picked, or all of them.
 
-What kernels do with finer ones, `gpu/codes/search.py` says; how all of them are brought, `gpu/codes/stage.py`.
+What kernels do with finer ones, `gpu/codes/search.py` says; how all of them are brought, `gpu/codes/streamer.py`.
 """
 
 from __future__ import annotations

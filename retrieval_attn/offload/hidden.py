@@ -38,7 +38,7 @@ class HiddenRows(Protocol):
         """All outputs."""
 
 
-class DeviceRows:
+class DeviceHiddenRows:
     """`HiddenRows` of a tensor on the device."""
 
     def __init__(self, states: Tensor, overwrite: bool) -> None:
@@ -66,11 +66,11 @@ class DeviceRows:
         return self._out
 
 
-class HostRows:
+class HostHiddenRows:
     """`HiddenRows` in host memory; their chunks travel by `ferry`."""
 
     def __init__(self, ferry: Ferry, states: Tensor | None, overwrite: bool) -> None:
-        """states: in host memory; None: nothing is read. overwrite: see `DeviceRows`."""
+        """states: in host memory; None: nothing is read. overwrite: see `DeviceHiddenRows`."""
         self._ferry, self._states = ferry, states
         self._out = states if overwrite else None
 

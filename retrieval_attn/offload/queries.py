@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.index.base import train_positions
 from retrieval_attn.model.rope import counted_length, length_rope
-from retrieval_attn.model.rotation import Rotation, Turn
+from retrieval_attn.model.rotation import Rotation, RotationTables
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class TrainingQueries:
     turn: what moved them, where the pass's other layers can have it, too: as long as somebody keeps it.
     """
 
-    turn: Turn | None = None
+    turn: RotationTables | None = None
 
     def __init__(self, total: int, count: int) -> None:
         self._columns, self._offsets = _drawn(total, count)
@@ -90,7 +90,7 @@ class TrainingQueries:
 
     def _turn(
         self, model: nn.Module, rotation: Rotation, columns: Tensor, offsets: Tensor, head_dim: int, *, whole: bool
-    ) -> Turn:
+    ) -> RotationTables:
         """whole: all of the sample is there: the pass's other layers have the same columns, and share its tables. On a
         GPU they took as long as turning the queries.
         """
@@ -114,7 +114,7 @@ class TrainingQueries:
 
 SHARED_TURNS, SHARED_QUERIES = 4, 2048
 """Of a pass's two samples, and of models with two kinds of layers; at most 25 MB with heads of 128."""
-_turns: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[tuple[object, ...], Turn]]
+_turns: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[tuple[object, ...], RotationTables]]
 _turns = weakref.WeakKeyDictionary()
 """Those that passes under way keep: once a text is read, nothing of it stays on the device but its windows."""
 _checked: weakref.WeakKeyDictionary[nn.Module, set[type]] = weakref.WeakKeyDictionary()

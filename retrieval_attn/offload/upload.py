@@ -44,7 +44,7 @@ HEADROOM = 512 << 20
 """Bytes of a device that `Uploads.reserve` leaves to the rest of a layer."""
 
 
-class Cut(NamedTuple):
+class UploadPart(NamedTuple):
     """What a block holds: the tokens that lie in `parts`, of key-value heads [first_head, stop_head)."""
 
     parts: tuple[PathPart, ...]
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class UploadSpan:
     """Tokens [start, stop) of a path, as blocks of `tokens` tokens of `heads` key-value heads."""
 
     host: SequenceKV
@@ -73,14 +73,14 @@ class Stretch:
     start: int = 0
 
     @classmethod
-    def of(cls, host: SequenceKV, stop: int | None = None, start: int = 0) -> Stretch:
+    def of(cls, host: SequenceKV, stop: int | None = None, start: int = 0) -> UploadSpan:
         """Blocks of all heads. stop: None = all tokens of `host`."""
         # a power of two, whatever the format: a long question's attention makes a plan for each length of keys
         tokens = 1 << (max(1, BLOCK_BYTES // host.token_bytes).bit_length() - 1)
         return cls(host, len(host) if stop is None else stop, tokens, host.num_kv_heads, start)
 
     @classmethod
-    def by_heads(cls, host: SequenceKV, stop: int) -> Stretch:
+    def by_heads(cls, host: SequenceKV, stop: int) -> UploadSpan:
         """Blocks of all tokens, of one head at least: larger than others where a context is long."""
         head_bytes = max(1, stop * host.token_bytes // host.num_kv_heads)
         return cls(host, stop, max(1, stop), max(1, min(BLOCK_BYTES // head_bytes, host.num_kv_heads)))
@@ -93,14 +93,14 @@ class Stretch:
             + self.heads * min(self.tokens, self.stop - self.start) * self.host.token_bytes // self.host.num_kv_heads
         )
 
-    def blocks(self) -> list[Cut]:
+    def blocks(self) -> list[UploadPart]:
         """What each block holds, tokens before heads; [] for no tokens."""
         heads = [
             (at, min(at + self.heads, self.host.num_kv_heads)) for at in range(0, self.host.num_kv_heads, self.heads)
         ]
         starts = range(self.start, self.stop, self.tokens)
         parts = [tuple(self.host.parts(start, min(start + self.tokens, self.stop))) for start in starts]
-        return [Cut(some, *of) for some in parts for of in heads]
+        return [UploadPart(some, *of) for some in parts for of in heads]
 
 
 class _Rows(NamedTuple):
@@ -111,7 +111,7 @@ class _Rows(NamedTuple):
     value: Tensor
 
     @classmethod
-    def of(cls, host: SequenceKV, cut: Cut, buffer: Tensor) -> _Rows:
+    def of(cls, host: SequenceKV, cut: UploadPart, buffer: Tensor) -> _Rows:
         """buffer: uint8, large enough, anywhere."""
         widths = host.fmt.row_bytes(host.head_dim), host.fmt.row_bytes(host.value_dim)
         sizes = [cut.heads * cut.tokens * width for width in widths]
@@ -126,7 +126,7 @@ class _Block:
     """A block in a buffer of the device, or on its way there. cut: what it holds, alive until it has arrived."""
 
     host: SequenceKV
-    cut: Cut
+    cut: UploadPart
     buffer: Tensor
     arrived: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     gathering: Future[None] | None = None
@@ -152,7 +152,7 @@ class Uploads:
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._refused_bytes = sys.maxsize
 
-    def reserve(self, one: Stretch) -> bool:
+    def reserve(self, one: UploadSpan) -> bool:
         """Take the memory that a walk over `one` needs. False, and nothing held: the device has too little."""
         missing = BLOCKS - sum(buffer.nbytes >= one.block_bytes for buffer in self._buffers())
         if missing <= 0:
@@ -171,7 +171,7 @@ class Uploads:
         return False
 
     def walk(
-        self, stretches: Sequence[Stretch], dtype: torch.dtype | None, then: Sequence[Stretch] = ()
+        self, stretches: Sequence[UploadSpan], dtype: torch.dtype | None, then: Sequence[UploadSpan] = ()
     ) -> Generator[tuple[int, Tensor, Tensor], None, None]:
         """Number of the stretch, keys (1, heads, tokens, head_dim) and values of its next block, in `dtype`.
 
@@ -198,7 +198,10 @@ class Uploads:
             self.clear()
 
     def _walk(
-        self, wanted: Sequence[tuple[int, Stretch, Cut]], todo: deque[tuple[Stretch, Cut]], dtype: torch.dtype | None
+        self,
+        wanted: Sequence[tuple[int, UploadSpan, UploadPart]],
+        todo: deque[tuple[UploadSpan, UploadPart]],
+        dtype: torch.dtype | None,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         self._send_ahead(todo)
         for number, one, _ in wanted:
@@ -234,11 +237,11 @@ class Uploads:
     def __del__(self) -> None:
         self.clear()
 
-    def _send_ahead(self, todo: deque[tuple[Stretch, Cut]]) -> None:
+    def _send_ahead(self, todo: deque[tuple[UploadSpan, UploadPart]]) -> None:
         while todo and len(self._ahead) < BLOCKS - 1:
             self._send(*todo.popleft())
 
-    def _send(self, one: Stretch, cut: Cut) -> None:
+    def _send(self, one: UploadSpan, cut: UploadPart) -> None:
         host = one.host
         buffer, used = self._buffer(one.block_bytes)
         block = _Block(host, cut, buffer)
@@ -325,7 +328,7 @@ def _copy(pair: tuple[Tensor, Tensor]) -> None:
     np.copyto(target, source)
 
 
-def _same(one: Cut, other: Cut) -> bool:
+def _same(one: UploadPart, other: UploadPart) -> bool:
     """Whether both name the same heads of the same tokens of the same segments."""
     parts = one.parts, other.parts
     return (
@@ -360,7 +363,7 @@ def _rows(
 
 
 def as_blocks(
-    stretches: Sequence[Stretch], like: Tensor, *, stored: bool = False
+    stretches: Sequence[UploadSpan], like: Tensor, *, stored: bool = False
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """What `Uploads.walk` gives where there is no CUDA: all tokens at once, where `like` is and in its dtype.
 

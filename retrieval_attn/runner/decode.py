@@ -141,7 +141,7 @@ def forward(
     return logits if every else logits[:, -1].float()
 
 
-class Steps:
+class DecodeSteps:
     """Forwards of one new token per row, as replays of a graph where that can be, else eagerly. Close it at the end.
 
     replays: how many were. reason: why there was no graph, or "".
@@ -276,7 +276,7 @@ def run(
     batch = sequences.shape[0]
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
     result = Generated(sequences, 0, 0.0, 0.0)
-    steps, token_copy = Steps(model, cache, graph), TokenCopy(sequences.device)
+    steps, token_copy = DecodeSteps(model, cache, graph), TokenCopy(sequences.device)
     own_memory = bool(processors) or choice.keep_scores or choice.keep_logits
     plain = not (own_memory or choice.do_sample) and Lookahead.serves(criteria)
     lookahead = Lookahead(steps, token_copy, criteria, cancelled, sequences) if plain else None

@@ -19,11 +19,11 @@ from retrieval_attn.attention.layer import LayeredCache
 from retrieval_attn.config import Config
 from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.memory.device import Layout
+from retrieval_attn.memory.device import DeviceLayout
 from retrieval_attn.memory.device_room import reading_layout, whole_device_bytes
 from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.placement import input_device
-from retrieval_attn.offload.hidden import DeviceRows, Ferry, HiddenRows, HostRows
+from retrieval_attn.offload.hidden import DeviceHiddenRows, Ferry, HiddenRows, HostHiddenRows
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class _Forward(threading.local):
 
     def __init__(self) -> None:
         self.latest: weakref.ref[Tensor] | None = None
-        self.layout = Layout()
+        self.layout = DeviceLayout()
         self.ferry: Ferry | None = None
         self.chunk: int | None = None
 
@@ -63,7 +63,7 @@ class HiddenStates:
         return self._model()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> DeviceLayout:
         """Of the calling thread's forward under way."""
         return self._forward.layout
 
@@ -104,7 +104,7 @@ class HiddenStates:
     def end(self) -> None:
         """The forward is over, or failed."""
         ferry = self.ferry
-        self._forward.ferry, self._forward.layout, self._forward.chunk = None, Layout(), None
+        self._forward.ferry, self._forward.layout, self._forward.chunk = None, DeviceLayout(), None
         if ferry is not None:
             ferry.close()
 
@@ -112,8 +112,8 @@ class HiddenStates:
         """`hidden_states` as a module reads and writes them. seen: see `passed`."""
         overwrite = not seen and self.may_overwrite(hidden_states)
         if self.ferry is None or hidden_states.device.type != "cpu":
-            return DeviceRows(hidden_states, overwrite)
-        return HostRows(self.ferry, hidden_states, overwrite)
+            return DeviceHiddenRows(hidden_states, overwrite)
+        return HostHiddenRows(self.ferry, hidden_states, overwrite)
 
     def may_overwrite(self, hidden_states: Tensor) -> bool:
         """Whether `hidden_states` is dead once it has been read."""
@@ -186,7 +186,7 @@ class NotedEmbedding:
         if ferry is None:
             out = self._original(ids, *args, **kwargs)
         else:
-            rows = HostRows(ferry, None, overwrite=False)
+            rows = HostHiddenRows(ferry, None, overwrite=False)
             for start in range(0, ids.shape[1], self._chunk()):
                 stop = min(start + self._chunk(), ids.shape[1])
                 part = self._original(ids[:, start:stop], *args, **kwargs)

@@ -19,8 +19,8 @@ from transformers.generation import (
 from retrieval_attn.errors import BackendError
 
 
-class Steps(Protocol):
-    """What a lookahead asks of `decode.Steps`."""
+class LookaheadSteps(Protocol):
+    """What a lookahead asks of `decode.LookaheadSteps`."""
 
     def launch_next(self) -> bool: ...
 
@@ -65,7 +65,7 @@ class Lookahead:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: LookaheadSteps,
         token_copy: TokenCopy,
         criteria: StoppingCriteriaList,
         cancelled: threading.Event,

@@ -78,7 +78,7 @@ def wrap_layers(model: nn.Module, chunk: int) -> None:
     _require_chunk(chunk)
     parts = decoder_parts(model)
     _unwrap(model, parts)
-    stream = _Stream(model, chunk)
+    stream = _PrefillStream(model, chunk)
     for layer, index in parts.layers:
         _wrap(layer, _ChunkedLayer(layer, index, chunk, stream))
         for linear, _ in packed_modules(layer):
@@ -183,7 +183,7 @@ def chunks_of(model: nn.Module, chunk: int) -> Iterator[None]:
             chunks[model] = before
 
 
-class _Stream:
+class _PrefillStream:
     """What the wrapped modules of one model share: how many tokens go through at once, and where the rest waits."""
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
@@ -248,7 +248,7 @@ class _Stream:
 class _ChunkedLayer:
     """A decoder layer's forward that splits the token axis when a retrieval cache is in use."""
 
-    def __init__(self, layer: nn.Module, index: int, chunk: int, stream: _Stream) -> None:
+    def __init__(self, layer: nn.Module, index: int, chunk: int, stream: _PrefillStream) -> None:
         self._layer, self._original = layer, layer.forward
         self._index, self._stream = index, stream
         self.chunk = chunk
@@ -427,7 +427,7 @@ def abandon(cache: Any) -> None:
 class _ChunkedNorm:
     """The final normalisation in chunks of tokens: the same rows, without a float32 copy of the whole prompt."""
 
-    def __init__(self, norm: nn.Module, stream: _Stream) -> None:
+    def __init__(self, norm: nn.Module, stream: _PrefillStream) -> None:
         self._original, self._stream = norm.forward, stream
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

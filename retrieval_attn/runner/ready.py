@@ -18,12 +18,12 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.coded_part import coded_range
-from retrieval_attn.attention.held import HeldTokens
-from retrieval_attn.attention.host_part import HostPart
+from retrieval_attn.attention.device_codes import coded_range
+from retrieval_attn.attention.host_attention import HostAttention
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.attention.uploaded_part import least_positions
+from retrieval_attn.attention.upload import least_positions
 from retrieval_attn.compile.jobs import Compilation, missing, wait_until_compiled
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
@@ -41,7 +41,7 @@ from retrieval_attn.offload.codes import beside, load_coder
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, pack, unpack
 from retrieval_attn.offload.work import overlaps
-from retrieval_attn.runner.beside import forms_for_all
+from retrieval_attn.runner.full_attention import forms_for_all
 from retrieval_attn.runner.graph.ahead import LayerLaunches
 from retrieval_attn.runner.graph.registry import bind, has_captured, runtime_for, unbind
 from retrieval_attn.runner.preparation import Preparation
@@ -255,7 +255,7 @@ def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:
             uploads = LayerUploads(layer.batch, layer.number, key.device)
             for tokens in question_lengths(layer, held):
                 query = key.new_ones(key.shape[0], layer.q_heads, tokens, key.shape[3])
-                part = HostPart(held, query, Scoring(1.0, None), layer.index.spec, uploads)
+                part = HostAttention(held, query, Scoring(1.0, None), layer.index.spec, uploads)
                 part.begin(layer.config)
                 part.attend(layer.config, value.shape[3], LayerStats())
             uploads.clear()
@@ -264,7 +264,7 @@ def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:
 _searched: weakref.WeakKeyDictionary[PreTrainedModel, set[Any]] = weakref.WeakKeyDictionary()
 
 
-def question_lengths(layer: RetrievalLayer, held: HeldTokens) -> list[int]:
+def question_lengths(layer: RetrievalLayer, held: LayerKV) -> list[int]:
     """Tokens of questions, one for each way that they take through the codes of a layer."""
     host, (start, stop) = held.hosts[0], held.ranges[0]
     k = layer.config.retrieve_count(stop - start)

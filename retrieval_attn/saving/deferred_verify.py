@@ -24,7 +24,7 @@ QUESTION_SECONDS = 2.0
 """After the beginning of a question."""
 
 
-class LateCheck:
+class DeferredVerify:
     """Compares the checksums that opening left out, in a thread, a layer after the other.
 
     What is in memory gives way to questions, which want the memory's bandwidth, too: a first answer waited up to a
@@ -97,7 +97,7 @@ class _Pause:
 def _run(
     chain: list[SavedNode],
     locked: list[weakref.ref[Segment]],
-    owner: weakref.ref[LateCheck],
+    owner: weakref.ref[DeferredVerify],
     ended: threading.Event,
     pause: _Pause,
     on_damage: Callable[[StoreDamagedError], None] | None,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.coded_clusters import bring_clusters
-from retrieval_attn.attention.held import HeldTokens, edge_of, take_edge
+from retrieval_attn.attention.layer_kv import LayerKV, edge_of, take_edge
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import Forgotten, ids_tensor
 from retrieval_attn.attention.sliding import SlidingLayer
@@ -185,7 +185,7 @@ def _restore_path(host: SequenceKV, states: Sequence[State], device: torch.devic
     codes.flush()
 
 
-def _bring_clusters(layer: RetrievalLayer, held: HeldTokens) -> None:
+def _bring_clusters(layer: RetrievalLayer, held: LayerKV) -> None:
     """To a device that has codes: the first question would wait for them, layer by layer."""
     (host,), ((start, stop),) = held.hosts, held.ranges
     count = layer.config.retrieve_count(stop - start)

@@ -33,7 +33,7 @@ from retrieval_attn.offload.codes import SentCodes
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.progress import ReadingBar
 from retrieval_attn.runner.ready import compilation, make_ready, prepared
-from retrieval_attn.saving.deferred_verify import LateCheck
+from retrieval_attn.saving.deferred_verify import DeferredVerify
 from retrieval_attn.saving.layers import (
     Marks,
     asked_exactly,
@@ -194,23 +194,23 @@ def saving_bar(name: str, layers: int, *, show: bool) -> ProgressBar:
     return ProgressBar(total=layers, desc=f"saving {name}", unit="layer", delay=2.0, leave=False, disable=not show)
 
 
-class Kept:
+class SavedLineage:
     """Of one context: the saved ones that it continues, and what compares the files that it was opened from.
 
     saving: the last save, which may be under way; None before the first.
     """
 
-    def __init__(self, points: Sequence[SavedPoint] = (), check: LateCheck | None = None) -> None:
+    def __init__(self, points: Sequence[SavedPoint] = (), check: DeferredVerify | None = None) -> None:
         self._points, self._check = tuple(points), check
         self.saving: Saved | None = None
 
-    def fork(self) -> Kept:
+    def fork(self) -> SavedLineage:
         """For a fork of the context."""
-        return Kept(self._points, self._check)
+        return SavedLineage(self._points, self._check)
 
-    def emptied(self) -> Kept:
+    def emptied(self) -> SavedLineage:
         """For the same context after all its text was read again: its keys are in no file."""
-        other = Kept()
+        other = SavedLineage()
         other.saving = self.saving
         return other
 
@@ -336,7 +336,7 @@ def open_saved(
     overrides: Mapping[str, Any],
     progress: bool,
     template: str,
-) -> tuple[RetrievalCache, Kept]:
+) -> tuple[RetrievalCache, SavedLineage]:
     """The cache of a saved context, whose arrays are maps of its files. config: its RUNTIME options are taken.
 
     overrides: options that replace saved ones, of RUNTIME and `retrieve`. template: `template_digest` of the one that
@@ -359,7 +359,7 @@ def open_chain(
     on_layer: Callable[[], object] | None = None,
     on_damage: Callable[[StoreDamagedError], None] | None = None,
     whole_bytes: int = 0,
-) -> tuple[RetrievalCache, Kept]:
+) -> tuple[RetrievalCache, SavedLineage]:
     """As `open_saved`, of a context that was found; nothing is captured or rehearsed for its first answer.
 
     on_layer: called after each layer; what it raises ends the opening. Runs beside steps of the same model. on_damage:
@@ -381,7 +381,7 @@ def open_chain(
         _restore_layers(cache, nodes, devices, saved.folder, True if small else CHECKED_LATER)
     cache.on_layer = None
     point = SavedPoint(str(saved.folder), saved.digest, len(ids), saved.forgotten, marks_of(cache))
-    return cache, Kept([point], LateCheck(nodes, asked_exactly(cache, devices), on_damage))
+    return cache, SavedLineage([point], DeferredVerify(nodes, asked_exactly(cache, devices), on_damage))
 
 
 def _restore_layers(

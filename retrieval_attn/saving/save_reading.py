@@ -22,8 +22,8 @@ from retrieval_attn.attention.sequence import Forgotten
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.saving.layers import Marks, ids_array, marks_of, marks_of_layer, saving_fork
 from retrieval_attn.saving.save import (
-    Kept,
     Saved,
+    SavedLineage,
     SavedPoint,
     layer_bundle,
     node_plain,
@@ -63,7 +63,7 @@ class ReadingSave:
         """Held while a layer's state is taken: then its arrays stay as they are, but not before."""
         self._complete, self._stop = threading.Event(), threading.Event()
         self._plain: dict[str, Any] = {}
-        self._kept: Kept | None = None
+        self._kept: SavedLineage | None = None
         self._waits = True
 
     @contextlib.contextmanager
@@ -88,7 +88,7 @@ class ReadingSave:
         finally:
             self._cache.on_layer = before
 
-    def finish(self, kept: Kept, plain: Mapping[str, Any], *, wait: bool, progress: bool) -> None:
+    def finish(self, kept: SavedLineage, plain: Mapping[str, Any], *, wait: bool, progress: bool) -> None:
         """What was read is complete: give it its name once it is on the disk. plain: kept beside the name.
 
         kept: of the context, which knows of the save as `kept.saving`, and of the node when it is there. wait: return

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.pace import Pace
+from retrieval_attn.server.queue_estimate import Pace
 
-__all__ = ["Admission", "Waiting"]
+__all__ = ["Admission", "QueuedRequest"]
 
 MAX_RETRY_SECONDS = 60
 SHORT_TOKENS = 2048
@@ -38,7 +38,7 @@ class Admission:
         """Until all that wait now in the line of a prompt of so many tokens have their first token."""
         return self._paces[tokens > SHORT_TOKENS].seconds()
 
-    def enter(self, *tokens: int) -> list[Waiting]:
+    def enter(self, *tokens: int) -> list[QueuedRequest]:
         """The choices of a request wait from now on, in one line. tokens: of the prompt of each; 0 where it is that of
         the one before. Raises ApiError: 503, with Retry-After; then none of them waits.
         """
@@ -60,7 +60,7 @@ class Admission:
         pace = self._paces[longest > SHORT_TOKENS]
         for each in tokens:
             pace.enter(each)
-        return [Waiting(self, pace, each) for each in tokens]
+        return [QueuedRequest(self, pace, each) for each in tokens]
 
     def left(self, tokens: int) -> None:
         """One waits no more."""
@@ -68,7 +68,7 @@ class Admission:
         self.tokens -= tokens
 
 
-class Waiting:
+class QueuedRequest:
     """One request that waits, or did."""
 
     def __init__(self, admission: Admission, pace: Pace, tokens: int) -> None:

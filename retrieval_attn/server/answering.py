@@ -16,16 +16,16 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from retrieval_attn.engine.request import Event, Request
-from retrieval_attn.server.answered import ERRORS, ChatAnswer, TextAnswer
-from retrieval_attn.server.asked import ChatBody, CompletionBody, SampledBody
 from retrieval_attn.server.choices import Choices
 from retrieval_attn.server.echo import EchoForm
 from retrieval_attn.server.failure import ApiError, text_from
-from retrieval_attn.server.form import DONE, ChatForm, Form, TextForm, usage_of
+from retrieval_attn.server.formatting import DONE, ChatForm, Form, TextForm, usage_of
 from retrieval_attn.server.permissions import UserRoute
 from retrieval_attn.server.prompts import Extras, Parts, forked
-from retrieval_attn.server.reply import StreamReply, WholeReply
+from retrieval_attn.server.request_bodies import ChatBody, CompletionBody, SampledBody
+from retrieval_attn.server.response_bodies import ERRORS, ChatAnswer, TextAnswer
 from retrieval_attn.server.service import Service, caller_of, service_of
+from retrieval_attn.server.streaming import StreamReply, WholeReply
 
 __all__ = ["router"]
 

@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 import retrieval_attn
 from retrieval_attn.server import answering, context_routes, routes
-from retrieval_attn.server.edge import Edge
 from retrieval_attn.server.failure import ApiError, failure_of, invalid
+from retrieval_attn.server.middleware import Edge
 from retrieval_attn.server.permissions import Permission, authorize
-from retrieval_attn.server.reply import FailureReply, noted
 from retrieval_attn.server.service import Service
+from retrieval_attn.server.streaming import FailureReply, noted
 
 __all__ = ["make_app"]
 

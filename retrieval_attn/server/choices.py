@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
 from retrieval_attn.engine.request import Finished, Request
-from retrieval_attn.server.admission import Admission, Waiting
+from retrieval_attn.server.admission import Admission, QueuedRequest
 from retrieval_attn.server.client import EngineClient, Item, Submitted
 from retrieval_attn.server.failure import ApiError, failure_of
 
@@ -35,7 +35,7 @@ class Choices:
         self._field = field
         self._requests: Sequence[Request] = ()
         self._submitted: list[Submitted] = []
-        self._waiting: list[Waiting] = []
+        self._waiting: list[QueuedRequest] = []
         self._timer: asyncio.TimerHandle | None = None
         self._overflowed = False
         self.ends: dict[int, Finished] = {}

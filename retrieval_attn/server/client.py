@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.server.failure import EngineLostError, ended_error
-from retrieval_attn.server.keeping import Kept, keep
+from retrieval_attn.server.saving import WrittenContext, keep
 
 __all__ = ["KEEPERS", "OPENERS", "EngineClient", "Item", "LocalEngine", "Put", "Submitted"]
 
@@ -42,7 +42,7 @@ class EngineClient(Protocol):
     async def submit(self, request: Request, put: Put) -> Submitted:
         """Take a request in. Raises as `Engine.submit`, and EngineLostError."""
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> Kept:
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> WrittenContext:
         """Read a text, behind a saved context or from the start, and save it under a name. Raises as `Engine.submit`
         and `Engine.save`, and what goes wrong with the reading.
         """
@@ -112,7 +112,7 @@ class LocalEngine:
         ticket.listen(lambda item: self._inbox.add(put, item))
         return Submitted(ticket.id, ticket.cancel)
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> Kept:
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> WrittenContext:
         """See `EngineClient`."""
         loop = asyncio.get_running_loop()
         try:

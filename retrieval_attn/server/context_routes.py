@@ -9,10 +9,10 @@ from fastapi import APIRouter, File, Form, Path, UploadFile
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from retrieval_attn.server.answered import ERRORS, ContextList, ContextRecord, Deleted
-from retrieval_attn.server.asked import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody
 from retrieval_attn.server.failure import ApiError, text_from
 from retrieval_attn.server.permissions import AdminRoute
+from retrieval_attn.server.request_bodies import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody
+from retrieval_attn.server.response_bodies import ERRORS, ContextList, ContextRecord, Deleted
 from retrieval_attn.server.service import Service, caller_of, service_of
 from retrieval_attn.store import NamedContext
 

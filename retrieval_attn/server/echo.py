@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retrieval_attn.engine.request import Event, Finished
-from retrieval_attn.server.form import TextForm, TokenTexts
+from retrieval_attn.server.formatting import TextForm, TokenTexts
 
 __all__ = ["EchoForm"]
 

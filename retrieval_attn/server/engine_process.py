@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 
-from retrieval_attn.compile.collection import no_collection
+from retrieval_attn.compile.gc_pause import no_gc
 from retrieval_attn.imports import quiet
 from retrieval_attn.server.heap import set_allocator
 
@@ -23,8 +23,8 @@ def main(number: int) -> int:
         signal.signal(one, signal.SIG_IGN)  # they come to the whole group; the server says when this ends
     quiet()
     set_allocator()
-    with no_collection():  # all that the engine needs, while the server still imports what it needs itself
-        from retrieval_attn.server.frames import frame_of, plain_error, receive_frame
+    with no_gc():  # all that the engine needs, while the server still imports what it needs itself
+        from retrieval_attn.server.ipc import frame_of, plain_error, receive_frame
         from retrieval_attn.server.logs import log_to
         from retrieval_attn.server.spec import EngineSpec
         from retrieval_attn.server.worker import Worker

@@ -14,12 +14,12 @@ from typing import Any
 
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import RetrievalAttentionError
-from retrieval_attn.server.child import Child
 from retrieval_attn.server.client import Put, Submitted
 from retrieval_attn.server.failure import EngineLostError, ended_error
-from retrieval_attn.server.frames import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
-from retrieval_attn.server.keeping import Kept
+from retrieval_attn.server.ipc import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
+from retrieval_attn.server.saving import WrittenContext
 from retrieval_attn.server.spec import EngineSpec, Facts
+from retrieval_attn.server.subprocess_limits import Child
 
 __all__ = ["RemoteEngine"]
 
@@ -36,7 +36,7 @@ FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 1.0, 60.0
 READ_BYTES = 1 << 24
 
 
-class _Process:
+class _EngineChild:
     """One process, and what was asked of it. Used in one event loop."""
 
     def __init__(
@@ -50,7 +50,7 @@ class _Process:
         self.is_closing = False
 
     @classmethod
-    async def start(cls, spec: EngineSpec, begun: Child) -> tuple[_Process, Facts]:
+    async def start(cls, spec: EngineSpec, begun: Child) -> tuple[_EngineChild, Facts]:
         """Have one that has begun load the model. Raises what that raised, or EngineLostError."""
         child = begun.process
         reader, writer = await asyncio.open_connection(sock=begun.sock, limit=READ_BYTES)
@@ -152,7 +152,7 @@ class RemoteEngine:
     def __init__(self, spec: EngineSpec, begun: Child | None = None) -> None:
         """Call `start` next. spec: of every process that is started. begun: the first of them; None: `start` begins."""
         self._spec, self._begun = spec, begun
-        self._process: _Process | None = None
+        self._process: _EngineChild | None = None
         self._lost: str | None = "the engine starts"
         self._closing = False
         self._running: asyncio.Task[None] | None = None
@@ -160,7 +160,7 @@ class RemoteEngine:
     async def start(self) -> Facts:
         """Raises what loading the model raises, and EngineLostError."""
         begun, self._begun = self._begun, None
-        process, facts = await _Process.start(self._spec, begun or Child.start())
+        process, facts = await _EngineChild.start(self._spec, begun or Child.start())
         self._running = asyncio.create_task(self._run(process))
         self._process, self._lost = process, None
         return facts
@@ -176,11 +176,11 @@ class RemoteEngine:
         number, name = await process.ask({"do": "submit", "request": request_of(request)}, put)
         return Submitted(name, lambda: process.tell({"do": "cancel", "id": number}))
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> Kept:
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> WrittenContext:
         """See `EngineClient`."""
         plain = {"do": "keep", "name": name, "ids": ids_of(ids), "context": context, "namespace": namespace}
         try:
-            return Kept(*(await self._there().ask(plain))[1])
+            return WrittenContext(*(await self._there().ask(plain))[1])
         except RetrievalAttentionError as error:
             if self._closing:
                 raise ended_error() from error
@@ -209,12 +209,12 @@ class RemoteEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._running
 
-    def _there(self) -> _Process:
+    def _there(self) -> _EngineChild:
         if self._process is None:
             raise EngineLostError(f"The engine is lost ({self._lost}); it is started again, come back later.")
         return self._process
 
-    async def _run(self, process: _Process) -> None:
+    async def _run(self, process: _EngineChild) -> None:
         """Of one process after the other."""
         while True:
             try:
@@ -231,11 +231,11 @@ class RemoteEngine:
             process = await self._again()
             self._process, self._lost = process, None
 
-    async def _again(self) -> _Process:
+    async def _again(self) -> _EngineChild:
         wait = FIRST_WAIT_SECONDS
         while True:
             try:
-                return (await _Process.start(self._spec, Child.start()))[0]
+                return (await _EngineChild.start(self._spec, Child.start()))[0]
             except Exception as error:
                 self._lost = "it could not be started; the server's log says why"
                 log.error("the engine cannot be started", exc_info=error)

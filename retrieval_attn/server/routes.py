@@ -10,11 +10,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 import retrieval_attn
-from retrieval_attn.server.answered import ERRORS, ErrorAnswer, Health, ModelList, ModelRecord, Tokens, Version
-from retrieval_attn.server.asked import TokenizeBody
 from retrieval_attn.server.failure import ApiError, text_from
 from retrieval_attn.server.permissions import AdminRoute, OpenRoute, UserRoute
 from retrieval_attn.server.prompts import Extras
+from retrieval_attn.server.request_bodies import TokenizeBody
+from retrieval_attn.server.response_bodies import ERRORS, ErrorAnswer, Health, ModelList, ModelRecord, Tokens, Version
 from retrieval_attn.server.service import Service, service_of
 
 __all__ = ["admin_router", "open_router", "router"]

@@ -24,9 +24,7 @@ from retrieval_attn.saving.save import template_digest
 from retrieval_attn.server.address import AllowedHosts
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.app import make_app
-from retrieval_attn.server.asked import MAX_MESSAGES
 from retrieval_attn.server.bodies import Bodies
-from retrieval_attn.server.child import Child
 from retrieval_attn.server.client import EngineClient, LocalEngine
 from retrieval_attn.server.connections import Connections, LimitedProtocol, max_connections
 from retrieval_attn.server.contexts import Contexts
@@ -35,10 +33,12 @@ from retrieval_attn.server.keys import Keys
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
 from retrieval_attn.server.remote import RemoteEngine
-from retrieval_attn.server.reply import FailureReply
+from retrieval_attn.server.request_bodies import MAX_MESSAGES
 from retrieval_attn.server.service import Service
 from retrieval_attn.server.settings import Settings
 from retrieval_attn.server.spec import EngineSpec, Facts
+from retrieval_attn.server.streaming import FailureReply
+from retrieval_attn.server.subprocess_limits import Child
 from retrieval_attn.server.token_texts import TokenTexts
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate

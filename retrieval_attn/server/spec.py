@@ -31,7 +31,7 @@ PACE_TOKENS = 2048
 class Facts(NamedTuple):
     """What a server needs to know of a model beside its tokenizer. vocabulary: ids that it has embeddings for.
     positions: tokens of a prompt with its answer, at most. token_seconds: to read one token of a prompt; None: not
-    measured. sampling: fields of `RowDraw` for requests that do not say.
+    measured. sampling: fields of `SamplingParams` for requests that do not say.
     """
 
     vocabulary: int
@@ -105,14 +105,14 @@ class EngineSpec:
 
     def _sampling(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the values that the model's generation config sets. Raises ConfigError for one out of its range."""
-        from retrieval_attn.engine.draw import RowDraw
+        from retrieval_attn.engine.sampling_params import SamplingParams
 
         if self.generation_config != "auto" or model.generation_config is None:
             return {}
         given = model.generation_config.to_diff_dict()
         found = {name: given[name] for name in SAMPLING if given.get(name) is not None}
         try:
-            RowDraw(**found)
+            SamplingParams(**found)
         except ConfigError as error:
             raise ConfigError(
                 f"The model's generation_config.json has a value that cannot be a default: {error} Correct it, or "

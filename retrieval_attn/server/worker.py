@@ -17,10 +17,10 @@ from typing import Any
 
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished
-from retrieval_attn.engine.ticket import Ticket
+from retrieval_attn.engine.request_handle import RequestHandle
 from retrieval_attn.server.client import KEEPERS, OPENERS, plain_stats
-from retrieval_attn.server.frames import Plain, frame_of, ids_from, item_of, plain_error, receive_frame, request_from
-from retrieval_attn.server.keeping import keep
+from retrieval_attn.server.ipc import Plain, frame_of, ids_from, item_of, plain_error, receive_frame, request_from
+from retrieval_attn.server.saving import keep
 
 __all__ = ["Worker"]
 
@@ -38,7 +38,7 @@ class Worker:
         """engine: this one's from now on."""
         self._sock, self._engine = sock, engine
         self._outgoing: queue.SimpleQueue[Plain | tuple[int, Event | Finished] | None] = queue.SimpleQueue()
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, RequestHandle] = {}
         self._submitting: dict[int, bool] = {}
         """Requests that a thread is about to submit; True: cancelled meanwhile."""
         self._lock = threading.Lock()

@@ -106,7 +106,7 @@ def write_bundle(disk: Disk, path: Path, bundle: Bundle) -> Seal:
     start, data_bytes, nbytes = laid_out(bundle)
     handle = disk.create(path)
     try:
-        stream = _Stream(disk, handle)
+        stream = _BundleStream(disk, handle)
         stream.write(np.frombuffer(start, np.uint8), count=False)
         places = _places(parse_json(start[_PREFIX.size :])["arrays"], data_bytes)
         for array, place in zip(bundle.arrays.values(), places.values(), strict=True):
@@ -158,7 +158,7 @@ def _pieces(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
             yield from _pieces(row)
 
 
-class _Stream:
+class _BundleStream:
     """Writes data and sums up its blocks, whatever the sizes of the parts that it comes in."""
 
     def __init__(self, disk: Disk, handle: int) -> None:

@@ -53,7 +53,7 @@ def user_folder() -> Path:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StoreLayout:
     """Paths of one store. disk: the way to its files."""
 
     root: Path
@@ -175,7 +175,7 @@ class Layout:
 class Pin:
     """Keeps nodes from `gc` while it is held. Made under the store's lock."""
 
-    def __init__(self, layout: Layout, digests: Sequence[str]) -> None:
+    def __init__(self, layout: StoreLayout, digests: Sequence[str]) -> None:
         """Raises StoreError where it cannot be written; nothing is left then."""
         self._disk, self.path = layout.disk, layout.fresh(".lock")
         self.digests = tuple(digests)

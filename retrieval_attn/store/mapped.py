@@ -99,7 +99,7 @@ class _Given(Mapped):
         return self._data
 
 
-class _Read(Mapped):
+class _FileRead(Mapped):
     """Read as a whole, once. Raises OSError from `data`, too."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -245,7 +245,7 @@ def map_file(handle: int, nbytes: int) -> Mapped:
 
 def read_file(path: Path, nbytes: int) -> Mapped:
     """The bytes of a file that must not be mapped; its path must stay until they are first asked for."""
-    return _Read(path, nbytes)
+    return _FileRead(path, nbytes)
 
 
 def _libc() -> ctypes.CDLL:

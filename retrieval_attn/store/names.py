@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from retrieval_attn.errors import ContextNameError, StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.store.failures import damaged, guarded
-from retrieval_attn.store.layout import FORMAT, Layout, read_record, write_file
+from retrieval_attn.store.layout import FORMAT, StoreLayout, read_record, write_file
 from retrieval_attn.store.record import Check, encode, is_count, is_digest, is_fields, is_list_of, is_text
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -63,11 +63,11 @@ def check_name(name: str) -> str:
     )
 
 
-def _file(layout: Layout, name: str) -> Path:
+def _file(layout: StoreLayout, name: str) -> Path:
     return layout.contexts / f"{check_name(name)}.json"
 
 
-def write_name(layout: Layout, name: str, chain: Sequence[str], nbytes: int, plain: dict[str, Any]) -> None:
+def write_name(layout: StoreLayout, name: str, chain: Sequence[str], nbytes: int, plain: dict[str, Any]) -> None:
     """Let `name` mean this chain from now on; under the store's lock. Raises StoreError, ConfigError."""
     path, new = _file(layout, name), layout.fresh(".name")
     record = {"format": FORMAT, "name": name, "digest": chain[-1], "chain": list(chain), "plain": plain}
@@ -78,7 +78,7 @@ def write_name(layout: Layout, name: str, chain: Sequence[str], nbytes: int, pla
         layout.disk.fsync_folder(layout.contexts)
 
 
-def read_name(layout: Layout, name: str) -> NamedContext:
+def read_name(layout: StoreLayout, name: str) -> NamedContext:
     """What `name` means. Raises UnknownContextError, StoreDamagedError, StoreMismatchError."""
     path = _file(layout, name)
     try:
@@ -93,7 +93,7 @@ def read_name(layout: Layout, name: str) -> NamedContext:
     return NamedContext(**{**fields, "chain": tuple(record["chain"])})
 
 
-def _unknown(layout: Layout, name: str) -> UnknownContextError:
+def _unknown(layout: StoreLayout, name: str) -> UnknownContextError:
     names = stored_names(layout)
     near = difflib.get_close_matches(name, names, n=3)
     advice = f"did you mean {' or '.join(near)}? " if near else ""
@@ -102,12 +102,12 @@ def _unknown(layout: Layout, name: str) -> UnknownContextError:
     return UnknownContextError(f"no context {name!r} in the store {layout.root}; {advice}{listed}", context=name)
 
 
-def stored_names(layout: Layout) -> list[str]:
+def stored_names(layout: StoreLayout) -> list[str]:
     """All names, sorted."""
     return [name.removesuffix(".json") for name in layout.listed(layout.contexts) if name.endswith(".json")]
 
 
-def readable_names(layout: Layout) -> list[NamedContext]:
+def readable_names(layout: StoreLayout) -> list[NamedContext]:
     """All names that can be read; a damaged one is logged, and `verify` names it."""
     found = []
     for name in stored_names(layout):
@@ -120,7 +120,7 @@ def readable_names(layout: Layout) -> list[NamedContext]:
     return found
 
 
-def remove_name(layout: Layout, name: str) -> None:
+def remove_name(layout: StoreLayout, name: str) -> None:
     """Forget a name; under the store's lock. Raises UnknownContextError."""
     path = _file(layout, name)
     with guarded("remove", path):

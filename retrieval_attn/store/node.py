@@ -18,7 +18,7 @@ import numpy.typing as npt
 from retrieval_attn.errors import ShapeError, StoreError, StoreMismatchError, UnknownContextError
 from retrieval_attn.store.bundle import Bundle, BundleFile, Seal
 from retrieval_attn.store.failures import damaged, guarded
-from retrieval_attn.store.layout import Layout, read_record
+from retrieval_attn.store.layout import StoreLayout, read_record
 from retrieval_attn.store.mapped import Mapped
 from retrieval_attn.store.pages import resident_bytes
 from retrieval_attn.store.record import Check, canonical, is_count, is_digest, is_fields, is_list_of, is_text
@@ -72,7 +72,7 @@ def digest_of(identity: str, parent: str | None, options: dict[str, Any], ids: n
     return hashlib.sha256("\0".join(texts).encode() + ids.astype("<i4").tobytes()).hexdigest()
 
 
-def read_node(layout: Layout, digest: str) -> dict[str, Any]:
+def read_node(layout: StoreLayout, digest: str) -> dict[str, Any]:
     """A node's record. Raises UnknownContextError, StoreDamagedError, StoreMismatchError."""
     path = layout.node(digest) / RECORD
     try:
@@ -87,7 +87,7 @@ def read_node(layout: Layout, digest: str) -> dict[str, Any]:
     return record
 
 
-def chain_of(layout: Layout, digest: str) -> list[dict[str, Any]]:
+def chain_of(layout: StoreLayout, digest: str) -> list[dict[str, Any]]:
     """The records from the root to this node. Raises as `read_node`."""
     records = [read_node(layout, digest)]
     known = {digest}
@@ -102,7 +102,7 @@ def chain_of(layout: Layout, digest: str) -> list[dict[str, Any]]:
     return records[::-1]
 
 
-def check_identity(layout: Layout, record: dict[str, Any], identity: str) -> None:
+def check_identity(layout: StoreLayout, record: dict[str, Any], identity: str) -> None:
     """Raise StoreMismatchError, naming what differs, unless the node was saved with this identity."""
     if record["identity"] == identity:
         return
@@ -128,7 +128,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def mark_damaged(layout: Layout, digest: str) -> None:
+def mark_damaged(layout: StoreLayout, digest: str) -> None:
     """Remember that a node is damaged, where the disk lets us."""
     path = layout.node(digest) / DAMAGED
     try:
@@ -145,7 +145,7 @@ class SavedNode:
     identity, options, plain: as they were saved. nbytes: of its files. files: the names that `add` was given.
     """
 
-    def __init__(self, layout: Layout, digest: str, *, ids_only: bool = False) -> None:
+    def __init__(self, layout: StoreLayout, digest: str, *, ids_only: bool = False) -> None:
         """ids_only: without its other files, which may be damaged or gone. Raises UnknownContextError,
         StoreDamagedError for a record or sizes that are wrong, StoreMismatchError.
         """

@@ -19,7 +19,7 @@ from retrieval_attn.store.groups import Group, grouped
 from retrieval_attn.store.names import NamedContext
 from retrieval_attn.store.pages import give_up
 from retrieval_attn.store.store import ContextStore
-from retrieval_attn.store.tiers import Held, Ledger, Moves, Policy, Tiers
+from retrieval_attn.store.tiers import Ledger, Moves, Policy, TierEntry, Tiers
 
 __all__ = ["Done", "Shelf"]
 
@@ -158,7 +158,7 @@ class Shelf:
                 ledger.remove(digest)
             for digest, group in self._groups.items():
                 here = [contexts[name] for name in group.names]
-                held = Held(
+                held = TierEntry(
                     group.nbytes,
                     rebuild_seconds=group.nbytes * max(self._cost(context) for context in here),
                     parent=group.parent,

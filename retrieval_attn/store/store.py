@@ -15,7 +15,7 @@ import numpy.typing as npt
 from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
 from retrieval_attn.store.disk import OS_DISK, Disk
 from retrieval_attn.store.failures import guarded
-from retrieval_attn.store.layout import Layout, Pin, default_folder
+from retrieval_attn.store.layout import Pin, StoreLayout, default_folder
 from retrieval_attn.store.names import NamedContext, check_name, read_name, readable_names, remove_name, write_name
 from retrieval_attn.store.node import SUFFIX, SavedNode, chain_of, check_identity
 from retrieval_attn.store.sweep import Freed, stored_bytes, sweep
@@ -52,7 +52,7 @@ class ContextStore:
         if disk_bytes is not None and not (whole and disk_bytes >= 0):
             raise ConfigError(f"disk_bytes must be None or a whole number of bytes, got {disk_bytes!r}")
         self.folder = default_folder() if folder is None else _absolute(folder)
-        self._layout = Layout(self.folder, disk)
+        self._layout = StoreLayout(self.folder, disk)
         self._disk_bytes = disk_bytes
         self._pins: builtins.list[Pin] = []
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from retrieval_attn.errors import StoreDamagedError
 from retrieval_attn.store.disk import Disk
 from retrieval_attn.store.failures import guarded
-from retrieval_attn.store.layout import Layout, read_record
+from retrieval_attn.store.layout import StoreLayout, read_record
 from retrieval_attn.store.names import read_name, stored_names
 from retrieval_attn.store.record import is_digest, is_list_of
 
@@ -25,7 +25,7 @@ class Freed(NamedTuple):
     nbytes: int
 
 
-def sweep(layout: Layout) -> Freed:
+def sweep(layout: StoreLayout) -> Freed:
     """Remove nodes that neither a name nor a running save reaches, and what dead saves left in `tmp`.
 
     Raises StoreDamagedError, before anything is removed, where a name's file is damaged: what it reaches is unknown.
@@ -53,7 +53,7 @@ def sweep(layout: Layout) -> Freed:
     return Freed(len(nodes), len(stale), nbytes)
 
 
-def _named(layout: Layout) -> set[str]:
+def _named(layout: StoreLayout) -> set[str]:
     """Digests of all nodes that names reach."""
     with guarded("read", layout.contexts):
         # a name that was removed or replaced must not come back after its nodes went
@@ -70,7 +70,7 @@ def _named(layout: Layout) -> set[str]:
     return kept
 
 
-def _leftovers(layout: Layout) -> tuple[list[Path], set[str]]:
+def _leftovers(layout: StoreLayout) -> tuple[list[Path], set[str]]:
     """What is in `tmp` that no living process has pinned, and the digests that living ones have."""
     entries = layout.listed(layout.tmp)
     alive, pinned = set[str](), set[str]()
@@ -91,7 +91,7 @@ def _leftovers(layout: Layout) -> tuple[list[Path], set[str]]:
     return [layout.tmp / entry for entry in entries if entry.partition(".")[0] not in alive], pinned
 
 
-def _is_folder(layout: Layout, path: Path) -> bool:
+def _is_folder(layout: StoreLayout, path: Path) -> bool:
     with guarded("read", path):
         try:
             return stat.S_ISDIR(layout.disk.stat(path).st_mode)
@@ -113,7 +113,7 @@ def remove_tree(disk: Disk, path: Path) -> int:
         return 0
 
 
-def stored_bytes(layout: Layout) -> int:
+def stored_bytes(layout: StoreLayout) -> int:
     """Bytes of all files of nodes, and of those that are being written."""
 
     def size(path: Path) -> int:

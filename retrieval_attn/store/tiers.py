@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-__all__ = ["Fifo", "Held", "Ledger", "Lru", "Moves", "Policy", "Tiers"]
+__all__ = ["Fifo", "TierEntry", "Ledger", "Lru", "Moves", "Policy", "Tiers"]
 
 Digest = str
 
@@ -32,7 +32,7 @@ class Moves(NamedTuple):
 
 
 @dataclass
-class Held:
+class TierEntry:
     """One node of the store.
 
     nbytes: on disk, and in RAM as many. rebuild_seconds: what it would take to make it anew. in_ram: its pages are
@@ -64,7 +64,7 @@ class Ledger:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds; only their order matters."""
         self._clock = clock
-        self._held: dict[Digest, Held] = {}
+        self._held: dict[Digest, TierEntry] = {}
         self._ram: set[Digest] = set()
         self.ram_bytes = 0
         self.disk_bytes = 0
@@ -75,10 +75,10 @@ class Ledger:
     def __iter__(self) -> Iterator[Digest]:
         return iter(self._held)
 
-    def __getitem__(self, digest: Digest) -> Held:
+    def __getitem__(self, digest: Digest) -> TierEntry:
         return self._held[digest]
 
-    def get(self, digest: Digest) -> Held | None:
+    def get(self, digest: Digest) -> TierEntry | None:
         """None for a node that is not there."""
         return self._held.get(digest)
 
@@ -87,7 +87,7 @@ class Ledger:
         """Of a node, S_kv of the paper; 1 where there is none."""
         return max(self.disk_bytes / len(self._held), 1.0) if self._held else 1.0
 
-    def add(self, digest: Digest, held: Held) -> None:
+    def add(self, digest: Digest, held: TierEntry) -> None:
         """A node is in the store, used now. One that was there keeps the time it came first."""
         before = self._held.get(digest)
         held.used = self._clock()
@@ -146,12 +146,12 @@ class Ledger:
                 counts[held.parent] = counts.get(held.parent, 0) + 1
         return counts
 
-    def _place(self, digest: Digest, held: Held) -> None:
+    def _place(self, digest: Digest, held: TierEntry) -> None:
         if held.in_ram:
             self._ram.add(digest)
             self.ram_bytes += held.nbytes
 
-    def _displace(self, digest: Digest, held: Held) -> None:
+    def _displace(self, digest: Digest, held: TierEntry) -> None:
         if held.in_ram:
             self._ram.discard(digest)
             self.ram_bytes -= held.nbytes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from retrieval_attn.errors import StoreError, UnknownContextError
-from retrieval_attn.store.layout import Layout
+from retrieval_attn.store.layout import StoreLayout
 from retrieval_attn.store.names import read_name, stored_names
 from retrieval_attn.store.node import DAMAGED, IDS, RECORD, SUFFIX, SavedNode, read_node
 
@@ -23,7 +23,7 @@ class Damage(NamedTuple):
 
 
 def verify(
-    layout: Layout, names: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
+    layout: StoreLayout, names: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[Damage]:
     """Check every byte that these names need; None: all names. An empty list: nothing is wrong.
 
@@ -55,13 +55,13 @@ def verify(
     return found
 
 
-def _size(layout: Layout, digest: str) -> int:
+def _size(layout: StoreLayout, digest: str) -> int:
     with contextlib.suppress(StoreError):
         return int(read_node(layout, digest)["nbytes"])
     return 0
 
 
-def _check(layout: Layout, digest: str, names: tuple[str, ...]) -> list[Damage]:
+def _check(layout: StoreLayout, digest: str, names: tuple[str, ...]) -> list[Damage]:
     """What is wrong with one node. One file at a time is in memory where files are read, not mapped."""
     folder = layout.node(digest)
     try:
@@ -84,7 +84,7 @@ def _check(layout: Layout, digest: str, names: tuple[str, ...]) -> list[Damage]:
     return wrong
 
 
-def _still_needs(layout: Layout, names: Sequence[str], digest: str) -> bool:
+def _still_needs(layout: StoreLayout, names: Sequence[str], digest: str) -> bool:
     """Whether one of the names still reaches a node that could not be opened."""
     for name in names:
         with contextlib.suppress(StoreError):

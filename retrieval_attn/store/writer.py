@@ -14,7 +14,7 @@ import numpy.typing as npt
 from retrieval_attn.errors import StoreDamagedError, StoreError, StoreFullError, UnknownContextError
 from retrieval_attn.store.bundle import Bundle, Seal, laid_out, write_bundle
 from retrieval_attn.store.failures import guarded
-from retrieval_attn.store.layout import FORMAT, Layout, Pin, write_file
+from retrieval_attn.store.layout import FORMAT, Pin, StoreLayout, write_file
 from retrieval_attn.store.node import (
     DAMAGED,
     IDS,
@@ -41,7 +41,7 @@ class NodeWriter:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: StoreLayout,
         fields: tuple[str, str | None, npt.NDArray[Any], dict[str, Any]],
         disk_bytes: int | None,
         keep: Callable[[Pin], None],
@@ -194,7 +194,7 @@ class NodeWriter:
         self.close()
 
 
-def is_marked(layout: Layout, digest: str) -> bool:
+def is_marked(layout: StoreLayout, digest: str) -> bool:
     """Whether damage of a node was found, and nobody saved it again since."""
     marked = layout.node(digest) / DAMAGED
     with guarded("read", marked):
@@ -205,7 +205,7 @@ def is_marked(layout: Layout, digest: str) -> bool:
         return True
 
 
-def is_whole(layout: Layout, digest: str) -> bool:
+def is_whole(layout: StoreLayout, digest: str) -> bool:
     """Whether a node is in the store and nothing about it is known to be wrong: its record, the sizes of its files."""
     if is_marked(layout, digest):
         return False

@@ -10,7 +10,7 @@ import pytest
 
 import retrieval_attn as ra
 from retrieval_attn.cli.chat import local
-from retrieval_attn.cli.chat.local import LocalTalk
+from retrieval_attn.cli.chat.local import LocalBackend
 from retrieval_attn.cli.chat.prompt import ChatPrompt, agreeing
 from retrieval_attn.errors import InputDataError, UnknownContextError
 from retrieval_attn.store import ContextStore
@@ -36,12 +36,12 @@ def llm(needle_model_path: Path) -> ra.LLM:
 
 
 @pytest.fixture
-def talk(llm: ra.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalTalk]:
+def talk(llm: ra.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalBackend]:
     """Makes one, with a chat template and about a document, or without."""
 
-    def make(template: str | None = None, document: str = "") -> LocalTalk:
+    def make(template: str | None = None, document: str = "") -> LocalBackend:
         monkeypatch.setattr(llm.tokenizer, "chat_template", template)
-        found = LocalTalk(llm, "the model", SAMPLING, ContextStore(tmp_path / "store"))
+        found = LocalBackend(llm, "the model", SAMPLING, ContextStore(tmp_path / "store"))
         if document:
             found.read(document)
         return found
@@ -49,13 +49,13 @@ def talk(llm: ra.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return make
 
 
-def said(talk: LocalTalk, question: str) -> str:
+def said(talk: LocalBackend, question: str) -> str:
     return "".join(talk.answer(question)).strip()
 
 
 @pytest.mark.parametrize("template", [None, CHAT])
 def test_answers_are_those_of_the_whole_conversation(
-    llm: ra.LLM, talk: Callable[..., LocalTalk], template: str | None
+    llm: ra.LLM, talk: Callable[..., LocalBackend], template: str | None
 ) -> None:
     """Read in pieces, turn after turn, or asked at once after the document: the same text; nothing is read twice."""
     talking = talk(template, DOCUMENT)
@@ -74,7 +74,7 @@ def test_answers_are_those_of_the_whole_conversation(
 
 
 @pytest.mark.parametrize("template", [None, CHAT])
-def test_without_a_document(llm: ra.LLM, talk: Callable[..., LocalTalk], template: str | None) -> None:
+def test_without_a_document(llm: ra.LLM, talk: Callable[..., LocalBackend], template: str | None) -> None:
     """The conversation is what the template makes of it, and nothing before it."""
     talking = talk(template)
     assert talking.stats() == "0 of 8,192 tokens, 0 questions answered"
@@ -92,7 +92,7 @@ def test_without_a_document(llm: ra.LLM, talk: Callable[..., LocalTalk], templat
     assert talking._tokens() == before + talking._read_tokens, "the first turn was not read again"
 
 
-def test_a_template_that_rewrites_what_was_said(llm: ra.LLM, talk: Callable[..., LocalTalk]) -> None:
+def test_a_template_that_rewrites_what_was_said(llm: ra.LLM, talk: Callable[..., LocalBackend]) -> None:
     """Then the conversation is read again, behind the document, and answers stay right."""
     talking = talk(None, DOCUMENT)
     prompt = talking._prompt
@@ -111,7 +111,7 @@ def test_a_template_that_rewrites_what_was_said(llm: ra.LLM, talk: Callable[...,
         assert talking._read_tokens == len(asked) - 1, f"all of turn {count}"
 
 
-def test_forget_fork_and_go_back(talk: Callable[..., LocalTalk]) -> None:
+def test_forget_fork_and_go_back(talk: Callable[..., LocalBackend]) -> None:
     talking = talk(None, DOCUMENT)
     first = said(talking, BERGEN)
     mark, _ = talking.fork("here")
@@ -128,7 +128,7 @@ def test_forget_fork_and_go_back(talk: Callable[..., LocalTalk]) -> None:
 
 @pytest.mark.parametrize("template", [None, CHAT])
 def test_saved_conversations_go_on(
-    llm: ra.LLM, talk: Callable[..., LocalTalk], template: str | None, tmp_path: Path
+    llm: ra.LLM, talk: Callable[..., LocalBackend], template: str | None, tmp_path: Path
 ) -> None:
     """A saved one ends where the next question begins, so anyone may ask it; what is loaded is not read.
 
@@ -154,7 +154,7 @@ def test_saved_conversations_go_on(
     assert again._tokens() > loaded, "a load that fails changes nothing"
 
 
-def test_an_answer_that_is_left_stays_as_it_came(talk: Callable[..., LocalTalk]) -> None:
+def test_an_answer_that_is_left_stays_as_it_came(talk: Callable[..., LocalBackend]) -> None:
     talking = talk(None, DOCUMENT)
     pieces = talking.answer(BERGEN)
     came = next(piece for piece in pieces if piece.strip())
@@ -166,7 +166,7 @@ def test_an_answer_that_is_left_stays_as_it_came(talk: Callable[..., LocalTalk])
     assert len(talking._messages) == 4, "nothing was asked yet"
 
 
-def test_interrupted_while_it_reads(talk: Callable[..., LocalTalk], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_while_it_reads(talk: Callable[..., LocalBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     """The next turn begins at the document again."""
     talking = talk(None, DOCUMENT)
     first = said(talking, BERGEN)

@@ -14,9 +14,9 @@ import pytest
 
 import retrieval_attn as ra
 from eval.tests.load.tiny_server import TinyServer
-from retrieval_attn.cli import waiting
-from retrieval_attn.cli.chat.remote import RemoteTalk
-from retrieval_attn.cli.waiting import Waiting
+from retrieval_attn.cli import spinner as waiting
+from retrieval_attn.cli.chat.remote import RemoteBackend
+from retrieval_attn.cli.spinner import Spinner
 from retrieval_attn.errors import InputDataError, RemoteError
 from retrieval_attn.remote.endpoint import Endpoint
 from tests.cli.terminal import CTRL_C, Terminal, chatting
@@ -33,17 +33,17 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def talking() -> Iterator[Callable[..., RemoteTalk]]:
+def talking() -> Iterator[Callable[..., RemoteBackend]]:
     """Makes conversations, which are closed at the end."""
     with ExitStack() as made:
-        yield lambda *arguments: made.enter_context(closing(RemoteTalk(*arguments)))
+        yield lambda *arguments: made.enter_context(closing(RemoteBackend(*arguments)))
 
 
-def said(talk: RemoteTalk, question: str) -> str:
+def said(talk: RemoteBackend, question: str) -> str:
     return "".join(talk.answer(question)).strip()
 
 
-def test_what_the_server_is_sent(talking: Callable[..., RemoteTalk]) -> None:
+def test_what_the_server_is_sent(talking: Callable[..., RemoteBackend]) -> None:
     """The whole conversation, with the document at the start of the first message and of no other."""
     server = TinyServer()
     with server.running() as url:
@@ -71,7 +71,7 @@ def test_what_the_server_is_sent(talking: Callable[..., RemoteTalk]) -> None:
     ("trouble", "message", "kept"),
     [("503", "answered 503: too many requests wait", 0), ("error", "broke off: the engine ended", 2)],
 )
-def test_a_server_that_fails(talking: Callable[..., RemoteTalk], trouble: str, message: str, kept: int) -> None:
+def test_a_server_that_fails(talking: Callable[..., RemoteBackend], trouble: str, message: str, kept: int) -> None:
     """It is said; of an answer that began, what came stays."""
     with TinyServer(lambda body: trouble).running() as url:
         talk = talking(Endpoint.of(url), "tiny", SAMPLING)
@@ -85,7 +85,7 @@ def test_a_server_that_fails(talking: Callable[..., RemoteTalk], trouble: str, m
         said(talk, "Who?")
 
 
-def test_an_answer_that_breaks_off_without_a_word(talking: Callable[..., RemoteTalk]) -> None:
+def test_an_answer_that_breaks_off_without_a_word(talking: Callable[..., RemoteBackend]) -> None:
     """A stream that ends in the middle is an error, not an answer."""
     with TinyServer(lambda body: "cut").running() as url:
         talk = talking(Endpoint.of(url), "tiny", SAMPLING)
@@ -97,11 +97,11 @@ def test_an_answer_that_breaks_off_without_a_word(talking: Callable[..., RemoteT
 def test_waiting_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(waiting, "SILENT_SECONDS", 0.05)
     monkeypatch.setattr(waiting, "EVERY_SECONDS", 0.05)
-    with Waiting("the server reads"):
+    with Spinner("the server reads"):
         time.sleep(0.2)
     assert capsys.readouterr().err == "the server reads: 0 s\n"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with Waiting("the server reads") as shown:
+    with Spinner("the server reads") as shown:
         time.sleep(0.3)
         shown.end()
         said = capsys.readouterr().err

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from retrieval_attn.cpu.serve import ENDED, NEVER_ASKED, NOT_READY, Server
+from retrieval_attn.cpu.serve import ENDED, NEVER_ASKED, NOT_READY, CallTable
 
 ERROR = 719
 
@@ -26,7 +26,7 @@ class Device:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._search),
         )
         addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._kept]
-        self.server = Server((addresses[0], addresses[1]), limit_seconds)
+        self.server = CallTable((addresses[0], addresses[1]), limit_seconds)
         for i in range(2):
             self.server.add(
                 request=self.requests[i:].ctypes.data,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.windows import Stretch, attend_stretches, put_last
+from retrieval_attn.cpu.windows import WindowRow, attend_stretches, put_last
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 
@@ -21,7 +21,7 @@ def case(fmt: Format, group: int, lengths: list[int], dims: tuple[int, int]) -> 
     ]  # fmt: skip
     queries = rng.standard_normal((len(lengths), heads * group, dim)).astype(np.float32)
     rows = [
-        Stretch(
+        WindowRow(
             keys.ctypes.data + 2 * keys.strides[1],
             values.ctypes.data + 2 * values.strides[1],
             keys.strides[0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from contextlib import AbstractContextManager
 
-from retrieval_attn.cpu.serve import Server
+from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.runner.graph.registry import replaced_runtime
 from tests.emulation.runtime import EmulatedRuntime
 
@@ -20,4 +20,4 @@ def emulated(runtime: EmulatedRuntime | None = None) -> AbstractContextManager[N
 
 @functools.cache
 def _shared() -> EmulatedRuntime:
-    return EmulatedRuntime(Server)
+    return EmulatedRuntime(CallTable)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from retrieval_attn.engine.job import Job, State
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.scheduler import Results, Scheduler, StepPlan
+from retrieval_attn.engine.request_needs import RequestNeeds, State
+from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 
 LIMITS = Limits(
     rows=4,
@@ -33,25 +33,25 @@ class Bench:
         self.step_seconds = step
         self.cell_seconds = cell
         self.now = 0.0
-        self.results = Results()
-        self.jobs: dict[str, Job] = {}
+        self.results = StepResult()
+        self.jobs: dict[str, RequestNeeds] = {}
         self.cells: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
-        self.plans: list[StepPlan] = []
+        self.plans: list[SchedulerOutput] = []
         self.parks: list[tuple[str, ...]] = []
         self.resumes: list[tuple[str, ...]] = []
 
     def submit(self, name: str, prompt: int = 50, tokens: int = 10, **job: Any) -> None:
-        self.jobs[name] = Job(name, prompt, tokens, **job)
+        self.jobs[name] = RequestNeeds(name, prompt, tokens, **job)
         self.scheduler.submit(self.jobs[name], self.now)
 
-    def tick(self, **results: Any) -> StepPlan:
+    def schedule(self, **results: Any) -> SchedulerOutput:
         """One tick with what came of the last plan; `results` on top of it."""
-        parked = list(self.scheduler._places.held[State.PARKED])
-        plan = self.scheduler.tick(self.results._replace(**results), self.now)
+        parked = list(self.scheduler._places.held[State.PREEMPTED])
+        plan = self.scheduler.schedule(self.results._replace(**results), self.now)
         self.scheduler.check()
         self.plans.append(plan)
-        now_parked = self.scheduler._places.held[State.PARKED]
+        now_parked = self.scheduler._places.held[State.PREEMPTED]
         self.parks.append(tuple(name for name in now_parked if name not in parked))
         self.resumes.append(tuple(name for name in parked if self.state(name) is State.DECODING))
         read, read_done = {}, []
@@ -64,7 +64,7 @@ class Bench:
         for name in plan.decode:
             self.tokens[name] = self.tokens.get(name, 0) + 1
         seconds = self.step_seconds if plan.decode else 0.0
-        self.results = Results(
+        self.results = StepResult(
             tokens=plan.decode,
             read=read,
             read_done=tuple(read_done),
@@ -78,7 +78,7 @@ class Bench:
         for _ in range(most):
             if done():
                 return
-            self.tick()
+            self.schedule()
         raise AssertionError(f"not done after {most} ticks")
 
     def finish(self, most: int = 100_000) -> None:

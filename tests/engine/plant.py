@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from retrieval_attn.engine.job import Job, State
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.scheduler import Results, Scheduler, StepPlan
+from retrieval_attn.engine.request_needs import RequestNeeds, State
+from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.errors import AdmissionError, EngineFullError
 
 END_REASONS = ("tokens", "ended", "failed", "aborted")
@@ -17,7 +17,7 @@ END_REASONS = ("tokens", "ended", "failed", "aborted")
 class Request:
     """What the plant knows of a job: what will happen to it, and what it has had."""
 
-    job: Job
+    job: RequestNeeds
     stops_after: int
     fails_after: int
     cells: int
@@ -43,12 +43,12 @@ class Plant:
         self.started: set[str] = set()
         self.parked: set[str] = set()
         self.aborted: set[str] = set()
-        self.plans: list[StepPlan] = []
+        self.plans: list[SchedulerOutput] = []
         self.parks = 0
         self.outside = 0
-        self._pending: list[Results] = []
+        self._pending: list[StepResult] = []
 
-    def submit(self, name: str, job: Job) -> bool:
+    def submit(self, name: str, job: RequestNeeds) -> bool:
         draw = self.draw
         try:
             self.scheduler.submit(job, self.now)
@@ -96,9 +96,9 @@ class Plant:
             self.scheduler.set_known(name, known)
             self.there[name].job = replace(self.there[name].job, known_tokens=known)
 
-    def tick(self) -> StepPlan:
-        results = self._pending.pop(0) if len(self._pending) > self.late else Results()
-        plan = self.scheduler.tick(results, self.now)
+    def schedule(self) -> SchedulerOutput:
+        results = self._pending.pop(0) if len(self._pending) > self.late else StepResult()
+        plan = self.scheduler.schedule(results, self.now)
         self.scheduler.check()
         self.plans.append(plan)
         self._leave(plan, results)
@@ -107,7 +107,7 @@ class Plant:
         self._work(plan)
         return plan
 
-    def _leave(self, plan: StepPlan, results: Results) -> None:
+    def _leave(self, plan: SchedulerOutput, results: StepResult) -> None:
         assert len(set(plan.leave)) == len(plan.leave)
         due = {
             **{name: "tokens" for name in results.tokens if self._had_all(name)},
@@ -132,8 +132,8 @@ class Plant:
         told = self.there[name].tokens - sum(name in results.tokens for results in self._pending)
         return told == self.there[name].job.max_tokens
 
-    def _move(self, plan: StepPlan) -> None:
-        parked = {name for name in self.started if self.scheduler.state(name) is State.PARKED}
+    def _move(self, plan: SchedulerOutput) -> None:
+        parked = {name for name in self.started if self.scheduler.state(name) is State.PREEMPTED}
         for name in parked - self.parked:
             self.rows.remove(name)
             assert self.there[name].job.priority == "batch"
@@ -158,7 +158,7 @@ class Plant:
     def _check_bytes(self) -> None:
         assert self._reserved_tokens() * self.limits.token_bytes + self.outside <= self.limits.host_bytes
 
-    def _check_books(self, plan: StepPlan) -> None:
+    def _check_books(self, plan: SchedulerOutput) -> None:
         limits = self.limits
         assert len(self.started) - len(self.parked) <= limits.rows + limits.ahead
         assert len(self.rows) <= limits.rows
@@ -176,7 +176,7 @@ class Plant:
         reading = [name for name in self.started if self.scheduler.state(name) is State.READING]
         assert not reading or plan.decode, "readings wait, and nothing decodes"
 
-    def _work(self, plan: StepPlan) -> None:
+    def _work(self, plan: SchedulerOutput) -> None:
         """What comes of a plan; the last of the pending results when it is told late."""
         tokens, ended, failed, read_done = [], [], [], []
         read: dict[str, int] = {}
@@ -205,7 +205,7 @@ class Plant:
         cell = self.draw.uniform(0.001, 0.02)
         self.now += decode + cell * sum(read.values()) + 0.0005
         self._pending.append(
-            Results(
+            StepResult(
                 ended=tuple(ended),
                 tokens=tuple(tokens),
                 failed=tuple(failed),
@@ -216,4 +216,4 @@ class Plant:
             )
         )
         while len(self._pending) < 1 + self.late:
-            self._pending.insert(0, Results())
+            self._pending.insert(0, StepResult())

@@ -12,32 +12,34 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from transformers.generation import LogitsProcessorList, MinPLogitsWarper
 
 import retrieval_attn as ra
-from retrieval_attn.engine.draw import MAX_LOGPROBS, Chosen, DrawMode, DrawTable, RowDraw, choose
+from retrieval_attn.engine.sampling_params import MAX_LOGPROBS, Chosen, DrawMode, SamplingParams, SamplingState, choose
 
 DRAWS = [
-    RowDraw(),
-    RowDraw(temperature=1.0, seed=7),
-    RowDraw(temperature=0.3, top_k=5, seed=-3),
-    RowDraw(temperature=2.5, top_p=0.8, seed=2**64 - 1, logprobs=3),
-    RowDraw(temperature=0.9, min_p=0.02, seed=2**40, logprobs=20),
-    RowDraw(temperature=1.5, top_k=40, top_p=0.95, min_p=0.01),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=7),
+    SamplingParams(temperature=0.3, top_k=5, seed=-3),
+    SamplingParams(temperature=2.5, top_p=0.8, seed=2**64 - 1, logprobs=3),
+    SamplingParams(temperature=0.9, min_p=0.02, seed=2**40, logprobs=20),
+    SamplingParams(temperature=1.5, top_k=40, top_p=0.95, min_p=0.01),
 ]
 VOCABULARY = 333
 
 
-def table(draws: Sequence[RowDraw], device: str = "cpu") -> DrawTable:
-    made = DrawTable(len(draws), device)
+def table(draws: Sequence[SamplingParams], device: str = "cpu") -> SamplingState:
+    made = SamplingState(len(draws), device)
     for slot, draw in enumerate(draws):
         made.write(slot, draw)
     return made
 
 
-def pick(logits: Tensor, draws: Sequence[RowDraw], positions: Tensor | int, mode: DrawMode | None = None) -> Chosen:
+def pick(
+    logits: Tensor, draws: Sequence[SamplingParams], positions: Tensor | int, mode: DrawMode | None = None
+) -> Chosen:
     place = torch.full((len(logits),), positions) if isinstance(positions, int) else positions
     return choose(logits, table(draws, str(logits.device)), place.to(logits.device), mode)
 
 
-def warped(logits: Tensor, draw: RowDraw) -> Tensor:
+def warped(logits: Tensor, draw: SamplingParams) -> Tensor:
     """What transformers draws from: its own processors in its own order, (1, vocabulary)."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(float(draw.temperature))])
     if draw.top_k:
@@ -49,7 +51,7 @@ def warped(logits: Tensor, draw: RowDraw) -> Tensor:
     return processors(None, logits)  # type: ignore[arg-type]  # ids play no role in these
 
 
-def drawn(logits: Tensor, draw: RowDraw, count: int, rows: int = 4000) -> Tensor:
+def drawn(logits: Tensor, draw: SamplingParams, count: int, rows: int = 4000) -> Tensor:
     """Ids of `count` draws from logits (vocabulary,), at positions 0, 1, ..."""
     made = table([draw] * rows)
     starts = range(0, count, rows)
@@ -74,18 +76,18 @@ def chi_square(ids: Tensor, probabilities: Tensor) -> float:
 
 
 OPTIONS = [
-    RowDraw(temperature=1.0),
-    RowDraw(temperature=0.6, seed=11),
-    RowDraw(temperature=1.8, seed=12),
-    RowDraw(temperature=1.0, top_k=7, seed=13),
-    RowDraw(temperature=1.0, top_p=0.7, seed=14),
-    RowDraw(temperature=1.0, min_p=0.1, seed=15),
-    RowDraw(temperature=1.3, top_k=12, top_p=0.85, min_p=0.05, seed=16),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.6, seed=11),
+    SamplingParams(temperature=1.8, seed=12),
+    SamplingParams(temperature=1.0, top_k=7, seed=13),
+    SamplingParams(temperature=1.0, top_p=0.7, seed=14),
+    SamplingParams(temperature=1.0, min_p=0.1, seed=15),
+    SamplingParams(temperature=1.3, top_k=12, top_p=0.85, min_p=0.05, seed=16),
 ]
 
 
 @pytest.mark.parametrize("draw", OPTIONS)
-def test_draws_follow_the_distribution_that_transformers_draws_from(draw: RowDraw) -> None:
+def test_draws_follow_the_distribution_that_transformers_draws_from(draw: SamplingParams) -> None:
     torch.manual_seed(3)
     logits = torch.randn(50) * 2
     expected = warped(logits[None].double(), draw)[0].softmax(dim=0)
@@ -95,13 +97,13 @@ def test_draws_follow_the_distribution_that_transformers_draws_from(draw: RowDra
 @pytest.mark.parametrize(
     "wrong",
     [
-        RowDraw(temperature=1.45, top_k=12, top_p=0.85, min_p=0.05),
-        RowDraw(temperature=1.3, top_k=11, top_p=0.85, min_p=0.05),
-        RowDraw(temperature=1.3, top_k=12, top_p=0.80, min_p=0.05),
-        RowDraw(temperature=1.3, top_k=12, top_p=0.85, min_p=0.25),
+        SamplingParams(temperature=1.45, top_k=12, top_p=0.85, min_p=0.05),
+        SamplingParams(temperature=1.3, top_k=11, top_p=0.85, min_p=0.05),
+        SamplingParams(temperature=1.3, top_k=12, top_p=0.80, min_p=0.05),
+        SamplingParams(temperature=1.3, top_k=12, top_p=0.85, min_p=0.25),
     ],
 )
-def test_a_slightly_wrong_option_would_be_noticed(wrong: RowDraw) -> None:
+def test_a_slightly_wrong_option_would_be_noticed(wrong: SamplingParams) -> None:
     """The test above can fail: here it must, for the last of its options."""
     torch.manual_seed(3)
     logits = torch.randn(50) * 2
@@ -112,7 +114,7 @@ def test_a_slightly_wrong_option_would_be_noticed(wrong: RowDraw) -> None:
 def test_rare_tokens_are_drawn_as_often_as_they_should_be() -> None:
     logits = torch.full((41,), math.log(1e-4))
     logits[0] = math.log(1 - 40e-4)
-    ids = drawn(logits, RowDraw(temperature=1.0, seed=5), 100_000)
+    ids = drawn(logits, SamplingParams(temperature=1.0, seed=5), 100_000)
     assert abs(int((ids > 0).sum()) - 400) < 4 * 20
     assert len(ids.unique()) == 41
 
@@ -125,7 +127,7 @@ def test_filters_keep_what_transformers_keeps(ties: bool) -> None:
     for trial in range(96):
         logits = torch.randn(1, 200, generator=generator) * 3
         logits = (logits * 2).round() / 2 if ties else logits
-        draw = RowDraw(
+        draw = SamplingParams(
             temperature=(0.3, 0.8, 1.0, 2.5)[trial % 4],
             top_k=(0, 7, 50, 1)[trial // 4 % 4],
             top_p=(1.0, 0.9, 0.05)[trial % 3],
@@ -140,15 +142,15 @@ def test_filters_keep_what_transformers_keeps(ties: bool) -> None:
     assert bool(split) == ties
 
 
-def kept_by(logits: Tensor, draw: RowDraw) -> Tensor:
+def kept_by(logits: Tensor, draw: SamplingParams) -> Tensor:
     """Which tokens of logits (1, vocabulary) can be drawn: among equal ones, all, by drawing often."""
-    from retrieval_attn.engine import draw as module
+    from retrieval_attn.engine import sampling_params as module
 
     return module._kept(logits / draw.temperature, table([draw]).columns(1))[0]
 
 
 def test_a_top_k_of_more_than_the_vocabulary_keeps_all() -> None:
-    assert kept_by(torch.randn(1, 9), RowDraw(temperature=1.0, top_k=2**31 - 1)).all()
+    assert kept_by(torch.randn(1, 9), SamplingParams(temperature=1.0, top_k=2**31 - 1)).all()
 
 
 def test_a_row_draws_the_same_alone_in_any_batch_at_any_place() -> None:
@@ -168,26 +170,30 @@ def test_a_row_draws_the_same_alone_in_any_batch_at_any_place() -> None:
 def test_another_seed_or_position_draws_anew() -> None:
     logits = torch.zeros(1, 5000)
     ids = [
-        int(pick(logits, [RowDraw(temperature=1.0, seed=seed)], position).ids)
+        int(pick(logits, [SamplingParams(temperature=1.0, seed=seed)], position).ids)
         for seed, position in ((0, 0), (1, 0), (2**32, 0), (0, 1), (0, 2**32), (-1, 0))
     ]
     assert len(set(ids)) == len(ids)
-    assert ids[-1] == int(pick(logits, [RowDraw(temperature=1.0, seed=2**64 - 1)], 0).ids)
+    assert ids[-1] == int(pick(logits, [SamplingParams(temperature=1.0, seed=2**64 - 1)], 0).ids)
 
 
 def test_tokens_that_are_added_to_the_vocabulary_do_not_change_the_noise() -> None:
     logits = torch.randn(1, 400)
     padded = torch.cat([logits, torch.full((1, 7), -math.inf)], dim=1)
     for position in range(20):
-        draw = [RowDraw(temperature=1.0)]
+        draw = [SamplingParams(temperature=1.0)]
         assert torch.equal(pick(logits, draw, position).ids, pick(padded, draw, position).ids)
 
 
 def test_greedy_rows_take_the_likeliest_among_rows_that_draw() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, VOCABULARY)
-    draws = [RowDraw(top_k=1, top_p=0.1), RowDraw(temperature=9.0), RowDraw(temperature=9.0, top_p=0)]
-    draws.append(RowDraw(temperature=1e-30))
+    draws = [
+        SamplingParams(top_k=1, top_p=0.1),
+        SamplingParams(temperature=9.0),
+        SamplingParams(temperature=9.0, top_p=0),
+    ]
+    draws.append(SamplingParams(temperature=1e-30))
     for position in range(30):
         ids = pick(logits, draws, position).ids
         assert torch.equal(ids[[0, 2, 3]], logits.argmax(dim=1)[[0, 2, 3]])
@@ -196,8 +202,8 @@ def test_greedy_rows_take_the_likeliest_among_rows_that_draw() -> None:
 def test_among_equal_likeliest_tokens_greedy_takes_the_first() -> None:
     logits = torch.zeros(2, 64)
     logits[:, [9, 30]] = 2.0
-    assert pick(logits, [RowDraw(), RowDraw()], 0).ids.tolist() == [9, 9]
-    assert pick(logits, [RowDraw(), RowDraw(temperature=1.0)], 0).ids.tolist()[0] == 9
+    assert pick(logits, [SamplingParams(), SamplingParams()], 0).ids.tolist() == [9, 9]
+    assert pick(logits, [SamplingParams(), SamplingParams(temperature=1.0)], 0).ids.tolist()[0] == 9
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
@@ -214,10 +220,10 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_logprobs_are_made_only_for_rows_that_ask() -> None:
     logits = torch.randn(2, 8)
-    assert pick(logits, [RowDraw(), RowDraw(temperature=1.0)], 0).logprobs is None
-    found = pick(logits, [RowDraw(), RowDraw(logprobs=20)], 0)
+    assert pick(logits, [SamplingParams(), SamplingParams(temperature=1.0)], 0).logprobs is None
+    found = pick(logits, [SamplingParams(), SamplingParams(logprobs=20)], 0)
     assert found.top_ids is not None and found.top_ids.shape == (2, 8)  # as many as there are
-    chosen_only = pick(logits, [RowDraw(), RowDraw()], 0, DrawMode(logprobs=0))
+    chosen_only = pick(logits, [SamplingParams(), SamplingParams()], 0, DrawMode(logprobs=0))
     assert chosen_only.logprobs is not None and chosen_only.top_ids is not None
     assert chosen_only.top_ids.shape == (2, 0)
 
@@ -243,16 +249,16 @@ def test_a_row_without_numbers_fails_alone(bad: float) -> None:
 
 def test_a_failed_row_of_one_token_fails_alone() -> None:
     """Nothing of it is kept, and the place of the last token that is kept must still be a place."""
-    found = pick(torch.tensor([[math.nan], [1.0]]), [RowDraw(temperature=1.0, top_p=0.5)] * 2, 0)
+    found = pick(torch.tensor([[math.nan], [1.0]]), [SamplingParams(temperature=1.0, top_p=0.5)] * 2, 0)
     assert found.failed.tolist() == [True, False] and found.ids.tolist() == [0, 0]
 
 
 def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
     logits = torch.full((1, 50), -math.inf)
     logits[0, [3, 4]] = 0.0
-    ids = drawn(logits[0], RowDraw(temperature=5.0), 4000)
+    ids = drawn(logits[0], SamplingParams(temperature=5.0), 4000)
     assert set(ids.tolist()) == {3, 4}
-    assert set(drawn(logits[0], RowDraw(temperature=5.0, top_k=30, top_p=0.99), 4000).tolist()) == {3, 4}
+    assert set(drawn(logits[0], SamplingParams(temperature=5.0, top_k=30, top_p=0.99), 4000).tolist()) == {3, 4}
 
 
 def test_the_logits_stay_as_they_are_and_inference_mode_is_fine() -> None:
@@ -265,12 +271,12 @@ def test_the_logits_stay_as_they_are_and_inference_mode_is_fine() -> None:
 
 
 def test_a_table_says_what_its_rows_need() -> None:
-    made = DrawTable(3)
+    made = SamplingState(3)
     assert len(made) == 3 and made.mode == DrawMode()
-    made.write(1, RowDraw(temperature=0.5))
+    made.write(1, SamplingParams(temperature=0.5))
     assert made.mode == DrawMode(sample=True)
-    made.write(2, RowDraw(temperature=0.5, top_p=0.9, logprobs=2))
-    made.write(0, RowDraw(top_k=5, logprobs=1))
+    made.write(2, SamplingParams(temperature=0.5, top_p=0.9, logprobs=2))
+    made.write(0, SamplingParams(top_k=5, logprobs=1))
     assert made.mode == DrawMode(sample=True, filters=True, logprobs=2)
     made.clear(2)
     assert made.mode == DrawMode(sample=True, filters=False, logprobs=1)
@@ -278,14 +284,14 @@ def test_a_table_says_what_its_rows_need() -> None:
 
 def test_a_table_is_written_in_place() -> None:
     """A captured graph reads the addresses that it saw."""
-    made = DrawTable(2)
+    made = SamplingState(2)
     numbers, words = made.options(2)
-    made.write(1, RowDraw(temperature=0.5, top_k=9, seed=2**32 + 5))
+    made.write(1, SamplingParams(temperature=0.5, top_k=9, seed=2**32 + 5))
     assert numbers.tolist() == [[0.0, 1.0, 0.0], [0.5, 1.0, 0.0]]
     assert words.tolist() == [[0, 0, 0], [9, 5, 1]]
     for slot in (-1, 2):
         with pytest.raises(IndexError, match="2 rows"):
-            made.write(slot, RowDraw())
+            made.write(slot, SamplingParams())
 
 
 @pytest.mark.parametrize(
@@ -310,16 +316,16 @@ def test_a_table_is_written_in_place() -> None:
 def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     (name,) = wrong
     with pytest.raises(ra.ConfigError, match=name):
-        RowDraw(**wrong)  # type: ignore[arg-type]
+        SamplingParams(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_table_without_rows_is_refused() -> None:
     with pytest.raises(ra.ConfigError, match="at least 1 row"):
-        DrawTable(0)
+        SamplingState(0)
 
 
 def test_logits_and_positions_of_another_shape_are_refused() -> None:
-    made, positions = DrawTable(2), torch.zeros(2, dtype=torch.int64)
+    made, positions = SamplingState(2), torch.zeros(2, dtype=torch.int64)
     for logits in (torch.randn(2, 0), torch.randn(6), torch.randn(2, 6).double(), torch.randn(6, 2).T):
         with pytest.raises(ra.ShapeError, match="float32 .rows, vocabulary."):
             choose(logits, made, positions)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.engine import draw as module
-from retrieval_attn.engine.draw import DrawMode, DrawTable, RowDraw, choose
+from retrieval_attn.engine import sampling_params as module
+from retrieval_attn.engine.sampling_params import DrawMode, SamplingParams, SamplingState, choose
 from tests.gpu.test_decode_kernels import INTERPRETED
 
 EVERYTHING = DrawMode(sample=True, filters=True, logprobs=5)
@@ -37,22 +37,22 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield "cuda" if request.param == "torch" or not INTERPRETED else "cpu"
 
 
-def on_cpu(logits: Tensor, draws: list[RowDraw], positions: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+def on_cpu(logits: Tensor, draws: list[SamplingParams], positions: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """The ids that operations of torch choose on the CPU."""
     with monkeypatch.context() as patch:
         patch.setattr(module, "_kernels", lambda logits: None)
         return choose(logits, filled(draws, "cpu"), positions).ids
 
 
-def filled(draws: list[RowDraw], device: str) -> DrawTable:
-    made = DrawTable(len(draws), device)
+def filled(draws: list[SamplingParams], device: str) -> SamplingState:
+    made = SamplingState(len(draws), device)
     for slot, draw in enumerate(draws):
         made.write(slot, draw)
     return made
 
 
-def some_draw(pick: random.Random) -> RowDraw:
-    return RowDraw(
+def some_draw(pick: random.Random) -> SamplingParams:
+    return SamplingParams(
         temperature=pick.choice([0.0, 0.3, 1.0, 2.5]),
         top_k=pick.choice([0, 0, 1, 7, 50, 8000]),
         top_p=pick.choice([1.0, 1.0, 0.9, 0.3, 0.05]),
@@ -97,7 +97,7 @@ def test_numbers_that_lie_close_or_far_apart_end_the_search(device: str, monkeyp
     ]
     for row in cases:
         logits = row[torch.randperm(len(row), generator=torch.Generator().manual_seed(0))][None].contiguous()
-        for draw in (RowDraw(temperature=1.0, top_k=9), RowDraw(temperature=1.0, top_p=0.5, top_k=40)):
+        for draw in (SamplingParams(temperature=1.0, top_k=9), SamplingParams(temperature=1.0, top_p=0.5, top_k=40)):
             position = torch.tensor([3])
             found = choose(logits.to(device), filled([draw], device), position.to(device))
             assert found.ids.tolist() == on_cpu(logits, [draw], position, monkeypatch).tolist()
@@ -112,7 +112,7 @@ def test_a_captured_graph_serves_rows_that_come_and_go(
     if device == "cpu":
         pytest.skip("a graph needs a GPU; this is the interpreted kernel")
     pick, rows, vocabulary = random.Random(1), 6, 1000
-    table = DrawTable(rows, device)
+    table = SamplingState(rows, device)
     logits = torch.zeros(rows, vocabulary, device=device)
     positions = torch.zeros(rows, dtype=torch.int64, device=device)
     choose(logits, table, positions, mode)  # what is made once is made outside
@@ -120,10 +120,10 @@ def test_a_captured_graph_serves_rows_that_come_and_go(
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(graph):
         found = choose(logits, table, positions, mode)
-    draws = [RowDraw()] * rows
+    draws = [SamplingParams()] * rows
     for step in range(12):
         for slot in pick.sample(range(rows), 3):
-            draws[slot] = some_draw(pick) if mode.filters else RowDraw(temperature=float(mode.sample), seed=step)
+            draws[slot] = some_draw(pick) if mode.filters else SamplingParams(temperature=float(mode.sample), seed=step)
             table.write(slot, draws[slot])
         now = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(step)) * 3
         now[step % rows, 3] = math.nan if step % 2 else 0.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from retrieval_attn.engine.context_prefetcher import ContextPrefetcher
 from retrieval_attn.engine.engine import Engine, default_limits
-from retrieval_attn.engine.expected import Expected
 from retrieval_attn.engine.request import Request
 from retrieval_attn.store import ContextStore, Shelf
 from retrieval_attn.store.pages import give_up, resident_bytes
@@ -36,7 +36,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_names_in_the_order_of_their_requests(told: list[list[str]], tmp_path: Path) -> None:
     store = ContextStore(tmp_path)
-    expected = Expected(lambda: store, 1 << 30)
+    expected = ContextPrefetcher(lambda: store, 1 << 30)
     for number, name in enumerate(["b", "a", "b", "c"]):
         expected.add(str(number), name)
     expected.remove("0")

@@ -16,16 +16,16 @@ from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from retrieval_attn.answer import Sampling
-from retrieval_attn.engine.chooser import Chooser
-from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.penalties import History, Penalties, PenaltyProcessor
+from retrieval_attn.engine.sampler import Sampler
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import ConfigError
 
 VOCABULARY = 40
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=30)
 
 adjusting = st.builds(
-    RowDraw,
+    SamplingParams,
     repetition_penalty=st.one_of(st.just(1.0), st.floats(0.01, 100)),
     presence_penalty=st.one_of(st.just(0), st.floats(-2, 2)),
     frequency_penalty=st.one_of(st.just(0), st.floats(-2, 2)),
@@ -93,8 +93,8 @@ def test_a_row_has_the_same_scores_alone_in_any_batch(rows: list[History | None]
 def test_rows_without_such_options_cost_nothing() -> None:
     """Not even a copy: the logits themselves are returned, and no tensor is made."""
     logits, penalties = logits_of(3), Penalties()
-    done = History(RowDraw(), [1], [5, 6], frozenset({3}), 2)
-    assert History.of(RowDraw(0.8, 5), [1], [], frozenset({3}), 0) is None
+    done = History(SamplingParams(), [1], [5, 6], frozenset({3}), 2)
+    assert History.of(SamplingParams(0.8, 5), [1], [], frozenset({3}), 0) is None
     assert penalties(logits, [None, done, None]) is logits and penalties(logits, []) is logits
     assert penalties._counts.numel() == 0
 
@@ -105,8 +105,8 @@ def test_every_option_changes_what_is_chosen() -> None:
     logits[0, [7, 8, 9]] = torch.tensor([3.0, 2.5, 2.0])
 
     def chosen(output: list[int], ends: Sequence[int] = (), least: int = 0, **options: Any) -> int:
-        history = History(RowDraw(**options), [1, 7], output, ends, least)
-        found = Chooser(1, torch.device("cpu"))([RowDraw(**options)], logits, [2], [history])[0]
+        history = History(SamplingParams(**options), [1, 7], output, ends, least)
+        found = Sampler(1, torch.device("cpu"))([SamplingParams(**options)], logits, [2], [history])[0]
         assert found is not None
         return found.token
 
@@ -120,9 +120,9 @@ def test_every_option_changes_what_is_chosen() -> None:
 
 
 def test_log_probabilities_are_those_before_penalties() -> None:
-    draw = RowDraw(logit_bias={3: 100.0}, logprobs=2)
+    draw = SamplingParams(logit_bias={3: 100.0}, logprobs=2)
     logits = logits_of(1)
-    found = Chooser(1, torch.device("cpu"))([draw], logits, [2], [History(draw, [1])])[0]
+    found = Sampler(1, torch.device("cpu"))([draw], logits, [2], [History(draw, [1])])[0]
     expected = logits[0].double().log_softmax(0)
     assert found is not None and found.token == 3 and found.logprob == pytest.approx(float(expected[3]), abs=1e-5)
     assert [token for token, _ in found.top] == expected.topk(2).indices.tolist()
@@ -143,8 +143,8 @@ def test_a_loop_of_transformers_has_the_same_scores(rows: list[History], new: li
 
 @given(adjusting)
 @settings(max_examples=100, deadline=None)
-def test_options_go_through_json(draw: RowDraw) -> None:
-    assert RowDraw(**json.loads(json.dumps(asdict(draw)))) == draw
+def test_options_go_through_json(draw: SamplingParams) -> None:
+    assert SamplingParams(**json.loads(json.dumps(asdict(draw)))) == draw
 
 
 WRONG: list[dict[str, Any]] = [
@@ -171,7 +171,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", WRONG, ids=str)
-@pytest.mark.parametrize("kind", [RowDraw, Sampling])
+@pytest.mark.parametrize("kind", [SamplingParams, Sampling])
 def test_options_out_of_their_range_are_refused(kind: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         kind(**options)

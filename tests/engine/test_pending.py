@@ -9,30 +9,30 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from retrieval_attn.engine.inflight_prefills import PrefillClaim
 from retrieval_attn.engine.match import Match
 from retrieval_attn.engine.node import Node
-from retrieval_attn.engine.pending import Claim
+from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.sizes import Sizes
-from retrieval_attn.engine.tree import Tree
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 from tests.engine.tree_reference import Bytes
 
 TEXT = np.arange(100, dtype=np.int32)
 
 
-def claim(tree: Tree, ids: np.ndarray, namespace: str | None = "a") -> Claim:
+def claim(tree: RadixCache, ids: np.ndarray, namespace: str | None = "a") -> PrefillClaim:
     """As a request does: match, then claim what is left."""
     found = tree.match(ids, namespace)
     return tree.pending(found, ids[found.length :], namespace)
 
 
-def read(tree: Tree, ids: np.ndarray, namespace: str | None = "a") -> Node:
+def read(tree: RadixCache, ids: np.ndarray, namespace: str | None = "a") -> Node:
     found = tree.match(ids, namespace)
     return tree.insert(found, ids[found.length :], Bytes(1), namespace)
 
 
 def test_equal_texts_are_read_once() -> None:
-    tree = Tree()
+    tree = RadixCache()
     first, *others = [claim(tree, TEXT) for _ in range(5)]
     assert first.mine and first.future.result() is None
     assert not any(other.mine or other.future.done() for other in others)
@@ -48,7 +48,7 @@ def test_equal_texts_are_read_once() -> None:
 
 
 def test_one_by_one_the_others_get_the_work_of_who_fails() -> None:
-    tree = Tree()
+    tree = RadixCache()
     claims = [claim(tree, TEXT) for _ in range(4)]
     claims[0].release()
     assert claims[1].mine and claims[1].future.result() is None
@@ -63,7 +63,7 @@ def test_one_by_one_the_others_get_the_work_of_who_fails() -> None:
 
 
 def test_who_left_gets_neither_work_nor_node() -> None:
-    tree = Tree()
+    tree = RadixCache()
     claims = [claim(tree, TEXT) for _ in range(5)]
     claims[1].release()
     assert claims[1].future.cancelled()
@@ -76,7 +76,7 @@ def test_who_left_gets_neither_work_nor_node() -> None:
 
 
 def test_all_gone_nothing_is_left() -> None:
-    tree = Tree()
+    tree = RadixCache()
     claims = [claim(tree, TEXT) for _ in range(3)]
     claims[2].future.cancel()
     for one in claims:
@@ -87,7 +87,7 @@ def test_all_gone_nothing_is_left() -> None:
 
 
 def test_a_longer_and_a_shorter_text_wait_if_that_spares_them_enough() -> None:
-    tree = Tree()
+    tree = RadixCache()
     first = claim(tree, TEXT)
     longer = claim(tree, np.append(TEXT, [7, 8]).astype(np.int32))
     shorter = claim(tree, TEXT[:80])
@@ -101,7 +101,7 @@ def test_a_longer_and_a_shorter_text_wait_if_that_spares_them_enough() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_document() -> None:
-    tree = Tree()
+    tree = RadixCache()
     document = np.append(TEXT, np.full(100_000, 9)).astype(np.int32)
     assert claim(tree, document).mine
     assert claim(tree, np.append(TEXT, [1, 2, 3]).astype(np.int32)).mine
@@ -109,7 +109,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_document() -> None:
 
 def test_waiting_ones_that_do_not_serve_each_other_all_read() -> None:
     """A short text serves two that have nothing else in common; without it each reads its own."""
-    tree = Tree()
+    tree = RadixCache()
     first = claim(tree, TEXT[:4])
     others = [claim(tree, np.append(TEXT[:4], np.full(90, fill)).astype(np.int32)) for fill in (1, 1, 2)]
     assert not any(other.mine for other in others)
@@ -120,14 +120,14 @@ def test_waiting_ones_that_do_not_serve_each_other_all_read() -> None:
 
 def test_the_last_token_is_not_waited_for() -> None:
     """It is read in any case: a thousand equal requests for one token would wait for each other forever."""
-    tree = Tree()
+    tree = RadixCache()
     read(tree, TEXT)
     assert all(claim(tree, TEXT).mine for _ in range(3))
-    assert claim(Tree(), TEXT[:1]).mine
+    assert claim(RadixCache(), TEXT[:1]).mine
 
 
 def test_what_the_tree_learned_since_the_match_is_not_read_again() -> None:
-    tree = Tree()
+    tree = RadixCache()
     found = tree.match(TEXT, "a")
     node = read(tree, TEXT)
     late = tree.pending(found, TEXT, "a")
@@ -136,7 +136,7 @@ def test_what_the_tree_learned_since_the_match_is_not_read_again() -> None:
 
 
 def test_namespaces_do_not_wait_for_each_other() -> None:
-    tree = Tree()
+    tree = RadixCache()
     assert claim(tree, TEXT, "a").mine
     assert claim(tree, TEXT, "b").mine
     everybody = claim(tree, TEXT, None)
@@ -145,7 +145,7 @@ def test_namespaces_do_not_wait_for_each_other() -> None:
 
 
 def test_bad_claims() -> None:
-    tree = Tree(share_tokens=4)
+    tree = RadixCache(share_tokens=4)
     node = tree.insert(tree.root, TEXT, Bytes(5), "a")
     with pytest.raises(ShapeError, match="at least one token"):
         tree.pending(node, [], "a")
@@ -158,7 +158,7 @@ def test_bad_claims() -> None:
 
 def test_what_hangs_on_a_future_may_use_the_tree() -> None:
     """Futures resolve outside of all locks: a waiting request matches in its callback."""
-    tree = Tree()
+    tree = RadixCache()
     first, second, third = (claim(tree, TEXT) for _ in range(3))
     seen: list[int] = []
 
@@ -179,12 +179,12 @@ def test_random_requests_all_end_and_read_only_what_is_needed() -> None:
     for seed in range(300):
         draw = random.Random(seed)
         share = draw.choice([1, 2, 4])
-        tree = Tree(share_tokens=share, clock=lambda: 0.0)
+        tree = RadixCache(share_tokens=share, clock=lambda: 0.0)
         texts = [[draw.randrange(2) for _ in range(draw.randint(1, 12))] for _ in range(3)]
-        waiting: list[tuple[np.ndarray, Match, Claim]] = []
+        waiting: list[tuple[np.ndarray, Match, PrefillClaim]] = []
         faults, reads = draw.choice([0.0, 0.3]), 0
 
-        def ask(ids: np.ndarray, again: bool, tree: Tree = tree, waiting: list = waiting) -> None:
+        def ask(ids: np.ndarray, again: bool, tree: RadixCache = tree, waiting: list = waiting) -> None:
             found = tree.match(ids, "a", leased=True, again=again)
             waiting.append((ids, found, tree.pending(found, ids[found.length :], "a")))
 
@@ -215,7 +215,7 @@ def test_random_requests_all_end_and_read_only_what_is_needed() -> None:
 
 
 def test_threads_that_arrive_together_read_once() -> None:
-    tree = Tree()
+    tree = RadixCache()
     barrier = threading.Barrier(8)
     reads: list[int] = []
     ends: list[int] = []

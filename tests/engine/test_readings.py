@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.engine import readings
-from retrieval_attn.engine.readings import ALONE_TOKENS, BESIDE_TOKENS, Readings
+from retrieval_attn.engine import prefill_worker as readings
+from retrieval_attn.engine.prefill_worker import ALONE_TOKENS, BESIDE_TOKENS, PrefillWorker
 
 INTER_TOKEN_SECONDS = 0.1
 
@@ -51,13 +51,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def reading() -> Readings:
+def reading() -> PrefillWorker:
     scheduler: Any = SimpleNamespace(limits=SimpleNamespace(inter_token_seconds=INTER_TOKEN_SECONDS))
     nothing: Any = None
-    return Readings({}, scheduler, threading.Condition(), (nothing, None), nothing, nothing)
+    return PrefillWorker({}, scheduler, threading.Condition(), (nothing, None), nothing, nothing)
 
 
-def test_a_forward_alone_is_large(reading: Readings) -> None:
+def test_a_forward_alone_is_large(reading: PrefillWorker) -> None:
     assert reading._tokens_together(alone=True) == ALONE_TOKENS
     assert reading._tokens_together(alone=False) == BESIDE_TOKENS, "nothing is known of cells yet"
 
@@ -72,13 +72,13 @@ def test_a_forward_alone_is_large(reading: Readings) -> None:
     ],
 )
 def test_cells_beside_rows_may_take_an_eighth_of_their_time(
-    reading: Readings, clock: Clock, tokens: int, cell_ms: float, wanted: int
+    reading: PrefillWorker, clock: Clock, tokens: int, cell_ms: float, wanted: int
 ) -> None:
     reading._go(Pack(clock, tokens, cell_ms / 1000), 12, alone=True)  # type: ignore[arg-type]
     assert reading._tokens_together(alone=False) == pytest.approx(wanted, abs=1)
 
 
-def test_a_forward_of_few_tokens_tells_nothing_of_many(reading: Readings, clock: Clock) -> None:
+def test_a_forward_of_few_tokens_tells_nothing_of_many(reading: PrefillWorker, clock: Clock) -> None:
     """Second parts of prompts, 16 tokens: what they took per token would leave room for a few more alone."""
     reading._go(Pack(clock, 1600, 0.008), 12, alone=True)  # type: ignore[arg-type]
     known = reading._tokens_together(alone=False)
@@ -87,7 +87,7 @@ def test_a_forward_of_few_tokens_tells_nothing_of_many(reading: Readings, clock:
     assert reading._tokens_together(alone=False) == known
 
 
-def test_a_warm_up_lets_the_first_prompts_go_together(reading: Readings) -> None:
+def test_a_warm_up_lets_the_first_prompts_go_together(reading: PrefillWorker) -> None:
     assert not reading._packs
     reading.made_ready()
     assert reading._packs

@@ -14,11 +14,11 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache, seal
-from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.prefix_handle import HeldAnswer
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.rows import step
-from retrieval_attn.engine.sharing import HeldAnswer
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.emulation.emulated import emulated
@@ -224,7 +224,7 @@ def _refuse(*_: object) -> None:
 def test_answers_of_one_prompt_stand_side_by_side() -> None:
     """As of n=2: each follow-up continues its own."""
     llm, parts = llm_of(), (*PARTS[:1], PARTS[1][:-1], PARTS[1][-1:])
-    draws = [RowDraw(1.0, seed=seed) for seed in (1, 2)]
+    draws = [SamplingParams(1.0, seed=seed) for seed in (1, 2)]
     with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
         tickets = [engine.submit(request(parts, 30, draw=draw)) for draw in draws]
         firsts = [ticket.result() for ticket in tickets]

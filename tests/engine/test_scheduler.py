@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.engine.job import Job, State
-from retrieval_attn.engine.scheduler import Results, StepPlan
+from retrieval_attn.engine.request_needs import RequestNeeds, State
+from retrieval_attn.engine.scheduler import SchedulerOutput, StepResult
 from retrieval_attn.errors import AdmissionError, ConfigError, EngineFullError
 from tests.engine.bench import LIMITS, Bench
 
@@ -17,15 +17,15 @@ def test_a_job_goes_through_its_states_and_gets_its_tokens() -> None:
     bench = Bench()
     bench.submit("a", prompt=50, tokens=3)
     assert bench.state("a") is State.WAITING
-    plan = bench.tick()
+    plan = bench.schedule()
     assert plan.start == ("a",) and plan.read == (("a", 1),) and plan.decode == ()
     assert bench.state("a") is State.READING
-    bench.tick()
+    bench.schedule()
     for _ in range(3):
-        assert bench.tick().decode == ("a",)
+        assert bench.schedule().decode == ("a",)
         assert bench.state("a") is State.DECODING
-    plan = bench.tick()
-    assert plan == StepPlan(leave=("a",))
+    plan = bench.schedule()
+    assert plan == SchedulerOutput(leave=("a",))
     assert bench.state("a") is State.GONE and bench.scheduler.idle
     assert bench.tokens == {"a": 3}
 
@@ -34,7 +34,7 @@ def test_a_job_goes_through_its_states_and_gets_its_tokens() -> None:
 def test_a_job_with_nothing_to_read_decodes_in_the_tick_that_admits_it(prompt: int, cached: int) -> None:
     bench = Bench()
     bench.submit("a", prompt=prompt, tokens=2, cached_tokens=cached)
-    plan = bench.tick()
+    plan = bench.schedule()
     assert plan.start == plan.decode == ("a",) and plan.read == ()
 
 
@@ -42,9 +42,9 @@ def test_a_token_from_the_reading_itself_counts() -> None:
     """An engine may choose the first token from the prompt's last logits: then one step less is planned."""
     bench = Bench()
     bench.submit("a", tokens=3)
-    bench.tick()
-    bench.tick()
-    bench.tick(tokens=("a",))
+    bench.schedule()
+    bench.schedule()
+    bench.schedule(tokens=("a",))
     bench.finish()
     assert sum("a" in plan.decode for plan in bench.plans) == 2
 
@@ -55,7 +55,7 @@ class TestAdmission:
         bench = Bench(host_bytes=899)
         for name in "abc":
             bench.submit(name, prompt=20, tokens=10)
-        assert bench.tick().start == ("a", "b")
+        assert bench.schedule().start == ("a", "b")
         assert bench.scheduler.lacking_bytes == 300 - 299
         bench.until(lambda: bench.state("a") is State.GONE)
         assert bench.plans[-1].start == ("c",) and "a" in bench.plans[-1].leave
@@ -65,14 +65,14 @@ class TestAdmission:
         bench = Bench(host_bytes=900)
         for name in "abc":
             bench.submit(name, prompt=20, tokens=10)
-        assert bench.tick().start == ("a", "b", "c")
+        assert bench.schedule().start == ("a", "b", "c")
         assert bench.scheduler.lacking_bytes == 0
 
     def test_as_many_as_have_a_slot_or_are_read_ahead_are_admitted(self) -> None:
         bench = Bench(rows=1, ahead=1)
         for name in "abc":
             bench.submit(name)
-        assert bench.tick().start == ("a", "b")
+        assert bench.schedule().start == ("a", "b")
 
     def test_what_can_never_fit_is_refused_with_the_arithmetic(self) -> None:
         bench = Bench(host_bytes=10_000, token_bytes=10)
@@ -98,7 +98,7 @@ class TestAdmission:
         bench.submit("b")
         with pytest.raises(EngineFullError, match="2 jobs wait, of 2 that may"):
             bench.submit("c")
-        bench.tick()
+        bench.schedule()
         bench.submit("c")
 
     def test_an_id_that_is_there_is_refused_and_is_free_again_afterwards(self) -> None:
@@ -115,10 +115,10 @@ class TestAdmission:
         bench = Bench(host_bytes=1_000)
         bench.scheduler.set_outside(800)
         bench.submit("a", prompt=20, tokens=10)
-        assert bench.tick().start == ()
+        assert bench.schedule().start == ()
         assert bench.scheduler.lacking_bytes == 100
         bench.scheduler.set_outside(700)
-        assert bench.tick().start == ("a",)
+        assert bench.schedule().start == ("a",)
 
     def test_a_prompt_that_was_read_meanwhile_needs_less(self) -> None:
         """Two equal long prompts: the second waits, and is ready at once when the tree has what the first read."""
@@ -130,7 +130,7 @@ class TestAdmission:
         bench.scheduler.set_cached("a", 999)
         bench.scheduler.set_cached("b", 999)
         bench.scheduler.set_outside(9_990)
-        plan = bench.tick()
+        plan = bench.schedule()
         assert plan.start == ("b",) and plan.decode == ("a", "b") and not plan.read
         bench.finish()
         assert bench.tokens == {"a": 50, "b": 50}
@@ -142,16 +142,16 @@ class TestAdmission:
         bench.scheduler.set_outside(9_000)
         for name in "abc":
             bench.submit(name, prompt=900, tokens=50, known_tokens=890)
-        assert bench.tick().start == ("a", "b") and bench.scheduler.lacking_bytes == 0
+        assert bench.schedule().start == ("a", "b") and bench.scheduler.lacking_bytes == 0
         bench.scheduler.set_cached("a", 890)
-        assert bench.tick().start == ("c",) and bench.scheduler.lacking_bytes == 0
+        assert bench.schedule().start == ("c",) and bench.scheduler.lacking_bytes == 0
 
     def test_what_is_read_after_all_gives_nothing_back(self) -> None:
         """The tree gave up what a job was to find there: it reads that, and others lack what it reserved."""
         bench = Bench(host_bytes=18_999)
         bench.submit("a", prompt=900, tokens=50, known_tokens=890)
         bench.submit("b", prompt=900, tokens=50)
-        assert bench.tick().start == ("a",) and bench.scheduler.lacking_bytes == 0
+        assert bench.schedule().start == ("a",) and bench.scheduler.lacking_bytes == 0
         bench.until(lambda: bench.scheduler.lacking_bytes > 0)
         assert bench.state("a") is not State.GONE and bench.cells["a"] > 0
 
@@ -161,9 +161,9 @@ class TestAdmission:
         bench.until(lambda: bench.state("a") is State.DECODING)
         bench.submit("b", prompt=1_000, tokens=50, cached_tokens=900)
         bench.scheduler.set_outside(9_000)
-        assert bench.tick().start == () and bench.scheduler.lacking_bytes == 1_500 - 500
+        assert bench.schedule().start == () and bench.scheduler.lacking_bytes == 1_500 - 500
         bench.scheduler.set_cached("a", 900)
-        assert bench.tick().start == ("b",)
+        assert bench.schedule().start == ("b",)
         with pytest.raises(ConfigError, match="must keep them"):
             bench.scheduler.set_cached("a", 899)
         bench.scheduler.check()
@@ -174,7 +174,7 @@ class TestAdmission:
         bench.scheduler.set_cached("a", 150)
         with pytest.raises(AdmissionError, match="6,500 bytes"):
             bench.scheduler.set_cached("a", 0)
-        plan = bench.tick()
+        plan = bench.schedule()
         assert plan.start == ("a",) and plan.decode == ()
         bench.finish()
 
@@ -182,7 +182,7 @@ class TestAdmission:
         """While a large one lacks memory, small ones pass, but they must not keep it waiting for ever."""
         bench = Bench(host_bytes=10_000)
         bench.submit("first", prompt=50, tokens=100, owner="x")
-        bench.tick()
+        bench.schedule()
         bench.submit("large", prompt=50, tokens=900, owner="y")
         for number in range(200):
             bench.submit(f"s{number}", prompt=50, tokens=50, owner=f"o{number}")
@@ -205,7 +205,7 @@ class TestAdmission:
 )
 def test_a_wrong_job_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Job(**{"id": "a", "prompt_tokens": 10, "max_tokens": 1, **wrong})
+        RequestNeeds(**{"id": "a", "prompt_tokens": 10, "max_tokens": 1, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_wrong_limits_are_refused(wrong: dict[str, Any]) -> None:
 
 
 class TestAbort:
-    @pytest.mark.parametrize("state", [State.WAITING, State.READING, State.READY, State.DECODING, State.PARKED])
+    @pytest.mark.parametrize("state", [State.WAITING, State.READING, State.READY, State.DECODING, State.PREEMPTED])
     def test_honoured_in_every_state_at_the_next_tick(self, state: State) -> None:
         bench = Bench(rows=1, ahead=1, waiting=10)
         if state is State.READING:
@@ -239,27 +239,27 @@ class TestAbort:
             bench.submit("a")
         else:
             bench.submit("a", tokens=1_000, priority="batch")
-            if state is State.PARKED:
+            if state is State.PREEMPTED:
                 bench.until(lambda: bench.state("a") is State.DECODING)
                 bench.submit("x", tokens=1_000)
         if state is not State.WAITING:
             bench.until(lambda: bench.state("a") is state)
         assert bench.state("a") is state
         assert bench.scheduler.abort("a")
-        plan = bench.tick()
+        plan = bench.schedule()
         assert plan.leave == ("a",)
         assert "a" not in (*plan.start, *plan.decode, *dict(plan.read))
         assert bench.state("a") is State.GONE
         assert not bench.scheduler.abort("a")
-        assert bench.tick().leave == ()
+        assert bench.schedule().leave == ()
 
     def test_late_results_of_one_that_is_gone_are_ignored(self) -> None:
         bench = Bench()
         bench.submit("a", tokens=5)
         bench.until(lambda: "a" in bench.tokens)
         bench.scheduler.abort("a")
-        bench.tick()
-        bench.tick(tokens=("a",), ended=("a",), failed=("a",), read={"a": 3}, read_done=("a",))
+        bench.schedule()
+        bench.schedule(tokens=("a",), ended=("a",), failed=("a",), read={"a": 3}, read_done=("a",))
         assert bench.scheduler.idle
 
     def test_an_error_in_one_row_takes_that_row_alone(self) -> None:
@@ -267,14 +267,14 @@ class TestAbort:
         for name in "abc":
             bench.submit(name, tokens=20)
         bench.until(lambda: len(bench.plans[-1].decode) == 3 if bench.plans else False)
-        plan = bench.tick(tokens=("a", "c"), failed=("b",))
+        plan = bench.schedule(tokens=("a", "c"), failed=("b",))
         assert plan.leave == ("b",) and plan.decode == ("a", "c")
 
     def test_an_error_while_reading(self) -> None:
         bench = Bench()
         bench.submit("a", prompt=5_000)
-        bench.tick()
-        assert bench.tick(failed=("a",)).leave == ("a",)
+        bench.schedule()
+        assert bench.schedule(failed=("a",)).leave == ("a",)
         assert bench.scheduler.idle
 
 
@@ -283,7 +283,7 @@ def test_a_row_that_chose_to_stop_leaves_and_the_next_takes_its_slot() -> None:
     bench.submit("a", tokens=100)
     bench.submit("b", tokens=100)
     bench.until(lambda: bench.state("b") is State.READY)
-    plan = bench.tick(ended=("a",))
+    plan = bench.schedule(ended=("a",))
     assert plan.leave == ("a",) and plan.decode == ("b",)
 
 
@@ -291,7 +291,7 @@ def test_drain_serves_what_is_there_and_takes_nothing_new() -> None:
     bench = Bench()
     for number in range(20):
         bench.submit(f"j{number}")
-    bench.tick()
+    bench.schedule()
     bench.scheduler.drain()
     with pytest.raises(EngineFullError, match="draining"):
         bench.submit("late")
@@ -304,9 +304,9 @@ def test_a_step_whose_result_is_not_there_yet_is_counted() -> None:
     bench = Bench()
     bench.submit("a", prompt=1, tokens=3)
     scheduler = bench.scheduler
-    assert scheduler.tick(Results(), 0.0).decode == ("a",)
-    assert scheduler.tick(Results(), 0.0).decode == ("a",)
-    assert scheduler.tick(Results(tokens=("a",)), 0.0).decode == ("a",)
-    assert scheduler.tick(Results(tokens=("a",)), 0.0).decode == ()
+    assert scheduler.schedule(StepResult(), 0.0).decode == ("a",)
+    assert scheduler.schedule(StepResult(), 0.0).decode == ("a",)
+    assert scheduler.schedule(StepResult(tokens=("a",)), 0.0).decode == ("a",)
+    assert scheduler.schedule(StepResult(tokens=("a",)), 0.0).decode == ()
     scheduler.check()
-    assert scheduler.tick(Results(tokens=("a",)), 0.0).leave == ("a",)
+    assert scheduler.schedule(StepResult(tokens=("a",)), 0.0).leave == ("a",)

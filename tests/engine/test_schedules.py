@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from retrieval_attn.engine.job import Job, Priority
 from retrieval_attn.engine.limits import Limits
+from retrieval_attn.engine.request_needs import Priority, RequestNeeds
 from tests.engine.plant import Plant
 
 SCHEDULES = 600
@@ -44,7 +44,7 @@ def run(seed: int) -> Plant:
             name = f"j{len(names)}"
             names.append(name)
             prompt = draw.choice([1, draw.randint(1, 60), draw.randint(1, 300)])
-            job = Job(
+            job = RequestNeeds(
                 name,
                 prompt,
                 draw.randint(1, 30),
@@ -59,7 +59,7 @@ def run(seed: int) -> Plant:
             plant.scheduler.drain()
         if disturbed:
             plant.disturb()
-        plant.tick()
+        plant.schedule()
         if len(names) == arrivals and plant.scheduler.idle:
             break
     assert plant.scheduler.idle and not plant.there, f"schedule {seed} does not end: {plant.there}"
@@ -97,11 +97,11 @@ def test_load_decides_when_never_how_much() -> None:
     """Alone or among others, a job gets the same number of tokens and cells."""
     alone = replace(limits(random.Random(0)), host_bytes=80_000, waiting=1_000)
     priorities: tuple[Priority, ...] = ("interactive", "batch")
-    jobs = [Job(f"j{n}", 5 + 13 * n, 1 + n, owner=str(n % 3), priority=priorities[n % 2]) for n in range(20)]
+    jobs = [RequestNeeds(f"j{n}", 5 + 13 * n, 1 + n, owner=str(n % 3), priority=priorities[n % 2]) for n in range(20)]
     together = Plant(alone, 1, late=True)
     for job in jobs:
         together.submit(job.id, job)
         together.there[job.id].stops_after = together.there[job.id].fails_after = 10_000
     while not together.scheduler.idle:
-        together.tick()
+        together.schedule()
     assert {name: request.tokens for name, request in together.gone.items()} == {job.id: job.max_tokens for job in jobs}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from retrieval_attn.engine.fairness import FairQueue
-from retrieval_attn.engine.job import State
-from retrieval_attn.engine.scheduler import Results
+from retrieval_attn.engine.request_needs import State
+from retrieval_attn.engine.scheduler import StepResult
 from tests.engine.bench import Bench
 
 
@@ -30,7 +30,7 @@ class TestOwners:
         for number in range(1_000):
             bench.submit(f"many{number}", tokens=20, owner="many")
         for _ in range(100):
-            bench.tick()
+            bench.schedule()
         bench.submit("one", tokens=20, owner="one")
         before = len(list(bench.order()))
         bench.until(lambda: bench.state("one") is not State.WAITING)
@@ -44,7 +44,7 @@ class TestOwners:
             for number in range(5):
                 bench.submit(f"{owner}{number}", prompt, tokens, owner=owner)
         for _ in range(2_000):
-            for name in bench.tick().start:
+            for name in bench.schedule().start:
                 owner = bench.jobs[name].owner
                 bench.submit(f"j{len(bench.jobs)}", *shapes[owner], owner=owner)
         started = list(bench.order())
@@ -152,7 +152,7 @@ class TestPriorities:
             while bench.scheduler.waiting < 20:
                 bench.submit(f"i{number}", owner="i")
                 number += 1
-            if "batch" in bench.tick().start:
+            if "batch" in bench.schedule().start:
                 started = bench.now
         assert 1.9 < started < 2.5
 
@@ -164,7 +164,7 @@ class TestPriorities:
         bench.submit("i", tokens=5)
         bench.until(lambda: bool(bench.parks[-1]))
         assert bench.parks[-1] == ("b1",) and set(bench.plans[-1].decode) == {"b0", "i"}
-        assert bench.state("b1") is State.PARKED
+        assert bench.state("b1") is State.PREEMPTED
         had = bench.tokens["b1"]
         bench.until(lambda: bool(bench.resumes[-1]))
         assert bench.resumes[-1] == ("b1",) and bench.plans[-1].leave == ("i",)
@@ -178,7 +178,7 @@ class TestPriorities:
         bench.submit("b", tokens=30, priority="batch")
         bench.until(lambda: bench.state("b") is State.DECODING)
         bench.submit("i", tokens=5)
-        plan = bench.tick()
+        plan = bench.schedule()
         assert bench.parks[-1] == ("b",) and plan.start == ("i",)
         bench.finish()
         assert bench.tokens == {"b": 30, "i": 5}
@@ -218,7 +218,7 @@ class TestPriorities:
             while bench.scheduler.waiting < 3:
                 bench.submit(f"i{number}")
                 number += 1
-            bench.tick()
+            bench.schedule()
             assert bench.now < 4.0, "the parked row starves"
         assert bench.tokens["b"] == 50
 
@@ -231,7 +231,7 @@ class TestReading:
         bench.until(lambda: bench.state("row") is State.DECODING)
         bench.submit("long", prompt=20_000)
         for _ in range(30):
-            bench.tick()
+            bench.schedule()
         granted = [sum(cells for _, cells in plan.read) for plan in bench.plans[-20:]]
         assert set(granted) == {5} or set(granted) == {4}
         assert max(granted) * 0.008 + 0.010 <= bench.limits.inter_token_seconds
@@ -239,7 +239,7 @@ class TestReading:
     def test_cells_of_several_prompts_fit_together(self) -> None:
         bench = Bench(step=0.010, cell=0.008, rows=8)
         bench.submit("row", prompt=1, tokens=1_000)
-        bench.tick()
+        bench.schedule()
         for number in range(7):
             bench.submit(f"s{number}", prompt=90, tokens=1_000)
         bench.until(lambda: bench.state("s6") is State.DECODING)
@@ -257,10 +257,10 @@ class TestReading:
         bench.submit("long", prompt=50_000)
         bench.cell_seconds = 0.040
         for _ in range(6):
-            bench.tick()
+            bench.schedule()
         for number in range(1, 6):
             bench.submit(f"s{number}", prompt=90, tokens=1_000)
-        assert len(bench.tick().read) == 5
+        assert len(bench.schedule().read) == 5
 
     def test_a_cell_of_one_token_takes_as_long_as_one_of_a_few(self) -> None:
         """What was measured with one token is no 32nd of what 32 take: a layer's weights and keys are read for all."""
@@ -269,7 +269,7 @@ class TestReading:
         bench.submit("one", prompt=2, tokens=1_000)
         bench.until(lambda: bench.state("one") is State.DECODING)
         bench.submit("some", prompt=33)
-        assert bench.tick().read == (("some", 2),)
+        assert bench.schedule().read == (("some", 2),)
 
     def test_a_cell_that_does_not_fit_comes_seldom(self) -> None:
         """Cells of 100 ms, room for 40 ms a step: a cell in every third step, so that the mean keeps to the budget."""
@@ -277,7 +277,7 @@ class TestReading:
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("long", prompt=20_000)
         for _ in range(100):
-            bench.tick()
+            bench.schedule()
         granted = [sum(cells for _, cells in plan.read) for plan in bench.plans[-60:]]
         assert max(granted) == 1 and sum(granted) == 20
 
@@ -287,7 +287,7 @@ class TestReading:
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("long", prompt=20_000)
         for _ in range(50):
-            bench.tick()
+            bench.schedule()
         assert [sum(cells for _, cells in plan.read) for plan in bench.plans[-40:]] == [1] * 40
 
     def test_without_measurements_a_reading_gets_on(self) -> None:
@@ -321,7 +321,7 @@ class TestReading:
             while bench.scheduler.waiting < 5:
                 bench.submit(f"s{number}", prompt=90, tokens=2, owner="b")
                 number += 1
-            bench.tick()
+            bench.schedule()
             assert bench.now < 8 * 100 * 0.008, "the long prompt starves"
 
     def test_one_long_prompt_at_a_time(self) -> None:
@@ -340,20 +340,20 @@ class TestReading:
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("long", prompt=20_000)
         for _ in range(20):
-            bench.tick()
+            bench.schedule()
         chunks = bench.plans[-1].read
         assert chunks == (("long", 15),)
-        assert bench.tick(at_end=("long",)).read == (("long", 1),)  # the first one, whatever it takes
+        assert bench.schedule(at_end=("long",)).read == (("long", 1),)  # the first one, whatever it takes
         end = {"read": {"long": 1}, "cell_seconds": 0.100}
         bench.now += 0.100 - bench.cell_seconds
         for _ in range(2):
-            bench.tick(**end)  # a chunk's turn again
+            bench.schedule(**end)  # a chunk's turn again
             end = {}
         assert bench.plans[-1].read == chunks
         granted: list[Any] = []
         for _ in range(6):
             took = {"cell_seconds": 0.100} if bench.plans[-1].read == (("long", 1),) else {}
-            granted.append(bench.tick(at_end=("long",), **took).read)
+            granted.append(bench.schedule(at_end=("long",), **took).read)
         assert granted.count((("long", 1),)) <= 3 and () in granted  # room for 100 ms is saved up: 60 a tick
 
     def test_a_prompt_of_several_parts_takes_what_fits_to_its_end(self) -> None:
@@ -367,7 +367,7 @@ class TestReading:
         read: list[int] = []
         while len(read) < 12:
             took = {"read": {"parts": read[-1]}, "cell_seconds": 0.004} if read else {"read": {}}
-            read += [cells for _, cells in bench.tick(**took, read_done=()).read]
+            read += [cells for _, cells in bench.schedule(**took, read_done=()).read]
         assert counted < 8 <= min(read[-6:])  # 40 ms are left: 10, or a few less
 
     def test_a_second_long_prompt_waits_without_holding_anything(self) -> None:
@@ -375,7 +375,7 @@ class TestReading:
         bench.submit("first", prompt=5_000, owner="a")
         bench.submit("second", prompt=5_000, owner="b")
         bench.submit("short", owner="c")
-        assert bench.tick().start == ("first", "short")
+        assert bench.schedule().start == ("first", "short")
         bench.until(lambda: bench.state("first") is not State.READING)
         assert bench.plans[-1].start == ("second",)
 
@@ -383,9 +383,9 @@ class TestReading:
         bench = Bench()
         bench.submit("batch", prompt=20_000, priority="batch")
         for _ in range(5):
-            bench.tick()
+            bench.schedule()
         bench.submit("interactive", prompt=1_000)
-        plan = bench.tick()
+        plan = bench.schedule()
         assert plan.start == ("interactive",) and [name for name, _ in plan.read] == ["interactive"]
         bench.until(lambda: bench.state("interactive") is State.GONE)
         assert bench.state("batch") is State.READING
@@ -405,9 +405,9 @@ class TestCost:
         for _ in range(300):
             results = bench.results
             began = time.perf_counter()
-            plan = bench.scheduler.tick(results, bench.now)
+            plan = bench.scheduler.schedule(results, bench.now)
             seconds.append(time.perf_counter() - began)
-            bench.results = Results(tokens=plan.decode, decode_seconds=0.01)
+            bench.results = StepResult(tokens=plan.decode, decode_seconds=0.01)
         assert bench.scheduler.waiting == waiting - 18
         return median(seconds)
 
@@ -423,5 +423,5 @@ class TestCost:
             bench.submit(f"j{number}")
         for number in range(10_000):
             assert bench.scheduler.abort(f"j{number}")
-        assert len(bench.tick().leave) == 10_000
+        assert len(bench.schedule().leave) == 10_000
         assert bench.scheduler.idle

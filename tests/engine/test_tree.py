@@ -11,15 +11,15 @@ import pytest
 
 from retrieval_attn.engine.ids import common, int32_row
 from retrieval_attn.engine.node import Namespace, Node, Place
+from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.sizes import Sizes
-from retrieval_attn.engine.tree import Tree
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 from tests.engine.tree_reference import Bytes
 
 TEXT = np.arange(200, dtype=np.int32)
 
 
-def add(tree: Tree, ids: np.ndarray, nbytes: int = 10, namespace: Namespace = "a", seconds: float = 1.0) -> Node:
+def add(tree: RadixCache, ids: np.ndarray, nbytes: int = 10, namespace: Namespace = "a", seconds: float = 1.0) -> Node:
     """As a request does: match, then insert what is left of the text."""
     found = tree.match(ids, namespace)
     return tree.insert(found, ids[found.length :], Bytes(nbytes), namespace, rebuild_seconds=seconds)
@@ -30,7 +30,7 @@ def join(*parts: object) -> np.ndarray:
 
 
 def test_longest_match_leaves_the_last_token() -> None:
-    tree = Tree()
+    tree = RadixCache()
     node = add(tree, TEXT)
     found = tree.match(TEXT, "a")
     assert (found.node, found.tokens, found.length) == (node, 199, 199)
@@ -39,7 +39,7 @@ def test_longest_match_leaves_the_last_token() -> None:
 
 
 def test_a_child_begins_inside_a_span_that_is_not_cut() -> None:
-    tree = Tree()
+    tree = RadixCache()
     node = add(tree, TEXT)
     held = node.held
     other = add(tree, join(TEXT[:120], 7, 7, 7, 7))
@@ -55,7 +55,7 @@ def test_a_child_begins_inside_a_span_that_is_not_cut() -> None:
 def test_all_ids_are_compared() -> None:
     """A difference at any place ends the match there, whatever the blocks that are compared."""
     long = np.arange(20_000, dtype=np.int32)
-    tree = Tree()
+    tree = RadixCache()
     add(tree, long)
     for place in (64, 511, 512, 513, 8703, 8704, 19_999):
         other = long.copy()
@@ -77,7 +77,7 @@ def test_common_counts_equal_ids() -> None:
 
 def test_few_tokens_in_common_do_not_make_a_shared_parent() -> None:
     """Every prompt begins with the same tokens: the first document would never leave memory."""
-    tree = Tree(share_tokens=64)
+    tree = RadixCache(share_tokens=64)
     first = add(tree, join(TEXT[:63], np.full(100, 1)))
     second = add(tree, join(TEXT[:63], np.full(100, 2)))
     third = add(tree, join(TEXT[:63], np.full(50, 1), np.full(50, 3)))
@@ -86,7 +86,7 @@ def test_few_tokens_in_common_do_not_make_a_shared_parent() -> None:
 
 
 def test_ten_thousand_children_of_one_place_are_told_apart() -> None:
-    tree = Tree(share_tokens=8)
+    tree = RadixCache(share_tokens=8)
     texts = np.random.default_rng(0).integers(0, 2, (10_000, 40)).astype(np.int32)
     for text in texts:
         add(tree, text)
@@ -96,7 +96,7 @@ def test_ten_thousand_children_of_one_place_are_told_apart() -> None:
 
 
 def test_equal_text_is_one_node_however_it_was_cut() -> None:
-    tree = Tree()
+    tree = RadixCache()
     node = add(tree, TEXT)
     again = Bytes(10)
     found = tree.insert(tree.root, TEXT, again, "a")
@@ -108,7 +108,7 @@ def test_equal_text_is_one_node_however_it_was_cut() -> None:
 
 def test_texts_that_were_read_at_the_same_time_are_all_found() -> None:
     """Two requests read the same beginning at once, so the second doubles a part of the first."""
-    tree = Tree(share_tokens=4)
+    tree = RadixCache(share_tokens=4)
     add(tree, TEXT)
     tree.insert(tree.root, join(TEXT[:100], 7, 7), Bytes(1), "a")
     inside = tree.insert(Place(tree.match(TEXT, "a").node, 50), join(TEXT[50:60], 8, 8), Bytes(1), "a")
@@ -119,7 +119,7 @@ def test_texts_that_were_read_at_the_same_time_are_all_found() -> None:
 
 
 def test_namespaces_are_apart_unless_public() -> None:
-    tree = Tree()
+    tree = RadixCache()
     system = add(tree, TEXT, namespace=None)
     mine = add(tree, join(TEXT, TEXT), namespace="a")
     assert mine.parent is system
@@ -137,7 +137,7 @@ def test_namespaces_are_apart_unless_public() -> None:
 
 
 def test_a_lease_holds_all_before_it() -> None:
-    tree = Tree()
+    tree = RadixCache()
     first = add(tree, TEXT)
     second = add(tree, join(TEXT, TEXT))
     with tree.lease(second) as lease:
@@ -152,7 +152,7 @@ def test_a_lease_holds_all_before_it() -> None:
 
 
 def test_a_lease_is_released_once_by_many_threads() -> None:
-    tree = Tree()
+    tree = RadixCache()
     node = add(tree, TEXT)
     keep = tree.lease(node)
     for _ in range(50):
@@ -174,7 +174,7 @@ def test_a_lease_is_released_once_by_many_threads() -> None:
 
 
 def test_match_and_lease_leave_no_gap() -> None:
-    tree = Tree()
+    tree = RadixCache()
     add(tree, TEXT)
     found = tree.match(TEXT, "a", leased=True)
     assert tree.evict(Sizes(1)) == Sizes(0)
@@ -190,7 +190,7 @@ def test_match_and_lease_leave_no_gap() -> None:
 def test_the_least_worth_goes_first() -> None:
     """By seconds to make a byte anew, over the seconds since its last use."""
     now = [0.0]
-    tree = Tree(clock=lambda: now[0])
+    tree = RadixCache(clock=lambda: now[0])
     big = add(tree, np.full(100, 1, np.int32), nbytes=1000, seconds=10)
     dear = add(tree, np.full(100, 2, np.int32), nbytes=1000, seconds=100)
     small = add(tree, np.full(100, 3, np.int32), nbytes=10, seconds=1)
@@ -204,7 +204,7 @@ def test_the_least_worth_goes_first() -> None:
 
 
 def test_parents_go_after_their_last_child() -> None:
-    tree = Tree()
+    tree = RadixCache()
     parent = add(tree, TEXT, nbytes=100, seconds=0.001)
     children = [add(tree, join(TEXT, np.full(100, fill)), nbytes=10, seconds=100) for fill in (1, 2)]
     assert tree.evict(Sizes(1)) == Sizes(10) and children[0].gone and not parent.gone
@@ -214,13 +214,13 @@ def test_parents_go_after_their_last_child() -> None:
 
 
 def test_nothing_needed_nothing_goes() -> None:
-    tree = Tree()
+    tree = RadixCache()
     add(tree, TEXT)
     assert tree.evict(Sizes()) == tree.evict(Sizes(-5, -5, -5)) == Sizes() and len(tree) == 1
 
 
 def test_bad_input() -> None:
-    tree = Tree()
+    tree = RadixCache()
     node = add(tree, TEXT)
     with pytest.raises(ShapeError, match="at least one token"):
         tree.insert(node, [], Bytes(1), "a")
@@ -231,14 +231,14 @@ def test_bad_input() -> None:
         with pytest.raises(ShapeError, match="token ids"):
             tree.match(bad, "a")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="share_tokens"):
-        Tree(share_tokens=0)
+        RadixCache(share_tokens=0)
     assert int32_row(TEXT) is TEXT and int32_row(range(3)).dtype == np.int32
     tree.check()
 
 
 def test_ids_are_the_trees_own() -> None:
     """A caller may reuse its buffer: what was inserted stays as it was."""
-    tree = Tree()
+    tree = RadixCache()
     ids = TEXT.copy()
     node = add(tree, ids)
     ids[:] = 0
@@ -248,7 +248,7 @@ def test_ids_are_the_trees_own() -> None:
 
 
 def test_stats_count_requests_once() -> None:
-    tree = Tree()
+    tree = RadixCache()
     tree.match(TEXT, "a")
     add(tree, TEXT)
     tree.match(TEXT, "a")
@@ -260,7 +260,7 @@ def test_stats_count_requests_once() -> None:
 
 def test_every_operation_waits_for_the_one_that_another_thread_does() -> None:
     """Threads interleave too seldom for a race to show up in every run: so the lock itself is looked at."""
-    tree = Tree()
+    tree = RadixCache()
     node = add(tree, TEXT)
     lease = tree.lease(node)
     operations: list[Callable[[], object]] = [
@@ -286,8 +286,8 @@ def test_every_operation_waits_for_the_one_that_another_thread_does() -> None:
 
 
 def test_check_finds_what_does_not_add_up() -> None:
-    def damaged(name: str) -> Tree:
-        tree = Tree()
+    def damaged(name: str) -> RadixCache:
+        tree = RadixCache()
         node = add(tree, TEXT)
         child = add(tree, join(TEXT, TEXT))
         if name == "refs":

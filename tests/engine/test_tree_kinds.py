@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from retrieval_attn.engine.node import Node
+from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.sizes import Sizes
-from retrieval_attn.engine.tree import Tree
 from tests.engine.tree_reference import Bytes
 
 
-def add(tree: Tree, fill: int, sizes: Bytes, seconds: float = 1.0, parent: Node | None = None) -> Node:
+def add(tree: RadixCache, fill: int, sizes: Bytes, seconds: float = 1.0, parent: Node | None = None) -> Node:
     """A text of its own behind a parent."""
     return tree.insert(parent or tree.root, np.full(100, fill), sizes, "a", rebuild_seconds=seconds)
 
 
-def tree_of() -> Tree:
+def tree_of() -> RadixCache:
     """Whose clock stands still, so that seconds and bytes alone decide."""
-    return Tree(clock=lambda: 10.0)
+    return RadixCache(clock=lambda: 10.0)
 
 
 def test_who_has_what_is_short_goes() -> None:

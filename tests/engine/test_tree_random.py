@@ -11,8 +11,8 @@ import pytest
 
 from retrieval_attn.engine.lease import Lease
 from retrieval_attn.engine.node import Namespace, Node, Place
+from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.sizes import Sizes
-from retrieval_attn.engine.tree import Tree
 from retrieval_attn.errors import ConfigError, ReleasedError
 from tests.engine.tree_reference import Bytes, Record, Reference
 
@@ -34,7 +34,7 @@ class Play:
         self.now = 0.0
         self.share = self.random.choice([1, 1, 2, 3])
         self.alphabet = self.random.choice([1, 2, 3])
-        self.tree = Tree(share_tokens=self.share, clock=lambda: self.now)
+        self.tree = RadixCache(share_tokens=self.share, clock=lambda: self.now)
         self.reference = Reference(self.share)
         self.leases: list[Lease] = []
         self.gone: list[Node] = []
@@ -202,7 +202,7 @@ def test_same_operations_same_tree() -> None:
 
 def test_two_threads_keep_the_counts() -> None:
     """One thread plans (matches, inserts, evicts), two release leases; afterwards all adds up to nothing."""
-    tree = Tree(share_tokens=2)
+    tree = RadixCache(share_tokens=2)
     leases: list[Lease] = []
     errors: list[BaseException] = []
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""A tree of prefixes as plain lists, without any index: what `retrieval_attn.engine.tree` must agree with."""
+"""A tree of prefixes as plain lists, without any index: what `retrieval_attn.engine.radix_cache` must agree with."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters import mass as cluster_mass
 from retrieval_attn.gpu.clusters.cluster import make_clusters
-from retrieval_attn.gpu.clusters.mass import ClusterEntry, ClusterMass, RestPart
+from retrieval_attn.gpu.clusters.mass import ClusterEntry, ClusterMass, TailPartial
 from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, size_class
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, SearchScratch, size_class
 from retrieval_attn.index.kernels.key_codes import CodeSpace, learn_spaces
 from retrieval_attn.index.sketch.index import learn_projection
 from tests.gpu.test_code_search import on
@@ -103,13 +103,15 @@ class Case:
         self.mass.bind(entries)
         self.query = torch.randn(len(sizes), group, 1, dim, generator=rng).to(device)
         self.ids = torch.full((len(sizes) * group, self.shape.room), 77, dtype=torch.int32, device=device)
-        self.scratch = Scratch(len(sizes) * group, size_class(self.search.max_keys), self.shape.picked_room, where)
+        self.scratch = SearchScratch(
+            len(sizes) * group, size_class(self.search.max_keys), self.shape.picked_room, where
+        )
 
-    def run(self, scoring: Scoring, places: Tensor | None = None) -> RestPart:
+    def run(self, scoring: Scoring, places: Tensor | None = None) -> TailPartial:
         self.search.run(self.query, self.ids, places, self.scratch, plainly, scale=scoring.scale)
         return self.mass.run(self.search, self.query, self.ids, places, self.scratch, scoring, plainly)
 
-    def expected(self, scoring: Scoring, places: Tensor | None = None) -> RestPart:
+    def expected(self, scoring: Scoring, places: Tensor | None = None) -> TailPartial:
         """In float64 and by exact scores: clusters' masses, mean values weighted with them."""
         count = len(self.sizes) * self.group
         out = torch.zeros(count, self.values[0].shape[1], dtype=torch.float64)
@@ -129,10 +131,10 @@ class Case:
             if lse[i] > -torch.inf:
                 weights = torch.exp(logits - lse[i])
                 out[i] = weights @ clusters.mean_values.cpu().double()[clusters.members[:size].long().cpu()]
-        return RestPart(out, lse)
+        return TailPartial(out, lse)
 
 
-def close(part: RestPart, expected: RestPart, by: float = 0.01) -> None:
+def close(part: TailPartial, expected: TailPartial, by: float = 0.01) -> None:
     torch.testing.assert_close(part.lse.cpu().double(), expected.lse, rtol=0, atol=by)
     torch.testing.assert_close(part.out.cpu().double(), expected.out, rtol=0, atol=by)
 
@@ -163,7 +165,7 @@ def test_what_short_codes_lack_is_counted_in(device: str, dim: int, key_bytes: i
     part = case.run(scoring)
     plain = case.mass.room(8)
     case.mass.run_plainly(case.search, case.query, case.ids, None, scoring, plain)
-    close(part, RestPart(plain.out.cpu().double(), plain.lse.cpu().double()), by=5e-3)
+    close(part, TailPartial(plain.out.cpu().double(), plain.lse.cpu().double()), by=5e-3)
     difference = float((part.lse.cpu() - case.expected(scoring).lse).mean())
     for codes in case.ranges:
         assert codes is not None
@@ -183,7 +185,7 @@ def test_what_finer_codes_say_is_counted_in(
     part = case.run(scoring)
     plain = case.mass.room(16)
     case.mass.run_plainly(case.search, case.query, case.ids, None, scoring, plain)
-    close(part, RestPart(plain.out.cpu().double(), plain.lse.cpu().double()), by=5e-3)
+    close(part, TailPartial(plain.out.cpu().double(), plain.lse.cpu().double()), by=5e-3)
     difference = (part.lse.cpu() - case.expected(scoring).lse)[:8]
     assert abs(float(difference.mean())) < 0.03
     for i, row in enumerate(case.ids[:8].tolist()):
@@ -229,7 +231,7 @@ def test_nothing_left_no_codes_no_clusters_and_broken_queries(device: str) -> No
     assert torch.isfinite(part.lse).tolist() == [True] + [False] * 9
     assert bool((part.out[1:] == 0).all()) and bool((part.lse[1:] == -torch.inf).all())
     expected = case.expected(Scoring(0.125))
-    close(RestPart(part.out[:1], part.lse[:1]), RestPart(expected.out[:1], expected.lse[:1]))
+    close(TailPartial(part.out[:1], part.lse[:1]), TailPartial(expected.out[:1], expected.lse[:1]))
 
 
 def test_equal_keys_and_far_keys(device: str) -> None:
@@ -263,7 +265,7 @@ def test_a_question_in_turns(device: str, rows: int) -> None:
     search.bind(case.ranges)
     into = case.mass.room(38)
     flat = case.query.reshape(1, 38, 1, 64)
-    scratch = Scratch(min(rows, 38), size_class(650), case.shape.room, where)
+    scratch = SearchScratch(min(rows, 38), size_class(650), case.shape.room, where)
     after = case.mass.after(search, flat, Scoring(0.125), into)
     search.run(flat, case.ids, None, scratch, plainly, after)
     if cluster_mass.kernels_for(flat, "clusters.mass_triton") is None:
@@ -301,6 +303,6 @@ def test_of_many_keys_a_part_counts_for_all(
     assert every == 1 or len(summed.view(-1)[: 16 * every * 8].view(-1, 16 * every).unique(dim=0)) > 1
     part, plain = case.run(scoring), case.mass.room(12)
     case.mass.run_plainly(case.search, case.query, case.ids, None, scoring, plain)
-    close(part, RestPart(plain.out.cpu().double(), plain.lse.cpu().double()), by=5e-3)
+    close(part, TailPartial(plain.out.cpu().double(), plain.lse.cpu().double()), by=5e-3)
     apart = (part.lse - whole.lse)[whole.lse.isfinite()].abs()
     assert len(apart) == 8 and float(apart.max()) < 0.2 and (float(apart.max()) > 0) == (every > 1)

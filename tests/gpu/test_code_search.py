@@ -19,9 +19,9 @@ from retrieval_attn.gpu.codes.codes import MOST_VARIANCE, DeviceCodes, code_scor
 from retrieval_attn.gpu.codes.search import (
     CodeSearch,
     CodeShape,
+    EstimatedLogits,
     QuestionSearch,
-    Scratch,
-    Told,
+    SearchScratch,
     shared_scratch,
     size_class,
 )
@@ -110,7 +110,7 @@ def test_scores_are_as_large_as_exact_ones(device: str, dim: int, key_bytes: int
     if code_search.kernels_for(rows, "codes.search_triton") is not None:
         search = CodeSearch(1, 32, 1, CodeShape(space.key_bytes, 10), torch.device(device))
         search.bind([(codes, 4000)])
-        scratch = Scratch(32, size_class(4000), search.shape.room, torch.device(device))
+        scratch = SearchScratch(32, size_class(4000), search.shape.room, torch.device(device))
         ids = torch.empty(32, search.shape.room, dtype=torch.int32, device=device)
         search.run(rows[None, :, None], ids, None, scratch, lambda function, *given: function(*given))
         left = scratch.scores[:, :4000].float() * search.units[:, None] + (search.bases - bases)[:, None]
@@ -232,7 +232,7 @@ def test_what_codes_tell_of_those_that_are_named(device: str, rows: int, finer: 
     query = torch.randn(rows, 4, 1, 64, generator=torch.Generator().manual_seed(3)).to(device)
     places = torch.arange(4 * rows, device=device).flip(0)
     plain = named(search, query, places)
-    search.told = Told(torch.full((4 * rows, shape.room), torch.nan, device=device), 12)
+    search.told = EstimatedLogits(torch.full((4 * rows, shape.room), torch.nan, device=device), 12)
     assert named(search, query, places) == plain, "the same keys"
     known = codes if codes.finer is None else codes.finer
     for place, ids in enumerate(plain):
@@ -265,7 +265,7 @@ def test_many_queries_in_blocks_and_turns(device: str, rows: int, finer: bool) -
     many = QuestionSearch(heads, members + 3, shape, where)
     many.bind(ranges)
     ids = torch.full((heads * members, shape.room), 77, dtype=torch.int32, device=device)
-    scratch = Scratch(min(rows, heads * members), size_class(650), shape.picked_room, where)
+    scratch = SearchScratch(min(rows, heads * members), size_class(650), shape.picked_room, where)
     many.run(query.view(1, -1, 1, 16), ids, None, scratch, lambda function, *given: function(*given))
     search.bind(ranges)
     for member in (0, 9, 10, 31, 32, 36):
@@ -293,7 +293,7 @@ def test_nothing_is_named_where_nothing_is_bound(device: str, shape: CodeShape) 
     """By the kernels of a search that has no memory yet: they are compiled ahead so."""
     where = torch.device(device)
     search, query = CodeSearch(2, 4, 2, shape, where), torch.randn(2, 4, 1, 32, device=where)
-    scratch = Scratch(8, size_class(1), shape.picked_room, where, has_memory=False)
+    scratch = SearchScratch(8, size_class(1), shape.picked_room, where, has_memory=False)
     ids = torch.full((8, shape.room), 77, dtype=torch.int32, device=where)
     search.run(query, ids, None, scratch, lambda function, *given: function(*given))
     assert bool((ids == -1).all())

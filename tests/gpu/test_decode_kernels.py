@@ -19,7 +19,7 @@ from torch import Tensor
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
 from retrieval_attn.gpu.decode import kernels as decode_kernels
 from retrieval_attn.gpu.decode.kernels import (
-    HostPart,
+    HostResult,
     Parts,
     WindowBuffers,
     advance,
@@ -225,7 +225,7 @@ def test_merged_parts_equal_the_merge_of_partials(
         order = torch.arange(batch * q_heads) if rows is None else rows
         shape = batch, q_heads, 1
         pieces.append(Partial(host_out[order].view(*shape, -1), host_lse[order].view(shape)))
-        host = HostPart(host_out.to(device), host_lse.to(device), None if rows is None else rows.to(device))
+        host = HostResult(host_out.to(device), host_lse.to(device), None if rows is None else rows.to(device))
     sinks, paged = None, None
     if with_pages:
         own = torch.randn(batch, q_heads, 1, value_dim, generator=generator)
@@ -261,7 +261,7 @@ def test_the_share_that_is_estimated_is_tallied(device: str, by_rows: bool) -> N
     order = rows.to(device) if by_rows else None
     counted = tally.clone().to(device)
     estimated = share.to(device), counted
-    host = HostPart(torch.zeros(count, value_dim, device=device), host_lse.to(device), order, estimated)
+    host = HostResult(torch.zeros(count, value_dim, device=device), host_lse.to(device), order, estimated)
     given = Parts(*(part.to(device) for part in parts))
     sinks = torch.ones(q_heads, device=device)
     plain = merge_parts(given, host._replace(estimated=None), sinks, torch.float32)
@@ -281,7 +281,7 @@ def test_the_share_that_is_estimated_is_tallied(device: str, by_rows: bool) -> N
 def test_nothing_but_empty_parts_is_zero_not_nan(device: str) -> None:
     out = torch.zeros(1, 2, 3, 16, device=device)
     empty = Parts(out, torch.full((1, 2, 3), -torch.inf, device=device))
-    host = HostPart(torch.zeros(2, 16, device=device), torch.full((2,), -torch.inf, device=device))
+    host = HostResult(torch.zeros(2, 16, device=device), torch.full((2,), -torch.inf, device=device))
     for given in (None, host):
         assert torch.equal(merge_parts(empty, given, None, torch.float32).cpu(), torch.zeros(1, 2, 1, 16))
 

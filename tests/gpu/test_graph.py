@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.cpu.serve import Server
+from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention import libraries
 from retrieval_attn.gpu.capture.cuda import CudaRuntime, cuda_runtime
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
-from retrieval_attn.gpu.decode.kernels import HostPart, Parts, merge_parts, stage_queries
+from retrieval_attn.gpu.decode.kernels import HostResult, Parts, merge_parts, stage_queries
 from tests.emulation.runtime import EmulatedRuntime
 
 AnyRuntime = EmulatedRuntime | CudaRuntime
@@ -23,12 +23,12 @@ AnyRuntime = EmulatedRuntime | CudaRuntime
 
 @pytest.fixture
 def emulated() -> EmulatedRuntime:
-    return EmulatedRuntime(Server)
+    return EmulatedRuntime(CallTable)
 
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
 def runtime(request: pytest.FixtureRequest, emulated: EmulatedRuntime) -> AnyRuntime:
-    return emulated if request.param == "emulated" else cuda_runtime(0, Server)
+    return emulated if request.param == "emulated" else cuda_runtime(0, CallTable)
 
 
 def device_of(runtime: Runtime) -> str:
@@ -86,7 +86,7 @@ class Doubling:
 
     def read(self) -> Tensor:
         """As one head's part, with lse 0, merged with nothing."""
-        part = HostPart(self.results.device[:3].view(1, 3), self.results.device[3:])
+        part = HostResult(self.results.device[:3].view(1, 3), self.results.device[3:])
         return merge_parts(self._none, part, None, torch.float32).view(3)
 
 
@@ -192,7 +192,7 @@ def test_loaded_libraries_are_found_by_name() -> None:
 
 def test_pairs_of_views_share_memory() -> None:
     """A view of an input is no result of its own: it shows what the replay wrote."""
-    runtime, given = EmulatedRuntime(Server), torch.zeros(2, 3)
+    runtime, given = EmulatedRuntime(CallTable), torch.zeros(2, 3)
     shown: list[Tensor] = []
     replay = runtime.capture(lambda: shown.append(given.add_(1).t()[1:]))
     replay()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.codes import named as named_keys
-from retrieval_attn.gpu.codes.named import Found, Named, StoredRows, attend_named, slots_for
+from retrieval_attn.gpu.codes import candidates as named_keys
+from retrieval_attn.gpu.codes.candidates import Candidates, Found, StoredRows, attend_candidates, slots_for
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.transfer import pack, unpack
 from tests.gpu.test_decode_kernels import INTERPRETED
@@ -67,7 +67,7 @@ def made(
     return Case(asked, (stored[0], stored[1]), (numbers[0], numbers[1]), torch.from_numpy(ids))
 
 
-def expected(case: Case, named: Named, softcap: float | None) -> tuple[Tensor, Tensor]:
+def expected(case: Case, named: Candidates, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Query by query, in float64."""
     (heads, count, _), (keys, values) = case.queries.shape, case.numbers
     out, lse = torch.zeros(heads, count, values.shape[2], dtype=torch.float64), torch.zeros(heads, count).double()
@@ -84,15 +84,15 @@ def expected(case: Case, named: Named, softcap: float | None) -> tuple[Tensor, T
     return out, lse
 
 
-def found(device: str, case: Case, named: Named, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+def found(device: str, case: Case, named: Candidates, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     rows = StoredRows(*(row.to(device) for row in case.stored))
     named = named._replace(ids=case.ids.to(device))
-    out, lse = attend_named(case.queries.to(device), rows, named, SCALE, softcap)
+    out, lse = attend_candidates(case.queries.to(device), rows, named, SCALE, softcap)
     assert out.dtype == lse.dtype == torch.float32
     return out.cpu().double(), lse.cpu().double()
 
 
-def check(device: str, case: Case, named: Named, softcap: float | None = None) -> None:
+def check(device: str, case: Case, named: Candidates, softcap: float | None = None) -> None:
     for mine, right in zip(found(device, case, named, softcap), expected(case, named, softcap), strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=5e-6)
 
@@ -102,7 +102,7 @@ def check(device: str, case: Case, named: Named, softcap: float | None = None) -
 def test_the_best_named_keys_are_attended_to(device: str, fmt: Format, dims: tuple[int, int]) -> None:
     """Rows of any format and width; queries with all, with some, with one and with no key."""
     case = made(fmt, dims=dims)
-    check(device, case, Named(case.ids, 10, 300, 12))
+    check(device, case, Candidates(case.ids, 10, 300, 12))
 
 
 @pytest.mark.parametrize("scanned_from", [300, 299, 290, 250])
@@ -110,20 +110,20 @@ def test_the_best_named_keys_are_attended_to(device: str, fmt: Format, dims: tup
 def test_what_has_no_codes_is_chosen_from_as_well(device: str, scanned_from: int, k: int) -> None:
     """Fewer of those than wanted, and more; more wanted than there are of both."""
     case = made(ends=(10, 250))
-    check(device, case, Named(case.ids, 10, scanned_from, k))
+    check(device, case, Candidates(case.ids, 10, scanned_from, k))
 
 
 @pytest.mark.parametrize("softcap", [5.0, 0.3])
 def test_scores_are_capped(device: str, softcap: float) -> None:
     case = made(Format.BFLOAT16, dims=(32, 16))
-    check(device, case, Named(case.ids, 10, 280, 12), softcap)
+    check(device, case, Candidates(case.ids, 10, 280, 12), softcap)
 
 
 def test_many_queries_of_one_head_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel gathers, rows are gathered for some queries at a time."""
     monkeypatch.setattr(named_keys, "NUMBERS_AT_ONCE", 5000)
     case = made(heads=1, queries=70)
-    check(device, case, Named(case.ids, 10, 260, 12))
+    check(device, case, Candidates(case.ids, 10, 260, 12))
 
 
 def test_of_equal_scores_the_first_token_counts(device: str) -> None:
@@ -134,7 +134,7 @@ def test_of_equal_scores_the_first_token_counts(device: str) -> None:
     values[0, :, 0] = torch.arange(300)
     ids = torch.arange(32, dtype=torch.int32).repeat(4, 1)
     case = case._replace(stored=(keys, values), ids=ids)
-    out, lse = found(device, case, Named(ids, 0, 300, 12))
+    out, lse = found(device, case, Candidates(ids, 0, 300, 12))
     assert torch.allclose(out[0, :, 0], torch.full((4,), 5.5).double())  # the mean of 0 .. 11
     assert torch.allclose(lse, torch.full((1, 4), 12.0).log().double())
     rows = StoredRows(*(row.to(device) for row in case.stored))
@@ -160,7 +160,7 @@ def test_numbers_that_are_not_finite(device: str) -> None:
     ids[1, 4:] = -1  # the NaN is needed
     ids[2] = torch.tensor([5] + [-1] * 31)  # a score of -inf only
     case = case._replace(queries=queries, stored=(keys, values), ids=ids)
-    out, lse = found(device, case, Named(ids, 0, 300, 12))
+    out, lse = found(device, case, Candidates(ids, 0, 300, 12))
     assert out[0, 0].isfinite().all() and lse[0, 0].isfinite()
     assert out[0, 1].isnan().all() and lse[0, 1].isnan()
     assert (out[0, 2] == 0).all() and lse[0, 2] == -torch.inf
@@ -170,7 +170,7 @@ def test_slots_do_not_depend_on_what_is_scanned() -> None:
     """Kernels are compiled for a number of slots."""
     assert [slots_for(*given) for given in ((240, 100), (256, 256), (32, 1), (6, 2))] == [512, 512, 64, 8]
     case = made()
-    assert Named(case.ids, 0, 300, 12).slots == Named(case.ids, 0, 250, 12).slots
+    assert Candidates(case.ids, 0, 300, 12).slots == Candidates(case.ids, 0, 250, 12).slots
 
 
 @pytest.mark.cuda
@@ -178,7 +178,7 @@ def test_slots_do_not_depend_on_what_is_scanned() -> None:
 def test_kernels_at_full_size(fmt: Format) -> None:
     """head_dim 128, group 4, 100 of 256 named keys of 60,000, of which a few hundred have no codes."""
     case = made(fmt, heads=2, queries=4 * 300, tokens=60_000, dims=(128, 128), room=256, ends=(4, 59_500))
-    named = Named(case.ids, 4, 59_600, 100)
+    named = Candidates(case.ids, 4, 59_600, 100)
     kernels: Any = found("cuda", case, named)
     plain: Any = found("cpu", case, named)
     for mine, right in zip(kernels, plain, strict=True):

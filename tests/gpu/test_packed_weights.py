@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retrieval_attn.gpu import packed, products
 from retrieval_attn.gpu.packed import PackedWeights, unpacked
-from retrieval_attn.gpu.products import Attending, Gated, Norm, Weights
+from retrieval_attn.gpu.products import Attending, Gated, LinearWeights, Norm
 from tests.gpu.places import place_of
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_products import parts_of
@@ -50,12 +50,12 @@ class Case:
     def norm(self, dim: int, from_one: bool = False) -> Norm:
         return Norm(self.numbers(dim, size=0.3, mean=0.0 if from_one else 1.0), 1e-5, from_one)
 
-    def weights(self, out: int, dim: int, **options: Any) -> tuple[PackedWeights, Weights]:
+    def weights(self, out: int, dim: int, **options: Any) -> tuple[PackedWeights, LinearWeights]:
         own, exact = random_weights(out, dim, self._generator, **options)
         bias = None if own.bias is None else own.bias.to(self._device, self.dtype)
         there = PackedWeights(own.words.to(self._device), own.scales.to(self._device), dim, bias)
         assert own.is_whole
-        return there, Weights(exact, None if own.bias is None else own.bias.double())
+        return there, LinearWeights(exact, None if own.bias is None else own.bias.double())
 
     def require(self, call: Any, given: tuple[Any, ...], exact: tuple[Any, ...]) -> None:
         """What kernels add to the exact answer is at most twice what rounding at each module and weight does."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from retrieval_attn.cpu import serve
-from retrieval_attn.cpu.serve import Server
+from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture import cuda as cuda_module
 from retrieval_attn.gpu.capture import polling
@@ -26,7 +26,7 @@ from tests.gpu.test_graph import Doubling, device_of
 from tests.graph_cases import Decoded, enabled
 
 
-class Careless(Server):
+class Careless(CallTable):
     """Serves as `serve_calls` does, in Python, but for one `mistake`."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -137,7 +137,7 @@ def test_a_number_that_was_used_before_is_an_error(careless: Chain, monkeypatch:
 
 def test_a_device_that_ends_early_ends_the_serving() -> None:
     """An error in a replayed operation: it surfaces, with nobody waiting for the calls that were not asked."""
-    runtime = EmulatedRuntime(Server)
+    runtime = EmulatedRuntime(CallTable)
     chain = Chain(runtime)
     chain.check(1)
 
@@ -155,7 +155,7 @@ def test_a_device_that_ends_early_ends_the_serving() -> None:
 
 
 def test_an_interrupt_at_the_launch_waits_until_the_launched_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = EmulatedRuntime(Server)
+    runtime = EmulatedRuntime(CallTable)
     chain = Chain(runtime)
     submit = runtime.submit
 
@@ -192,7 +192,7 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_device_without_an_exchange_is_tried_once(broken_driver: list[int]) -> None:
     for _ in range(3):
         with pytest.raises(BackendError, match="no cuStreamQuery"):
-            cuda_runtime(0, Server)
+            cuda_runtime(0, CallTable)
     assert broken_driver == [0]
 
 
@@ -216,7 +216,7 @@ def test_without_an_exchange_steps_are_eager_with_one_warning(
 
 @pytest.fixture
 def cuda() -> CudaRuntime:
-    return cuda_runtime(0, Server)
+    return cuda_runtime(0, CallTable)
 
 
 @pytest.mark.cuda

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.gpu import products
-from retrieval_attn.gpu.products import Attending, Gated, Norm, Weights
+from retrieval_attn.gpu.products import Attending, Gated, LinearWeights, Norm
 from tests.gpu.places import place_of
 from tests.gpu.test_decode_kernels import INTERPRETED
 
@@ -41,8 +41,8 @@ class Numbers:
         numbers = torch.randn(*shape, generator=self._generator) * size + mean
         return numbers.to(self._device, self._dtype)
 
-    def weights(self, out: int, dim: int, bias: bool = False) -> Weights:
-        return Weights(self(out, dim, size=dim**-0.5), self(out, size=0.3) if bias else None)
+    def weights(self, out: int, dim: int, bias: bool = False) -> LinearWeights:
+        return LinearWeights(self(out, dim, size=dim**-0.5), self(out, size=0.3) if bias else None)
 
     def norm(self, dim: int, from_one: bool = False) -> Norm:
         return Norm(self(dim, size=0.3, mean=0.0 if from_one else 1.0), 1e-5, from_one)
@@ -142,8 +142,10 @@ def test_feed(device: str, dtype: torch.dtype, rows: int, dim: int, inner: int, 
 def test_what_does_not_fit() -> None:
     """Sizes that are no whole tiles, weights that are turned, too many rows."""
     weight = torch.zeros(64, 48)
-    assert products.fits(Weights(weight), 16) and not products.fits(Weights(weight), 17)
-    assert not products.fits(Weights(torch.zeros(64, 40)), 1) and not products.fits(Weights(torch.zeros(12, 48)), 1)
-    assert not products.fits(Weights(torch.zeros(48, 64).t()), 1)
-    assert not products.fits(Weights(weight, torch.zeros(64, dtype=torch.float16)), 1)
-    assert not products.fits(Weights(weight.double()), 1)
+    assert products.fits(LinearWeights(weight), 16) and not products.fits(LinearWeights(weight), 17)
+    assert not products.fits(LinearWeights(torch.zeros(64, 40)), 1) and not products.fits(
+        LinearWeights(torch.zeros(12, 48)), 1
+    )
+    assert not products.fits(LinearWeights(torch.zeros(48, 64).t()), 1)
+    assert not products.fits(LinearWeights(weight, torch.zeros(64, dtype=torch.float16)), 1)
+    assert not products.fits(LinearWeights(weight.double()), 1)

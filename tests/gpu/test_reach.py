@@ -16,8 +16,8 @@ from torch import Tensor
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.codes import reach as reaching
-from retrieval_attn.gpu.codes.reach import KeyReach, ReachEntry, RowShape
+from retrieval_attn.gpu.codes import host_row_gather as reaching
+from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, HostRowGather, RowShape
 from retrieval_attn.offload.host_rows import as_device, host_rows
 from tests.gpu.test_decode_kernels import INTERPRETED
 
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
     query: Tensor
     shape: RowShape
-    entries: list[ReachEntry | None]
+    entries: list[GatherEntry | None]
     numbers: list[tuple[Tensor, Tensor]]
     ids: Tensor
     told: Tensor | None = None
@@ -54,7 +54,7 @@ def made(*, dims: tuple[int, int] = (64, 64), rows: int = 2, group: int = 4, tok
     """rows of two key-value heads each. The first query has as many keys named as there is room for."""
     rng = np.random.default_rng(5)
     numbers: list[tuple[Tensor, Tensor]] = []
-    entries: list[ReachEntry | None] = []
+    entries: list[GatherEntry | None] = []
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for _ in range(rows * 2):
         stored = host_rows(1, tokens, sum(dims), where)[0].view(torch.int8)
@@ -62,7 +62,7 @@ def made(*, dims: tuple[int, int] = (64, 64), rows: int = 2, group: int = 4, tok
         steps = torch.from_numpy(rng.uniform(0.001, 0.03, (tokens, 2)).astype(np.float32))
         keys, values = stored.float().split(list(dims), dim=1)
         numbers.append((keys * steps[:, :1], values * steps[:, 1:]))
-        entries.append(ReachEntry(stored, steps, tokens, LEAST))
+        entries.append(GatherEntry(stored, steps, tokens, LEAST))
     ids = np.full((rows * 2 * group, ROOM), -1, np.int32)
     for number, row in enumerate(ids):
         count = ROOM if number == 0 else rng.integers(LEAST, ROOM)
@@ -97,14 +97,14 @@ def expected(case: Case, scoring: Scoring) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def there(entry: ReachEntry, device: str) -> ReachEntry:
+def there(entry: GatherEntry, device: str) -> GatherEntry:
     """Steps on the device, and rows as it sees them."""
     rows = entry.rows if device == "cpu" else as_device(entry.rows, torch.device(device, 0))
     return entry._replace(rows=rows.view(torch.int8), steps=entry.steps.to(device))
 
 
 def found(device: str, case: Case, scoring: Scoring) -> Partial:
-    reach = KeyReach(len(case.entries), case.shape, torch.device(device))
+    reach = HostRowGather(len(case.entries), case.shape, torch.device(device))
     reach.bind([None if one is None else there(one, device) for one in case.entries])
 
     def at_once(function: Any, *arguments: Any) -> None:
@@ -137,7 +137,7 @@ def test_holes_among_ids_and_ids_that_do_not_count(device: str) -> None:
     """Of fewer keys than there are rows, behind others without an id; what is beyond the end is not attended to."""
     case = made()
     case.ids[:, 3:9] = -1
-    entries: list[ReachEntry | None] = [one._replace(ids=270) for one in case.entries if one is not None]
+    entries: list[GatherEntry | None] = [one._replace(ids=270) for one in case.entries if one is not None]
     check(device, case._replace(entries=entries))
 
 
@@ -208,7 +208,7 @@ def test_a_row_that_is_not_finite_is_seen(device: str) -> None:
 def test_what_cannot_be_read_is_refused() -> None:
     """Rows of other widths or dtypes, begun where no load begins, ids without rows, widths that no load divides."""
     case = made(rows=1)
-    reach, given = KeyReach(2, case.shape, torch.device("cpu")), case.entries[0]
+    reach, given = HostRowGather(2, case.shape, torch.device("cpu")), case.entries[0]
     assert given is not None
     entry = given._replace(rows=given.rows.clone())
     shifted = torch.zeros(300 * 128 + 4, dtype=torch.int8)[4:].view(300, 128)
@@ -223,4 +223,4 @@ def test_what_cannot_be_read_is_refused() -> None:
         with pytest.raises(BackendError):
             reach.bind([wrong, None])
     with pytest.raises(BackendError, match="multiples of 16 bytes"):
-        KeyReach(2, RowShape(72, 64), torch.device("cpu"))
+        HostRowGather(2, RowShape(72, 64), torch.device("cpu"))

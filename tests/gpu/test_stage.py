@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.gpu.codes import stage as stage_module
+from retrieval_attn.gpu.codes import streamer as stage_module
 from retrieval_attn.gpu.codes.search import CodeRange, CodeSearch, CodeShape, QuestionSearch
-from retrieval_attn.gpu.codes.stage import TURNS, CodeStage, CodeTurns
+from retrieval_attn.gpu.codes.streamer import TURNS, CodeStreamer, CodeTurns
 from retrieval_attn.gpu.codes.table import SharedTables
 from tests.gpu.test_code_search import device, made, named, on
 from tests.gpu.test_decode_kernels import INTERPRETED
@@ -49,7 +49,7 @@ class Layers:
         shape, where = CodeShape(16, 40), torch.device(device)
         self.query = torch.randn(entries, 2, 1, 64, generator=torch.Generator().manual_seed(3)).to(device)
         self.tables = SharedTables()
-        self.stage = CodeStage(turns, self.tables)
+        self.stage = CodeStreamer(turns, self.tables)
         self.codes: list[list[CodeRange]] = []
         self.searches, self.plain = [], CodeSearch(entries, 2, 1, shape, where)
         for number, size in enumerate(sizes):

@@ -138,7 +138,7 @@ def test_a_front_has_the_nearest_code_of_fewer_bits(shape: tuple[int, int], size
     assert front.key_bytes == size and front.narrow % 8 == front.thin % 16 == 0
     numbers = R.decoded(keys, np.arange(100))
     own = min(rank, len(front.step))
-    half = F.halves_of(F.Plan(front.step, front.narrow))
+    half = F.halves_of(F.FrontPlan(front.step, front.narrow))
     step = front.step[:own].astype(np.float64)
     # from a row's code, to a hundredth of a step: borders of both may fall together
     distance = (codes - np.where(np.arange(rank) < wide, 127.5, 7.5))[:, :own] * keys.step[:own].astype(np.float64)
@@ -236,7 +236,7 @@ def test_steps_follow_the_data() -> None:
     """Even numbers use their whole range, ones with a long tail give some of it up; equal ones have none."""
     rng = np.random.default_rng(5)
     numbers = np.stack([rng.uniform(-1, 1, 4000), rng.standard_t(2, 4000), np.full(4000, 3.0)], axis=1).astype("f4")
-    keys = B.Steps.of(numbers, np.full(3, B.NARROW_LEVELS // 2))
+    keys = B.BlockSteps.of(numbers, np.full(3, B.NARROW_LEVELS // 2))
     assert keys.step[0] == pytest.approx(keys.reach[0] / 8, rel=1e-5)
     assert keys.step[1] < keys.reach[1] / 8 / 2
     assert keys.step[2] == 0 and keys.mean[2] == 3

@@ -11,7 +11,7 @@ import pytest
 
 from retrieval_attn.index import FlatIndex, Format, SketchIndex
 from retrieval_attn.index.sketch import fit
-from retrieval_attn.index.sketch.fit import PASSING, Held, Way, best_way
+from retrieval_attn.index.sketch.fit import PASSING, FitQueries, Way, best_way
 from retrieval_attn.index.sketch.front import plan_front
 from retrieval_attn.index.sketch.search import SketchArguments
 from retrieval_attn_eval.bench.synthetic import synthetic_head
@@ -20,7 +20,7 @@ from tests.cpu.reference import recall
 RANK = 64
 
 
-def held(leaves: float = 0.0, seed: int = 0, keys: int = 40_000, loud: int = 8) -> Held:
+def held(leaves: float = 0.0, seed: int = 0, keys: int = 40_000, loud: int = 8) -> FitQueries:
     """Of 16 queries in fours over keys of 64 numbers, of which the first `loud` count. leaves: how well the score of a
     key's leaf, of 1,000, tells the key's; 0: there are none.
     """
@@ -40,10 +40,10 @@ def held(leaves: float = 0.0, seed: int = 0, keys: int = 40_000, loud: int = 8) 
         noise = rng.standard_normal((16, 1000)) * exact.std() * (1 / leaves - 1)
         scores = (exact.reshape(16, 1000, 8).max(axis=2) + noise).astype(np.float32)
     weights = np.full((16, 20), 0.05)
-    return Held(4, queries, sample[top], weights, sample, scores, homes, sample_homes, keys)
+    return FitQueries(4, queries, sample[top], weights, sample, scores, homes, sample_homes, keys)
 
 
-def way_of(told: Held, sizes: list[int], kept: int = 40) -> Way:
+def way_of(told: FitQueries, sizes: list[int], kept: int = 40) -> Way:
     numbers = told.sample
     return best_way(told, plan_front(numbers, np.zeros(RANK, np.float32), sizes), kept)
 

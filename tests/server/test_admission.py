@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from retrieval_attn.server.admission import MAX_RETRY_SECONDS, SHORT_TOKENS, Admission, Waiting
+from retrieval_attn.server.admission import MAX_RETRY_SECONDS, SHORT_TOKENS, Admission, QueuedRequest
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.pace import UNPACED
+from retrieval_attn.server.queue_estimate import UNPACED
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Line:
         """What admission allows."""
         self.clock = Clock()
         self.admission = Admission(requests, 1 << 30, seconds, self.clock, token_seconds)
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[QueuedRequest] = deque()
 
     def come(self, tokens: int = 10, times: int = 1) -> None:
         """Raises ApiError."""
@@ -147,7 +147,7 @@ def test_waits_are_bounded_at_any_load(times: float) -> None:
     rows, service, most = 8, 2.0, 3.0
     admission = Admission(1000, 1 << 30, most, clock)
     free = [0.0] * rows  # when each row is
-    line: deque[tuple[float, Waiting]] = deque()
+    line: deque[tuple[float, QueuedRequest]] = deque()
     waits, refused, retries = [], 0, []
     came = 0.0
     for _ in range(4_000):

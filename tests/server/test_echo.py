@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from retrieval_attn.engine import row
+from retrieval_attn.engine import running_request as row
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import ConfigError

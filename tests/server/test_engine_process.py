@@ -19,10 +19,11 @@ import pytest
 
 from retrieval_attn import errors
 from retrieval_attn.config import Config
-from retrieval_attn.engine.draw import RowDraw
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.model.bundled import model_path
-from retrieval_attn.server import frames, remote
+from retrieval_attn.server import ipc as frames
+from retrieval_attn.server import remote
 from retrieval_attn.server.client import LocalEngine
 from retrieval_attn.server.spec import EngineSpec
 from retrieval_attn.server.worker import Worker
@@ -115,7 +116,7 @@ def test_frames_bring_what_was_sent() -> None:
     request = Request(
         (ids, (5,)),
         7,
-        RowDraw(0.5, 3, 0.9, 0.1, 2**64 - 1, 4, 1.1, -0.5, 1.5, {5: -100.0, 2**31 - 1: 0.25}),
+        SamplingParams(0.5, 3, 0.9, 0.1, 2**64 - 1, 4, 1.1, -0.5, 1.5, {5: -100.0, 2**31 - 1: 0.25}),
         ("a", "\u2028"),
         frozenset({1}),
         None,

@@ -17,7 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from retrieval_attn.engine.request import Event, Request
-from retrieval_attn.server import bodies, connections, contexts, reply
+from retrieval_attn.server import bodies, connections, contexts
+from retrieval_attn.server import streaming as reply
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_KEYS, MAX_STRINGS, check_json
 from retrieval_attn.server.choices import MAX_UNREAD, Choices

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.prompt import render as rendering
 from retrieval_attn.server import routes
-from retrieval_attn.server.asked import ChatBody, CompletionBody, KeepBody, TokenizeBody
 from retrieval_attn.server.prompts import Extras, Prompts
+from retrieval_attn.server.request_bodies import ChatBody, CompletionBody, KeepBody, TokenizeBody
 from tests.prompt.test_encode import BUNDLED, PIECES, bytelevel, decoded
 from tests.server.test_prompts import prompts_of, turn
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from pydantic import ValidationError
 
-from retrieval_attn.engine.draw import RowDraw
+from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.model.bundled import model_path
-from retrieval_attn.server.asked import CompletionBody
+from retrieval_attn.server.request_bodies import CompletionBody
 from retrieval_attn.server.spec import EngineSpec
 from tests.server.process import Served, serving
 from tests.tiny_models import build_model
@@ -169,7 +169,7 @@ def test_a_body_says_what_the_defaults_do_not(said: dict[str, Any], defaults: di
     draw = CompletionBody.model_validate({"model": "m", "prompt": "p", **said}).draw(3, 2, usual)
     expected = {"temperature": 1.0, **usual, **said}
     expected["top_k"] = max(expected.get("top_k", 0), 0)
-    assert draw == RowDraw(**expected, seed=3, logprobs=2)
+    assert draw == SamplingParams(**expected, seed=3, logprobs=2)
 
 
 @given(st.sampled_from(sorted(NEUTRAL)), st.one_of(st.floats(), st.integers(), st.booleans(), st.text(), st.none()))

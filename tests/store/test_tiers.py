@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from retrieval_attn.store.tiers import Fifo, Held, Ledger, Lru, Moves, Tiers
+from retrieval_attn.store.tiers import Fifo, Ledger, Lru, Moves, TierEntry, Tiers
 from tools.simulate_tiers import PAPER, POLICIES, Simulation, Workload, sessions, simulate
 
 
@@ -21,15 +21,15 @@ class Clock:
         return self.seconds
 
 
-def ledger(*nodes: tuple[str, Held]) -> Ledger:
+def ledger(*nodes: tuple[str, TierEntry]) -> Ledger:
     made = Ledger(Clock())
     for digest, held in nodes:
         made.add(digest, held)
     return made
 
 
-def node(*, ram: bool = True, nbytes: int = 10, **more: object) -> Held:
-    return Held(nbytes, **{"rebuild_seconds": 1.0, "in_ram": ram, **more})  # type: ignore[arg-type]
+def node(*, ram: bool = True, nbytes: int = 10, **more: object) -> TierEntry:
+    return TierEntry(nbytes, **{"rebuild_seconds": 1.0, "in_ram": ram, **more})  # type: ignore[arg-type]
 
 
 def test_waiting_nodes_are_fetched_in_their_order() -> None:

@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 import retrieval_attn as ra
-from retrieval_attn.engine.bucket_graph import Bucket
+from retrieval_attn.engine.decode_graph import DecodeGraph
 from retrieval_attn.engine.engine import default_limits
-from retrieval_attn.engine.outbox import Outbox
+from retrieval_attn.engine.output_queue import OutputQueue
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.offload.host_table import move_table
@@ -45,17 +45,17 @@ class Clock:
         self.steps: list[float] = []
 
     def __enter__(self) -> Clock:
-        launch, step = Outbox.send_beside, Bucket.step
+        launch, step = OutputQueue.send_beside, DecodeGraph.step
         clock = self
 
-        def send_beside(outbox: Outbox) -> None:
+        def send_beside(outbox: OutputQueue) -> None:
             clock._launched = time.perf_counter()
             if clock._over is not None:  # the first call of this step
                 clock.gaps.append(clock._launched - clock._over)
             clock._over = None
             launch(outbox)
 
-        def stepped(bucket: Bucket, inputs: Any, *given: Any, **options: Any) -> Any:
+        def stepped(bucket: DecodeGraph, inputs: Any, *given: Any, **options: Any) -> Any:
             whole = len(inputs) == clock._rows and bucket.is_captured
             if not whole:
                 clock._over = None
@@ -65,10 +65,10 @@ class Clock:
                 clock.steps.append(clock._over - clock._launched)
             return found
 
-        setattr(Outbox, "send_beside", send_beside)  # noqa: B010  not an assignment: that is no method's for mypy
-        setattr(Bucket, "step", stepped)  # noqa: B010
-        self._stack.callback(setattr, Outbox, "send_beside", launch)
-        self._stack.callback(setattr, Bucket, "step", step)
+        setattr(OutputQueue, "send_beside", send_beside)  # noqa: B010  not an assignment: that is no method's for mypy
+        setattr(DecodeGraph, "step", stepped)  # noqa: B010
+        self._stack.callback(setattr, OutputQueue, "send_beside", launch)
+        self._stack.callback(setattr, DecodeGraph, "step", step)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
-from retrieval_attn.engine.entry import Entry
-from retrieval_attn.engine.grants import Grants, kind_of
+from retrieval_attn.engine.prefill_budget import PrefillBudget, kind_of
+from retrieval_attn.engine.scheduled_request import ScheduledRequest
 from tools.card.subject import in_ms
 
 __all__ = ["Ticks"]
@@ -41,9 +41,11 @@ class Ticks:
         self._granted: dict[int, tuple[str, int]] = {}  # by the engine's grants: of the tick under way
 
     def __enter__(self) -> Self:
-        usual = Grants.plan
+        usual = PrefillBudget.plan
 
-        def plan(grants: Grants, reading: Iterable[Entry], rows: int, now: float) -> tuple[tuple[str, int], ...]:
+        def plan(
+            grants: PrefillBudget, reading: Iterable[ScheduledRequest], rows: int, now: float
+        ) -> tuple[tuple[str, int], ...]:
             entries = {entry.job.id: entry for entry in reading}
             self._note(grants, now)
             shares = usual(grants, entries.values(), rows, now)
@@ -52,14 +54,14 @@ class Ticks:
                 self._granted[id(grants)] = "+".join(sorted(kinds)), sum(cells for _, cells in shares)
             return shares
 
-        setattr(Grants, "plan", plan)  # noqa: B010  not an assignment: that is no method's for mypy
-        self._stack.callback(setattr, Grants, "plan", usual)
+        setattr(PrefillBudget, "plan", plan)  # noqa: B010  not an assignment: that is no method's for mypy
+        self._stack.callback(setattr, PrefillBudget, "plan", usual)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _note(self, grants: Grants, now: float) -> None:
+    def _note(self, grants: PrefillBudget, now: float) -> None:
         """What the plan before this one took."""
         with self._lock:
             granted = self._granted.get(id(grants))

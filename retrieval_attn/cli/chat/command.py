@@ -18,13 +18,13 @@ from retrieval_attn.cli.model_args import (
     load_llm,
     prompt_of,
 )
-from retrieval_attn.compile.collection import no_collection
+from retrieval_attn.compile.gc_pause import no_gc
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import parse_tokens
 
 if TYPE_CHECKING:
     from retrieval_attn.answer import Sampling
-    from retrieval_attn.cli.chat.talk import Talk
+    from retrieval_attn.cli.chat.backend import ChatBackend
 
 ROOM = "16k"
 """Tokens of questions and answers that memory is planned for."""
@@ -95,9 +95,9 @@ def _take_document(args: argparse.Namespace) -> None:
         raise InputDataError(f"{args.model}: no such file; give a model, or an existing text file with --document")
 
 
-def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:
-    with no_collection():
-        from retrieval_attn.cli.chat.local import LocalTalk
+def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> ChatBackend:
+    with no_gc():
+        from retrieval_attn.cli.chat.local import LocalBackend
     from retrieval_attn.store import ContextStore
 
     config, store = config_of(args), ContextStore(args.store)
@@ -108,17 +108,17 @@ def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:
         tokens += saved if isinstance(saved, int) else 0
     ids, read = prompt_of(args, text, [args.document], 0) if text else ([], 0)
     llm = load_llm(args, read + tokens, config, say=False)
-    talk = LocalTalk(llm, TEST_MODEL if args.model == "bundled" else args.model, sampling, store)
+    talk = LocalBackend(llm, TEST_MODEL if args.model == "bundled" else args.model, sampling, store)
     if ids:
         talk.read(ids)
     return talk
 
 
-def _remote(args: argparse.Namespace, sampling: Sampling, text: str) -> Talk:
-    from retrieval_attn.cli.chat.remote import RemoteTalk
+def _remote(args: argparse.Namespace, sampling: Sampling, text: str) -> ChatBackend:
+    from retrieval_attn.cli.chat.remote import RemoteBackend
     from retrieval_attn.remote.endpoint import Endpoint
     from retrieval_attn.remote.models import model_names
 
     endpoint = Endpoint.of(args.url)
     named = [] if args.model == "bundled" else [args.model]
-    return RemoteTalk(endpoint, (named or model_names(endpoint))[0], sampling, text)
+    return RemoteBackend(endpoint, (named or model_names(endpoint))[0], sampling, text)

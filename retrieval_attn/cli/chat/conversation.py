@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrieval_attn.cli.chat.talk import Message
+from retrieval_attn.cli.chat.backend import Message
 
 __all__ = ["Conversation"]
 

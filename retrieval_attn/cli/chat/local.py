@@ -7,20 +7,20 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from retrieval_attn.answer import Answer, Sampling
+from retrieval_attn.cli.chat.backend import Message
 from retrieval_attn.cli.chat.conversation import Conversation
 from retrieval_attn.cli.chat.prompt import ChatPrompt, agreeing
-from retrieval_attn.cli.chat.talk import Message
 from retrieval_attn.context import Context, stream_after
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.llm import LLM
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.store import ContextStore
 
-__all__ = ["LocalTalk"]
+__all__ = ["LocalBackend"]
 
 
 @dataclass(frozen=True)
-class Mark:
+class LocalMark:
     """base: what the conversation is about, None for nothing; it is never changed. reached: base and the beginning of
     the conversation, with the ids of that beginning; None: nothing of it was read.
     """
@@ -30,7 +30,7 @@ class Mark:
     messages: tuple[Message, ...]
 
 
-class LocalTalk(Conversation):
+class LocalBackend(Conversation):
     """A `Talk`. The question, and the answer before it, are read behind what was read for the last question."""
 
     def __init__(self, llm: LLM, name: str, sampling: Sampling, store: ContextStore) -> None:
@@ -73,12 +73,12 @@ class LocalTalk(Conversation):
                 self._last = stream.answer
                 self._keep(messages, pieces)
 
-    def fork(self, name: str) -> tuple[Mark, str]:
+    def fork(self, name: str) -> tuple[LocalMark, str]:
         """See `Talk`. Keys and values are shared, not copied."""
         reached = None if self._reached is None else (self._reached[0].fork(), self._reached[1])
-        return Mark(self._base, reached, tuple(self._messages)), f"remembered as {name!r} until the program ends"
+        return LocalMark(self._base, reached, tuple(self._messages)), f"remembered as {name!r} until the program ends"
 
-    def go_back(self, mark: Mark) -> str:
+    def go_back(self, mark: LocalMark) -> str:
         """See `Talk`."""
         reached = None if mark.reached is None else (mark.reached[0].fork(), mark.reached[1])
         self._base, self._reached, self._messages = mark.base, reached, list(mark.messages)

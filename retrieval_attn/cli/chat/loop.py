@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from retrieval_attn.cli.answers import without_leading_space
-from retrieval_attn.cli.chat.talk import Talk
+from retrieval_attn.cli.chat.backend import ChatBackend
 from retrieval_attn.cli.chat.terminal import Terminal
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 
@@ -29,7 +29,7 @@ STOPPED = " [stopped]"
 class ChatLoop:
     """Answers go to the standard output, all else to the error output."""
 
-    def __init__(self, talk: Talk, terminal: Terminal) -> None:
+    def __init__(self, talk: ChatBackend, terminal: Terminal) -> None:
         """terminal: source of the lines."""
         self._talk, self._terminal = talk, terminal
         self._forks: dict[str, Any] = {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from retrieval_attn.cli.chat.talk import Message
+from retrieval_attn.cli.chat.backend import Message
 from retrieval_attn.prompt.encode import Escapes, stand_in
 from retrieval_attn.prompt.render import cut_at, render
 from retrieval_attn.template import PromptTemplate

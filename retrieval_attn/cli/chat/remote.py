@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrieval_attn.answer import Sampling
+from retrieval_attn.cli.chat.backend import Message
 from retrieval_attn.cli.chat.conversation import Conversation
-from retrieval_attn.cli.chat.talk import Message
-from retrieval_attn.cli.waiting import Waiting
+from retrieval_attn.cli.spinner import Spinner
 from retrieval_attn.errors import InputDataError, RemoteError
 from retrieval_attn.remote.delta import Usage, read_delta
 from retrieval_attn.remote.endpoint import Endpoint, http_client, refusal
 
-__all__ = ["RemoteTalk"]
+__all__ = ["RemoteBackend"]
 
 CONNECT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Mark:
+class RemoteMark:
     """document: what the first message begins with, "" for nothing. context: a saved one that messages continue."""
 
     document: str
@@ -39,7 +39,7 @@ class Cost:
     usage: Usage | None
 
 
-class RemoteTalk(Conversation):
+class RemoteBackend(Conversation):
     """A `Talk`. The server gets the whole conversation with every question, and reads what it does not know."""
 
     def __init__(self, endpoint: Endpoint, model: str, sampling: Sampling, document: str = "") -> None:
@@ -67,7 +67,7 @@ class RemoteTalk(Conversation):
         pieces: list[str] = []
         self._cost = None
         try:
-            with Waiting("the server reads") as waiting, self._stream(messages) as lines:
+            with Spinner("the server reads") as waiting, self._stream(messages) as lines:
                 for line in lines:
                     delta = read_delta(line)
                     if delta is None:
@@ -91,7 +91,7 @@ class RemoteTalk(Conversation):
             self._cost = Cost(first, time.perf_counter() - began, len(pieces), usage)
             self._keep(messages, pieces)
 
-    def fork(self, name: str) -> tuple[Mark, str]:
+    def fork(self, name: str) -> tuple[RemoteMark, str]:
         """See `Talk`. A saved context that the conversation continues gets this name, too, at the server, so that its
         own may go to another. Raises RemoteError for a name that is taken there.
         """
@@ -99,9 +99,9 @@ class RemoteTalk(Conversation):
         if context is not None:
             self._called("POST", f"contexts/{context}/fork", {"name": name})
             context, told = name, f"{told}; at the server, {name!r} is what {context!r} has read, and stays"
-        return Mark(self._document, context, tuple(self._messages)), told
+        return RemoteMark(self._document, context, tuple(self._messages)), told
 
-    def go_back(self, mark: Mark) -> str:
+    def go_back(self, mark: RemoteMark) -> str:
         """See `Talk`."""
         self._document, self._context, self._messages = mark.document, mark.context, list(mark.messages)
         return f"back at {self._turns()}"
@@ -175,7 +175,7 @@ class RemoteTalk(Conversation):
     def _called(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         url = self._endpoint.at(path)
         try:
-            with Waiting("the server works"):
+            with Spinner("the server works"):
                 response = self._client.request(method, url, json=body)
         except self._httpx.HTTPError as error:
             raise self._unreachable(error) from None

@@ -14,7 +14,7 @@ from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.kernels.scan import BOUND_WORDS, score_columns
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
 from retrieval_attn.index.task.descriptor import METER_WORDS
-from retrieval_attn.index.task.search import Layout
+from retrieval_attn.index.task.search import ScratchLayout
 
 
 class StepBuffers(NamedTuple):
@@ -67,7 +67,7 @@ def memory_in(buffers: StepBuffers, shape: tuple[int, int, int], dims: tuple[int
 
 
 def scratch_places(
-    layout: Layout, queries: tuple[int, int], sizes: tuple[int, int], capacity: int, joined: int, own: int
+    layout: ScratchLayout, queries: tuple[int, int], sizes: tuple[int, int], capacity: int, joined: int, own: int
 ) -> dict[str, int]:
     """Fields of the descriptor that are places in a worker's scratch. queries: of an entry, and padded. sizes: top_k
     and the most clusters, or columns of samples, of a head.

@@ -26,7 +26,7 @@ _PLACED = slice(1, 6)  # of a range: keys_at, values_at, low, high, first
 _HIGH, _MEMBERS = 4, 8
 
 
-class Places:
+class TaskTable:
     """See the module. entries, ranges, tasks: arrays of ENTRY, RANGE and TASK; count: tasks that there are."""
 
     def __init__(self, rows: int, heads: int, ranges: int, tasks: int) -> None:

@@ -20,7 +20,7 @@ from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
 from retrieval_attn.cpu.step.attend_task import attend_task
 from retrieval_attn.cpu.step.buffers import Arena, StepBuffers, memory_in, own_memory, scratch_places, zeros
-from retrieval_attn.cpu.step.places import Places, compile_places
+from retrieval_attn.cpu.step.places import TaskTable, compile_places
 from retrieval_attn.cpu.step.planned import PlannedRows
 from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, entry_at, run_step, run_task_address
 from retrieval_attn.cpu.step.search_range import SearchRange
@@ -30,7 +30,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
 from retrieval_attn.index.task.descriptor import ATTEND_TIME, BYTES, LIST_HEAD, SCANNED, SEARCH_TIME, STEP
-from retrieval_attn.index.task.search import Layout
+from retrieval_attn.index.task.search import ScratchLayout
 
 TASKS_PER_THREAD = 4
 MAX_LISTS_BYTES = 256 << 20
@@ -211,7 +211,7 @@ class LayerStep:
         lists_bytes = entries * shape.queries * needs.lists * list_words * 8
         if lists_bytes > MAX_LISTS_BYTES:
             return False
-        joined, layout = needs.lists * list_words, Layout()
+        joined, layout = needs.lists * list_words, ScratchLayout()
         sizes = (shape.queries, shape.padded), (request.top_k, clusters)
         offsets = scratch_places(layout, *sizes, needs.capacity, joined, needs.scratch)
         stride, workers = layout.nbytes + CACHE_LINE, self.pool.workers
@@ -321,7 +321,7 @@ def row_costs(step: LayerStep, cost: StepCost) -> list[StepCost]:
     return [StepCost(*shared, scanned, nbytes) for scanned, nbytes in counted.tolist()]
 
 
-def _failure(step: npt.NDArray[Any], places: Places, heads: int) -> str:
+def _failure(step: npt.NDArray[Any], places: TaskTable, heads: int) -> str:
     """Which head failed, and why, by the status of a step."""
     status, searches = int(step["status"][0]), int(step["tasks"][0])
     task, code = status >> 32, status & 0xFFFFFFFF

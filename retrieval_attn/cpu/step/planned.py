@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.samples import columns_for
-from retrieval_attn.cpu.step.places import Places
+from retrieval_attn.cpu.step.places import TaskTable
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.step.tables import (
     Needs,
@@ -20,7 +20,7 @@ from retrieval_attn.cpu.step.tables import (
     Searches,
     StepRequest,
     StepShape,
-    likeness_of,
+    batch_key_of,
     piece_searches,
     row_tables,
     spare_keys,
@@ -69,8 +69,8 @@ class PlannedRow:
         if held is None or key != self._key:
             for piece in own:
                 piece.check(shape.fmt, shape[:3])
-            likeness = likeness_of(own, request)
-            tables = None if likeness is None else self._like.get(likeness)
+            batch_key = batch_key_of(own, request)
+            tables = None if batch_key is None else self._like.get(batch_key)
             if tables is not None:
                 self._searches = {}  # of other pieces
             else:
@@ -78,8 +78,8 @@ class PlannedRow:
                 if tables is None:
                     self.forget()
                     return False
-                if likeness is not None:
-                    self._like = {**dict(list(self._like.items())[1 - MOST_ALIKE :]), likeness: tables}
+                if batch_key is not None:
+                    self._like = {**dict(list(self._like.items())[1 - MOST_ALIKE :]), batch_key: tables}
             self.tables, self.written = tables, False
         self.pieces, self._key, self._spare = tuple(own), key, spare
         return True
@@ -128,7 +128,7 @@ class PlannedRows:
         self._tables: list[_Clusters] = [None] * rows
         self._placed: list[_Clusters | int] = [0] * rows  # of `_tables`; 0: none
         self._highs = [0] * rows
-        self.places: Places | None = None
+        self.places: TaskTable | None = None
         self.room, self.clusters, self.is_written = Needs(0, 0, 0, 0, 0, 0), 0, False
 
     def __len__(self) -> int:
@@ -167,9 +167,9 @@ class PlannedRows:
             and max(map(_clusters_of, clusters), default=0) <= self.clusters
         )
 
-    def make_places(self, room: Needs, clusters: int) -> Places:
+    def make_places(self, room: Needs, clusters: int) -> TaskTable:
         """New places with so much room, of a step whose memory is for so many clusters. `write` fills them."""
-        self.places = Places(len(self), self.shape.heads, _power(room.ranges), _power(room.tasks))
+        self.places = TaskTable(len(self), self.shape.heads, _power(room.ranges), _power(room.tasks))
         self.room, self.clusters, self._placed = room, clusters, [0] * len(self)
         for row in self._rows:
             row.written = False

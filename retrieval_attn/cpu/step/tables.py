@@ -109,7 +109,7 @@ class RowTables(NamedTuple):
     searches: list[CompiledSearch]
 
 
-def likeness_of(row: Sequence[SearchRange], request: StepRequest) -> tuple[Any, ...] | None:
+def batch_key_of(row: Sequence[SearchRange], request: StepRequest) -> tuple[Any, ...] | None:
     """What rows must agree in to have the same tables.
 
     None where tables hold more of the pieces: addresses of what their indexes hold.
@@ -119,7 +119,7 @@ def likeness_of(row: Sequence[SearchRange], request: StepRequest) -> tuple[Any, 
         searched: tuple[Any, ...] = ()
         visible = piece.high - piece.low
         if piece.indexes is not None:
-            searched = *(index.search_likeness(request.keep, visible) for index in piece.indexes), piece.index_first
+            searched = *(index.search_batch_key(request.keep, visible) for index in piece.indexes), piece.index_first
             if None in searched:
                 return None
             searched += (piece.low - piece.index_first,)

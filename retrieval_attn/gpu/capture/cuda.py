@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from retrieval_attn.compile.collection import no_collection
+from retrieval_attn.compile.gc_pause import no_gc
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture.exchange import HostCall, Replay, Shared, first_line
 from retrieval_attn.gpu.capture.polling import PollingCalls, PollingExchange, ServerOf
@@ -100,7 +100,7 @@ class CudaRuntime:
             mark.synchronize()
 
     def _capture(self, graph: torch.cuda.CUDAGraph, record: Callable[[], None]) -> None:
-        with self._on_main(), no_collection():
+        with self._on_main(), no_gc():
             # other threads (Numba's, index builds) may call CUDA meanwhile: only this one is held to the rules
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from retrieval_attn.compile.collection import no_collection
-from retrieval_attn.compile.place import use_triton_folder
+from retrieval_attn.compile.cache_dir import use_triton_folder
+from retrieval_attn.compile.gc_pause import no_gc
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.attention.libraries import DriverFunctions
 from retrieval_attn.gpu.capture.exchange import REPORT_SHIFT, HostCall, Replay, Shared, page_locked
@@ -227,7 +227,7 @@ class PollingReplay:
                 launched()
 
         # by one thread at a time: a launch may wait for a graph under way, and then nobody could answer that one
-        with self._exchange.turn, torch.cuda.device(self._exchange.device), no_collection():
+        with self._exchange.turn, torch.cuda.device(self._exchange.device), no_gc():
             if not self.calls:  # as where the device reads all that it names: no kernel looks at a number
                 launch()
                 return

@@ -26,7 +26,7 @@ from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters.cluster import MAX_CLUSTERS
 from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated, lacking
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QueryGroup, QuestionSearch, SearchScratch
 from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
@@ -55,7 +55,7 @@ class ClusterEntry(NamedTuple):
     mean_values: Tensor
 
 
-class RestPart(NamedTuple):
+class TailPartial(NamedTuple):
     """Attention to what was not named: out (queries, value_dim) and lse (queries,), float32; nothing: 0 and -inf."""
 
     out: Tensor
@@ -118,10 +118,10 @@ class ClusterMass:
         """Let the clusters of these entries go; `bind` names others before the next `run`."""
         self.entries[own] = [None] * len(self.entries[own])
 
-    def room(self, queries: int) -> RestPart:
+    def room(self, queries: int) -> TailPartial:
         """Memory for the estimates of so many queries, any contents."""
         out = torch.empty(queries, self.value_dim, dtype=torch.float32, device=self.table.device)
-        return RestPart(out, torch.empty(queries, dtype=torch.float32, device=self.table.device))
+        return TailPartial(out, torch.empty(queries, dtype=torch.float32, device=self.table.device))
 
     def run(
         self,
@@ -129,10 +129,10 @@ class ClusterMass:
         query: Tensor,
         ids: Tensor,
         places: Tensor | None,
-        scratch: Scratch,
+        scratch: SearchScratch,
         scoring: Scoring,
         opaque: Callable[..., None],
-    ) -> RestPart:
+    ) -> TailPartial:
         """Estimate query (batch, q_heads, 1, head_dim), row b * q_heads + h being query head h of row b.
 
         After `search.run` with the same query, ids, places and scratch, in which no other search may have been since.
@@ -153,21 +153,21 @@ class ClusterMass:
         return into
 
     def after(
-        self, search: CodeSearch, query: Tensor, scoring: Scoring, into: RestPart
-    ) -> Callable[[Scratch, Turn], None]:
+        self, search: CodeSearch, query: Tensor, scoring: Scoring, into: TailPartial
+    ) -> Callable[[SearchScratch, QueryGroup], None]:
         """What `search.run` should call after each turn, to write the estimates of its queries to `into`.
 
         Where it names keys plainly it calls nothing: `run_plainly` is for that.
         """
 
-        def estimate(scratch: Scratch, turn: Turn) -> None:
+        def estimate(scratch: SearchScratch, turn: QueryGroup) -> None:
             kernels = kernels_for(self.table, "clusters.mass_triton")
             kernels.estimate(self, search, query, scoring, scratch, turn, into)
 
         return estimate
 
     def run_plainly(
-        self, search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None, scoring: Scoring, into: RestPart
+        self, search: CodeSearch, query: Tensor, ids: Tensor, places: Tensor | None, scoring: Scoring, into: TailPartial
     ) -> None:
         """The same in plain PyTorch, of queries whose keys were named in `ids`."""
         group, dim = query.shape[1] // search.kv_heads, query.shape[3]
@@ -213,7 +213,7 @@ def is_sampled(keys: int, device: torch.device) -> tuple[Tensor, int]:
 
 def name_with_mass(
     search: QuestionSearch, mass: ClusterMass, queries: Tensor, ids: Tensor, scoring: Scoring
-) -> RestPart:
+) -> TailPartial:
     """`search.name` for queries (kv_heads * m, head_dim) into ids, and the estimate of all that it does not name."""
     query, into = queries[None, :, None], mass.room(len(queries))
     after = mass.after(search, query, scoring, into)

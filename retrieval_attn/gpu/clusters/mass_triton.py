@@ -18,10 +18,10 @@ from torch import Tensor
 
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.clusters import mass as sizes
-from retrieval_attn.gpu.clusters.mass import RUN, TABLE_WORDS, ClusterMass, RestPart, mass_grid
+from retrieval_attn.gpu.clusters.mass import RUN, TABLE_WORDS, ClusterMass, TailPartial, mass_grid
 from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
 from retrieval_attn.gpu.codes.search import TABLE_WORDS as CODE_WORDS
-from retrieval_attn.gpu.codes.search import CodeSearch, QuestionSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.search import CodeSearch, QueryGroup, QuestionSearch, SearchScratch
 from retrieval_attn.gpu.codes.search_triton import BLOCK_KEYS
 
 TILE = BLOCK_KEYS
@@ -193,7 +193,13 @@ def _join_kernel(
 
 
 def estimate(
-    mass: ClusterMass, search: CodeSearch, query: Tensor, scoring: Scoring, scratch: Scratch, turn: Turn, into: RestPart
+    mass: ClusterMass,
+    search: CodeSearch,
+    query: Tensor,
+    scoring: Scoring,
+    scratch: SearchScratch,
+    turn: QueryGroup,
+    into: TailPartial,
 ) -> None:
     """Write the rows of `into` of a turn's queries, out of query (batch, q_heads, 1, head_dim)."""
     members = query.shape[1] // search.kv_heads

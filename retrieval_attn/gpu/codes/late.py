@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.codes.named import StoredRows, best_places, numbers_of
+from retrieval_attn.gpu.codes.candidates import StoredRows, best_places, numbers_of
 
 SCORES_AT_ONCE = 1 << 24
 """Scores at once."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.codes.named import Found, Named, StoredRows
+from retrieval_attn.gpu.codes.candidates import Candidates, Found, StoredRows
 
 TILE_NUMBERS = 4096
 """Numbers of gathered rows that a program holds at a time: 32 for each thread. Of int8 half as many, for rows that
@@ -118,7 +118,7 @@ def _attend_kernel(
     tl.store(out + i * dim + column, result, mask=column < dim)
 
 
-def score(queries: Tensor, rows: StoredRows, named: Named, found: Found) -> None:
+def score(queries: Tensor, rows: StoredRows, named: Candidates, found: Found) -> None:
     """Write the tokens that are named, and their products, to the first slots of `found`."""
     heads, members, dim = queries.shape
     room, slots = named.ids.shape[1], found.tokens.shape[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.codes.reach import STEP_BYTES, TABLE_WORDS, WIDE, KeyReach
+from retrieval_attn.gpu.codes.host_row_gather import STEP_BYTES, TABLE_WORDS, WIDE, HostRowGather
 
 WORD = 4
 """Numbers of a word."""
@@ -141,8 +141,10 @@ def _merge_kernel(outs, lses, out, lse, PARTS: tl.constexpr, P: tl.constexpr, VA
     tl.store(lse + i, tl.where(empty, -float("inf"), shift + tl.log(divisor)))
 
 
-def reach(reached: KeyReach, query: Tensor, ids: Tensor, scoring: Scoring, into: Partial, told: Tensor | None) -> None:
-    """Attend to what ids name; see `KeyReach.run`."""
+def reach(
+    reached: HostRowGather, query: Tensor, ids: Tensor, scoring: Scoring, into: Partial, told: Tensor | None
+) -> None:
+    """Attend to what ids name; see `HostRowGather.run`."""
     (batch, q_heads, _, dim), room = query.shape, ids.shape[1]
     count, value_dim = batch * q_heads, reached.shape.value_dim
     widths = [triton.next_power_of_2(size // WORD) for size in (dim, value_dim)]

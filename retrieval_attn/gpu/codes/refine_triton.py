@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
-from retrieval_attn.gpu.codes.search import FINE, TABLE_WORDS, CodedHeads, CodeSearch, Scratch, Turn
+from retrieval_attn.gpu.codes.search import FINE, TABLE_WORDS, CodedHeads, CodeSearch, QueryGroup, SearchScratch
 from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, tell, threshold
 from retrieval_attn.gpu.overlap_triton import begin, overlap
 
@@ -108,8 +108,8 @@ def refine(
     finer: CodedHeads,
     ids: Tensor,
     places: Tensor | None,
-    scratch: Scratch,
-    turn: Turn,
+    scratch: SearchScratch,
+    turn: QueryGroup,
     members: int,
     scale: float,
 ) -> None:

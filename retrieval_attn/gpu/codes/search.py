@@ -23,7 +23,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes, estimated, lacking
-from retrieval_attn.gpu.codes.stage import BroughtCodes, Source
+from retrieval_attn.gpu.codes.streamer import Source, StreamedCodes
 from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.gpu.decode.kernels import kernels_for
@@ -86,7 +86,7 @@ class CodeShape(NamedTuple):
         return _room_for(self.k)
 
 
-class Told(NamedTuple):
+class EstimatedLogits(NamedTuple):
     """What codes tell of the keys that are named: products (queries, room) float32, in places of their ids.
 
     Of each query q . k, with half the variance of what codes lack as a logit has it; inf for the `best` of its keys, or
@@ -102,7 +102,7 @@ def _room_for(k: int) -> int:
     return -(-(k + k // 8 + 8) // 32) * 32
 
 
-class Scratch:
+class SearchScratch:
     """What the kernels of one layer leave for the next of them; layers take turns.
 
     Rows are those of one turn. scores (queries, max_keys) float16, -inf for the keys that were named; least (queries,)
@@ -141,19 +141,19 @@ class Scratch:
         """Whether kernels can pick among so many: all the groups' best scores, and all keys of the groups picked."""
         return max(self.max_keys // self.group, self.picked * self.group) < MAX_NUMBERS
 
-    def turns(self, entries: int, members: int) -> Iterator[Turn]:
+    def turns(self, entries: int, members: int) -> Iterator[QueryGroup]:
         """All `members` queries of each of `entries` key-value heads, as many at a time as there is room for."""
         if self.queries >= members:
             at_once = self.queries // members
             for entry in range(0, entries, at_once):
-                yield Turn(entry, min(at_once, entries - entry), 0, members)
+                yield QueryGroup(entry, min(at_once, entries - entry), 0, members)
             return
         for entry in range(entries):
             for member in range(0, members, self.queries):
-                yield Turn(entry, 1, member, min(self.queries, members - member))
+                yield QueryGroup(entry, 1, member, min(self.queries, members - member))
 
 
-class Turn(NamedTuple):
+class QueryGroup(NamedTuple):
     """Queries that are searched at once: `members` from `first_member` on of each of `entries` key-value heads."""
 
     first_entry: int
@@ -219,7 +219,7 @@ class CodeSearch(CodedHeads):
     """
 
     staged = False
-    told: Told | None = None
+    told: EstimatedLogits | None = None
 
     def __init__(
         self,
@@ -304,9 +304,9 @@ class CodeSearch(CodedHeads):
         query: Tensor,
         ids: Tensor,
         places: Tensor | None,
-        scratch: Scratch,
+        scratch: SearchScratch,
         opaque: Callable[..., None],
-        after: Callable[[Scratch, Turn], None] | None = None,
+        after: Callable[[SearchScratch, QueryGroup], None] | None = None,
         *,
         scale: float = 1.0,
     ) -> None:
@@ -324,7 +324,9 @@ class CodeSearch(CodedHeads):
         else:
             opaque(self._run_plainly, query, ids, places, self.told, scale)
 
-    def _run_plainly(self, query: Tensor, ids: Tensor, places: Tensor | None, told: Told | None, scale: float) -> None:
+    def _run_plainly(
+        self, query: Tensor, ids: Tensor, places: Tensor | None, told: EstimatedLogits | None, scale: float
+    ) -> None:
         batch, q_heads, _, dim = query.shape
         group = q_heads // self.kv_heads
         ids.fill_(-1)
@@ -346,7 +348,7 @@ class CodeSearch(CodedHeads):
 
 
 def _told_of(codes: DeviceCodes, query: Tensor, ids: Tensor, best: int, scale: float) -> Tensor:
-    """See `Told`: of the keys with ids (n,) for query (head_dim,)."""
+    """See `EstimatedLogits`: of the keys with ids (n,) for query (head_dim,)."""
     _, variances = estimated(codes.space, query[None])
     products = codes.scores_of(query[None], ids[None])[0]
     to_be_read = products.topk(min(best, len(products))).indices
@@ -373,7 +375,7 @@ def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def name_keys(codes: DeviceCodes, queries: Tensor, k: int, stop: int) -> Tensor:
+def select_candidates(codes: DeviceCodes, queries: Tensor, k: int, stop: int) -> Tensor:
     """Outside a captured step: what `CodeSearch` names for queries (m, head_dim) of one head, int32 (m, room).
 
     The ids below `stop` whose codes promise most, at least `k` <= stop of them, -1 behind the last; none for a
@@ -396,7 +398,7 @@ class QuestionSearch(CodeSearch):
     def __init__(self, kv_heads: int, members: int, shape: CodeShape, device: torch.device) -> None:
         """members: queries of each key-value head at most."""
         super().__init__(1, kv_heads * members, kv_heads, shape, device, block=BLOCK, waits=False)
-        self._brought: BroughtCodes | None = None
+        self._brought: StreamedCodes | None = None
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def bind(self, entries: Sequence[CodeRange | None], first: int = 0, *, tiled: bool = True) -> None:
@@ -407,7 +409,7 @@ class QuestionSearch(CodeSearch):
         super().bind(entries, first, tiled=tiled)
         if self.staged:
             if self._brought is None:
-                self._brought = BroughtCodes(self.kv_heads, self.table.device)
+                self._brought = StreamedCodes(self.kv_heads, self.table.device)
             self._memory = self._memory.new_empty(self._brought.find(self))
             self._brought.settle(self, self._memory.data_ptr())
             self._brought.bring()
@@ -418,7 +420,12 @@ class QuestionSearch(CodeSearch):
         self._memory = self._memory.new_empty(0)
 
     def name(
-        self, queries: Tensor, ids: Tensor, after: Callable[[Scratch, Turn], None] | None = None, *, scale: float = 1.0
+        self,
+        queries: Tensor,
+        ids: Tensor,
+        after: Callable[[SearchScratch, QueryGroup], None] | None = None,
+        *,
+        scale: float = 1.0,
     ) -> bool:
         """Name keys for queries (kv_heads * m, head_dim), the m of a key-value head together, in ids as `run` does.
 
@@ -430,7 +437,7 @@ class QuestionSearch(CodeSearch):
         return kernels_for(query, "codes.search_triton") is not None and scratch.suits_kernels
 
 
-def question_scratch(queries: int, keys: int, room: int, device: torch.device) -> Scratch:
+def question_scratch(queries: int, keys: int, room: int, device: torch.device) -> SearchScratch:
     """Scratch memory for `queries` queries over `keys` keys each, or for as many as may be searched at once.
 
     Fewer where the device has no room for more.
@@ -439,16 +446,18 @@ def question_scratch(queries: int, keys: int, room: int, device: torch.device) -
     at_once = min(queries, max(1, QUESTION_SCORES // (2 * max_keys)))
     while True:
         try:
-            return Scratch(at_once, max_keys, room, device)
+            return SearchScratch(at_once, max_keys, room, device)
         except torch.OutOfMemoryError:
             if at_once == 1:
                 raise
             at_once = -(-at_once // 2)
 
 
-def shared_scratch(kept: dict[Any, Scratch], queries: int, max_keys: int, room: int, device: torch.device) -> Scratch:
+def shared_scratch(
+    kept: dict[Any, SearchScratch], queries: int, max_keys: int, room: int, device: torch.device
+) -> SearchScratch:
     """The scratch memory of these sizes out of `kept`, or new."""
     key = queries, max_keys, room
     if key not in kept:
-        kept[key] = Scratch(queries, max_keys, room, device)
+        kept[key] = SearchScratch(queries, max_keys, room, device)
     return kept[key]

@@ -25,8 +25,8 @@ from retrieval_attn.gpu.codes.search import (
     TABLE_WORDS,
     CodedHeads,
     CodeSearch,
-    Scratch,
-    Turn,
+    QueryGroup,
+    SearchScratch,
 )
 from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, tell, threshold
 from retrieval_attn.gpu.overlap_triton import begin, overlap
@@ -339,8 +339,8 @@ def search(
     query: Tensor,
     ids: Tensor,
     places: Tensor | None,
-    scratch: Scratch,
-    after: Callable[[Scratch, Turn], None] | None,
+    scratch: SearchScratch,
+    after: Callable[[SearchScratch, QueryGroup], None] | None,
     scale: float,
 ) -> None:
     """See `CodeSearch.run`."""
@@ -384,7 +384,7 @@ def _project(heads: CodedHeads, key_bytes: int, query: Tensor, members: int) -> 
     )  # fmt: skip
 
 
-def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> None:
+def _score(search: CodeSearch, scratch: SearchScratch, turn: QueryGroup, members: int) -> None:
     """Score all codes for the queries of a turn: tile by tile where the turn has all that there are."""
     shape, width = search.shape, search.planes.shape[2]
     options: dict[str, Any] = {
@@ -392,7 +392,7 @@ def _score(search: CodeSearch, scratch: Scratch, turn: Turn, members: int) -> No
         "N": BLOCK_KEYS, "GROUP": scratch.group, "FINE": FINE, "num_warps": 4, **overlap(search.planes.device),
     }  # fmt: skip
     queries = search.planes, search.centres, search.factors, search.table
-    if search.tiles is not None and turn == Turn(0, len(search.entries), 0, members):
+    if search.tiles is not None and turn == QueryGroup(0, len(search.entries), 0, members):
         for tiles in search.tiles.tables:
             most, at_once = len(tiles) - 1, tiles.shape[1]
             programs = max(most, min(_tile_programs(at_once), most * scratch.max_keys // BLOCK_KEYS))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.codes.stage import BRING_WORDS
+from retrieval_attn.gpu.codes.streamer import BRING_WORDS
 
 PROGRAMS = 16
 """Of all entries together. Eight keep a bus of 51 GB/s busy (H100; 41.7 with half as many words each); more than that

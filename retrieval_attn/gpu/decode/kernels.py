@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from retrieval_attn.compile.place import use_triton_folder
+from retrieval_attn.compile.cache_dir import use_triton_folder
 from retrieval_attn.gpu.launchers import load_launchers_in_turn
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class WindowBuffers(NamedTuple):
     valid: Tensor | None = None
 
 
-class HostPart(NamedTuple):
+class HostResult(NamedTuple):
     """The host's partial as it comes back: out (batch * q_heads, value_dim) and lse (batch * q_heads,), float32.
 
     rows: int64 (batch * q_heads,), which of them belongs to query head h of row b, at b * q_heads + h; None: that one.
@@ -138,7 +138,7 @@ def window_partials(
 
 def merge_parts(
     parts: Parts,
-    host: HostPart | None,
+    host: HostResult | None,
     sink_logits: Tensor | None,
     dtype: torch.dtype,
     rest: tuple[Tensor, Tensor] | None = None,

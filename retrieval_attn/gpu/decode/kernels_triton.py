@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.decode.kernels import BLOCK_TOKENS, HostPart, Parts, WindowBuffers
+from retrieval_attn.gpu.decode.kernels import BLOCK_TOKENS, HostResult, Parts, WindowBuffers
 
 MIN_ROWS = 16
 """Rows of the smallest tile that a matrix instruction takes; a group of query heads is padded to it."""
@@ -238,7 +238,7 @@ def window_partials(
 
 def merge_parts(
     parts: Parts,
-    host: HostPart | None,
+    host: HostResult | None,
     sink_logits: Tensor | None,
     dtype: torch.dtype,
     rest: tuple[Tensor, Tensor] | None,

@@ -17,7 +17,7 @@ from torch import Tensor
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
-from retrieval_attn.gpu.codes.named import STEP_BYTES
+from retrieval_attn.gpu.codes.candidates import STEP_BYTES
 from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.gpu.shared.plan import (
     LEVELS,

@@ -19,7 +19,7 @@ from retrieval_attn.errors import ConfigError, NotFiniteError, ShapeError
 from retrieval_attn.index.base import (
     MAX_KEYS,
     HeadShape,
-    HeldBytes,
+    HostBytes,
     SearchResult,
     Training,
     check_search,
@@ -66,7 +66,7 @@ class RoarGraphIndex(RunsIndex):
 
     kind: ClassVar[str] = "roargraph"
     trains: ClassVar[bool] = True
-    lists_suffice: ClassVar[bool] = True
+    needs_only_lists: ClassVar[bool] = True
     max_queries: ClassVar[int] = MAX_QUERIES
     Options = GraphOptions
     hides_first_keys: ClassVar[bool] = True
@@ -83,13 +83,13 @@ class RoarGraphIndex(RunsIndex):
         return LIST_K if num_keys >= max(1, EXACT_BELOW) else 0
 
     @classmethod
-    def host_bytes(cls, options: GraphOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
+    def host_bytes(cls, options: GraphOptions, head: HeadShape) -> tuple[HostBytes, ...]:
         """See KeyIndex.host_bytes. An id and a term of the distance, 4 bytes each, lie beside code and links."""
         links = options.degree_for(head.head_dim)
         each = code_width(head.head_dim) + 4 * links + 8
         listed = cls.training_queries(MAX_KEYS, head.train_queries) * head.group * LIST_K
         nodes = listed + options.landmarks
-        return (HeldBytes(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4),)
+        return (HostBytes(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4),)
 
     @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, training: Training) -> RoarGraphIndex:

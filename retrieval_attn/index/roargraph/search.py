@@ -66,7 +66,7 @@ class Graph(NamedTuple):
         return Cells(self.cell_starts, self.cell_keys)
 
 
-class Scratch(NamedTuple):
+class GraphScratch(NamedTuple):
     """What one search writes to; one per worker. See `make_scratch`."""
 
     pool: npt.NDArray[np.int64]
@@ -85,14 +85,14 @@ def visited_words(nodes: int) -> int:
     return nodes // 64 + 8
 
 
-def make_scratch(room: int, degree: int, nodes: int, workers: int | None = None) -> Scratch:
+def make_scratch(room: int, degree: int, nodes: int, workers: int | None = None) -> GraphScratch:
     """Scratch for searches with a pool of at most `room` over at most `nodes` nodes of at most `degree` edges.
 
     workers: None, or how many; arrays then have one more axis in front.
     """
     block = block_of(degree)
     front = () if workers is None else (workers,)
-    return Scratch(
+    return GraphScratch(
         aligned_empty((*front, room + block), np.int64),
         aligned_empty((*front, visited_words(nodes)), np.uint64),
         aligned_empty((*front, block), np.int32),
@@ -364,7 +364,7 @@ def search_rows(graph, keys, queries, planes, steps, k, room, beam, least, limit
     hops = np.zeros(num, np.int64)
     found = np.zeros(num, np.int64)
     for worker in prange(workers):
-        own = Scratch(scratch[0][worker], scratch[1][worker], scratch[2][worker], scratch[3][worker])
+        own = GraphScratch(scratch[0][worker], scratch[1][worker], scratch[2][worker], scratch[3][worker])
         for i in range(worker, num, workers):
             found[i], scored[i], hops[i] = search_graph(
                 graph, rows, queries, planes, steps, i, k, room, beam, least, limit, own, ids[i], scores[i]

@@ -17,7 +17,7 @@ from retrieval_attn.index.roargraph.search import SPARE, Graph, block_of, search
 from retrieval_attn.index.task.atomics import at_address
 from retrieval_attn.index.task.descriptor import count_cost, floats_at, step_at, words_at
 from retrieval_attn.index.task.rows import bytes_of_row, rows_at
-from retrieval_attn.index.task.search import CompiledSearch, Layout, SearchRequest, address_of, record
+from retrieval_attn.index.task.search import CompiledSearch, ScratchLayout, SearchRequest, address_of, record
 from retrieval_attn.index.task.tasks import (
     hand_in,
     lists_of,
@@ -165,7 +165,7 @@ def graph_search(request: SearchRequest, given: SearchArguments, length: int, ro
         room *= HIDDEN_ROOM
     fresh = block_of(graph.adjacency.shape[1])
     visited = visited_words(int(graph.counts[1]))
-    layout = Layout()
+    layout = ScratchLayout()
     arrays: dict[str, npt.NDArray[Any]] = {
         "codes_at": graph.codes,
         "edges_at": graph.adjacency,

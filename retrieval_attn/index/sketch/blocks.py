@@ -58,7 +58,7 @@ class NumberBlocks(NamedTuple):
         return self.mean + self.step * (numbers - (WIDE_LEVELS // 2 - 0.5))
 
 
-class Steps(NamedTuple):
+class BlockSteps(NamedTuple):
     """float32 (rank,) each: see `NumberBlocks`."""
 
     mean: npt.NDArray[np.float32]
@@ -66,7 +66,7 @@ class Steps(NamedTuple):
     reach: npt.NDArray[np.float32]
 
     @classmethod
-    def of(cls, sample: npt.NDArray[np.float32], halves: npt.NDArray[np.int64]) -> Steps:
+    def of(cls, sample: npt.NDArray[np.float32], halves: npt.NDArray[np.int64]) -> BlockSteps:
         """Those of `sample` (m, rank) float32 finite, m may be 0; halves (rank,): half the levels of each number."""
         rank = sample.shape[1]
         mean = sample.mean(axis=0, dtype=np.float64).astype(np.float32) if len(sample) else np.zeros(rank, np.float32)
@@ -78,7 +78,7 @@ class Steps(NamedTuple):
 def coded_blocks(numbers: npt.NDArray[np.float32]) -> NumberBlocks:
     """Blocks of numbers (n, rank), rank a multiple of 4."""
     rank = numbers.shape[1]
-    steps = Steps.of(numbers, np.full(rank, WIDE_LEVELS // 2))
+    steps = BlockSteps.of(numbers, np.full(rank, WIDE_LEVELS // 2))
     pairs = -(-len(numbers) // PAIR)
     blocks = aligned_empty((2 * pairs, rank * BLOCK), np.uint8)
     blocks[:] = 0

@@ -16,7 +16,7 @@ from retrieval_attn.index.kernels.key_codes import CodeSpace
 from retrieval_attn.index.memory import one_layout
 from retrieval_attn.index.sketch.blocks import BLOCK
 from retrieval_attn.index.sketch.coding import RowCoder, code_rows, place_rows, row_space
-from retrieval_attn.index.sketch.fit import Held
+from retrieval_attn.index.sketch.fit import FitQueries
 from retrieval_attn.index.sketch.front import Front, empty_front, plan_front, write_front
 from retrieval_attn.index.sketch.leaves import TREE_NUMBERS, Leaves, code_means, leaf_order
 from retrieval_attn.index.sketch.rows import KeyRows, clear_places, empty_rows
@@ -97,7 +97,7 @@ def held_for(
     found: SearchResult,
     best: npt.NDArray[np.float32],
     group: int,
-) -> Held:
+) -> FitQueries:
     """What ways to search are weighed by. queries (m, head_dim), whose exact best keys are `found`, with numbers `best`
     (m * k, rank).
     """
@@ -117,7 +117,7 @@ def held_for(
         homes, sample_homes = places[found.ids] // BLOCK, places[sampled] // BLOCK
     mean = made.keys.mean
     distances, sample = (best - mean).reshape(*found.ids.shape, -1), made.numbers[::2] - mean
-    return Held(group, own, distances, weights, sample, scores, homes, sample_homes, len(places))
+    return FitQueries(group, own, distances, weights, sample, scores, homes, sample_homes, len(places))
 
 
 def projected(keys: npt.NDArray[Any], fmt: Format, key_side: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -19,7 +19,7 @@ from retrieval_attn.index.formats import Format, kernel_view
 from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile
 from retrieval_attn.index.kernels.key_codes import CodeSpace
 from retrieval_attn.index.memory import one_layout
-from retrieval_attn.index.sketch.blocks import BLOCK, WIDE_LEVELS, Steps
+from retrieval_attn.index.sketch.blocks import BLOCK, WIDE_LEVELS, BlockSteps
 from retrieval_attn.index.sketch.leaves import LEAF_NUMBERS, TREE_NUMBERS
 from retrieval_attn.index.sketch.rows import KeyRows, key_bytes, place_of_number, row_order
 
@@ -43,7 +43,7 @@ def row_space(
     """What rows are coded by: numbers key_side . k (rank, head_dim), of which `sample` (m, rank) are some keys'; and
     the step of each of the numbers that keys are ordered by, (TREE_NUMBERS,) float32.
     """
-    tree = Steps.of(_cut_to(sample, TREE_NUMBERS), np.full(TREE_NUMBERS, WIDE_LEVELS // 2))
+    tree = BlockSteps.of(_cut_to(sample, TREE_NUMBERS), np.full(TREE_NUMBERS, WIDE_LEVELS // 2))
     order = row_order(keys.wide, keys.narrow)
     sides = np.concatenate([_cut_to(key_side.T, TREE_NUMBERS).T, key_side[order]])
     step = np.concatenate([tree.step, keys.step[order]])

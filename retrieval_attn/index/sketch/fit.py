@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.index.sketch.front import Plan, halves_of, quantised
+from retrieval_attn.index.sketch.front import FrontPlan, halves_of, quantised
 
 SIZES = (4, 8, 12, 16, 24, 32, 48, 64)
 """Bytes of a key's front that are tried, up to 2 bits for every number."""
@@ -49,7 +49,7 @@ class Way(NamedTuple):
     share: float
 
 
-class Held(NamedTuple):
+class FitQueries(NamedTuple):
     """What ways are weighed by, of m queries, a multiple of `group`: those of one group are searched together.
 
     queries (m, rank) float32, projected. best (m, k, rank) float32: distances from the mean of the numbers of each
@@ -79,7 +79,7 @@ def way_for_few(rank: int) -> Way:
     return Way(sizes_for(rank)[-1], FEW_PASSING, 1.0)
 
 
-def best_way(held: Held, plans: dict[int, Plan], kept: int) -> Way:
+def best_way(held: FitQueries, plans: dict[int, FrontPlan], kept: int) -> Way:
     """The way that reads least of those that find FOUND; if none does, the one that finds most.
 
     plans: see `front.plan_front`. kept: keys that get an exact score.
@@ -109,13 +109,13 @@ def best_way(held: Held, plans: dict[int, Plan], kept: int) -> Way:
     return chosen or most[1]
 
 
-def _finds(held: Held, seen: npt.NDArray[np.bool_]) -> bool:
+def _finds(held: FitQueries, seen: npt.NDArray[np.bool_]) -> bool:
     """Whether so many of the best keys, (m, k), are enough."""
     weight = float((seen * held.weights).sum(axis=1).mean())
     return min(float(seen.mean()), weight) >= FOUND
 
 
-def _looked_at(held: Held, share: float) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_] | None]:
+def _looked_at(held: FitQueries, share: float) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_] | None]:
     """Which of each query's best keys (m, k), and which of the sample for each group (groups, s), lie in the leaves
     that the group looks at; None: in all.
     """
@@ -129,7 +129,9 @@ def _looked_at(held: Held, share: float) -> tuple[npt.NDArray[np.bool_], npt.NDA
     return own, looked[:, held.sample_homes]
 
 
-def _passed(held: Held, plan: Plan, kept: int) -> dict[float, tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
+def _passed(
+    held: FitQueries, plan: FrontPlan, kept: int
+) -> dict[float, tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
     """For each of PASSING which of the best keys (m, k) and of the sample (groups, s) pass for a query of the group.
 
     As many of the sample pass for each query as shall of all keys.

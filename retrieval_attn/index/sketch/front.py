@@ -64,7 +64,7 @@ class Front(NamedTuple):
         return int(self.blocks.nbytes + self.step.nbytes)
 
 
-class Plan(NamedTuple):
+class FrontPlan(NamedTuple):
     """What a front of a head is to have: see `Front`."""
 
     step: npt.NDArray[np.float32]
@@ -78,7 +78,9 @@ def splits(key_bytes: int, rank: int) -> list[tuple[int, int]]:
     return [way for way in ways if sum(way) <= most] or [ways[-1]]
 
 
-def plan_front(numbers: npt.NDArray[np.float32], mean: npt.NDArray[np.float32], sizes: list[int]) -> dict[int, Plan]:
+def plan_front(
+    numbers: npt.NDArray[np.float32], mean: npt.NDArray[np.float32], sizes: list[int]
+) -> dict[int, FrontPlan]:
     """For each of these many bytes per key the split and the steps that miss least of numbers (n, rank) float32."""
     rank, some = numbers.shape[1], numbers[:: max(1, len(numbers) // FITTED_KEYS)]
     distances = np.zeros((len(some), -(-rank // THIN_STEP) * THIN_STEP), np.float32)
@@ -103,7 +105,7 @@ def plan_front(numbers: npt.NDArray[np.float32], mean: npt.NDArray[np.float32], 
         step = np.zeros(narrow + thin, np.float32)
         own = min(len(step), len(none))
         step[:own] = np.concatenate([steps[0][:narrow], steps[1][narrow:]])[:own]
-        plans[size] = Plan(step, narrow)
+        plans[size] = FrontPlan(step, narrow)
     return plans
 
 
@@ -116,12 +118,12 @@ def quantised(
     return np.asarray((codes + np.float32(0.5)) * step, np.float32)
 
 
-def halves_of(plan: Plan) -> npt.NDArray[np.int64]:
+def halves_of(plan: FrontPlan) -> npt.NDArray[np.int64]:
     """Half the levels of each number."""
     return np.where(np.arange(len(plan.step)) < plan.narrow, NARROW_LEVELS // 2, THIN_LEVELS // 2)
 
 
-def empty_front(plan: Plan, capacity: int) -> Front:
+def empty_front(plan: FrontPlan, capacity: int) -> Front:
     """A front for `capacity` keys, a multiple of PAIR, that has none yet."""
     width = BLOCK * (plan.narrow // 2 + (len(plan.step) - plan.narrow) // THINNEST)
     blocks = aligned_empty((capacity // BLOCK, width), np.uint8)
@@ -139,7 +141,7 @@ def with_room(front: Front, keys: KeyRows, written: int, copied: bool = False) -
     """`front` if it has the room of `keys`, else the first `written` keys in one that has; see `rows.with_room`."""
     if len(front.blocks) * BLOCK == len(keys.rows) and not copied:
         return front
-    larger = empty_front(Plan(front.step, front.narrow), len(keys.rows))
+    larger = empty_front(FrontPlan(front.step, front.narrow), len(keys.rows))
     used = -(-written // BLOCK)
     larger.blocks[:used] = front.blocks[:used]
     return larger
@@ -147,7 +149,7 @@ def with_room(front: Front, keys: KeyRows, written: int, copied: bool = False) -
 
 def _tables(front: Front, keys: KeyRows) -> npt.NDArray[np.uint8]:
     """The front's code for every code of a row: (numbers, 256); numbers that rows have not are in the middle."""
-    halves = halves_of(Plan(front.step, front.narrow))
+    halves = halves_of(FrontPlan(front.step, front.narrow))
     tables = np.repeat(halves.astype(np.uint8)[:, None], WIDE_LEVELS, axis=1)
     for j in range(min(len(front.step), len(keys.step))):
         levels = WIDE_LEVELS if j < keys.wide else NARROW_LEVELS

@@ -22,7 +22,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, NotFiniteError
 from retrieval_attn.index.base import (
     DeviceBytes,
     HeadShape,
-    HeldBytes,
+    HostBytes,
     SearchResult,
     StateValue,
     Training,
@@ -137,11 +137,11 @@ class SketchIndex(RunsIndex):
         self._saving = False  # whether somebody may still read the last block as it is
 
     @classmethod
-    def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HeldBytes, ...]:
+    def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HostBytes, ...]:
         budget = options.budget(head.head_dim)
         front = sizes_for(min(2 * budget, head.head_dim))[-1]
         each = -(-budget // ROW_STEP) * ROW_STEP + front + PLACE_BYTES
-        return (HeldBytes(each, None, "a sketch of every key, its id and share of a leaf"),)
+        return (HostBytes(each, None, "a sketch of every key, its id and share of a leaf"),)
 
     @classmethod
     def device_bytes(cls, options: SketchOptions, head_dim: int) -> DeviceBytes:

@@ -20,7 +20,15 @@ from numba.core import cgutils
 from retrieval_attn.index.kernels.dots import TILE_QUERIES, _offset, _row_address, _shuffled, _spread, folded, intrinsic
 from retrieval_attn.index.kernels.products import HAS_VNNI_256, add_products, add_small_products
 from retrieval_attn.index.memory import aligned_empty
-from retrieval_attn.index.sketch.blocks import NARROW_LEVELS, NARROW_STEP, PAIR, WIDE_LEVELS, WIDE_STEP, Steps, code_of
+from retrieval_attn.index.sketch.blocks import (
+    NARROW_LEVELS,
+    NARROW_STEP,
+    PAIR,
+    WIDE_LEVELS,
+    WIDE_STEP,
+    BlockSteps,
+    code_of,
+)
 
 ROW_STEP = 32
 """Bytes of a row that are taken at once: a row is padded to a multiple."""
@@ -83,7 +91,7 @@ def row_order(wide: int, narrow: int) -> npt.NDArray[np.int64]:
 def empty_rows(sample: npt.NDArray[np.float32], wide: int, capacity: int) -> KeyRows:
     """Rows for `capacity` keys whose mean and steps are those of `sample` (m, rank) float32 finite, m may be 0."""
     rank = sample.shape[1]
-    steps = Steps.of(sample, np.where(np.arange(rank) < wide, WIDE_LEVELS // 2, NARROW_LEVELS // 2))
+    steps = BlockSteps.of(sample, np.where(np.arange(rank) < wide, WIDE_LEVELS // 2, NARROW_LEVELS // 2))
     rows = aligned_empty((-(-capacity // PAIR) * PAIR, row_width(wide, rank - wide)), np.uint8)
     return KeyRows(rows, *steps, wide)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.base import StateValue
 from retrieval_attn.index.memory import aligned_empty, usable
-from retrieval_attn.index.sketch.blocks import BLOCK, PAIR, WIDE_STEP, NumberBlocks, Steps
+from retrieval_attn.index.sketch.blocks import BLOCK, PAIR, WIDE_STEP, BlockSteps, NumberBlocks
 from retrieval_attn.index.sketch.fit import OLD_PASSING, sizes_for
 from retrieval_attn.index.sketch.front import THINNEST, Front, empty_front, plan_front, write_front
 from retrieval_attn.index.sketch.leaves import Leaves
@@ -120,7 +120,7 @@ def restored_arguments(
         raise InputDataError(f"the ids of the sketch are not those of {num_keys} keys; build the index again")
     own = usable if trusted else _padded
     ids = usable(ids) if trusted else _padded(ids, PAIR, -1)
-    steps = Steps(*(np.array(arrays[name]) for name in Steps._fields))
+    steps = BlockSteps(*(np.array(arrays[name]) for name in BlockSteps._fields))
     if old:
         keys = KeyRows(_rows_of_blocks(arrays["blocks"], row_width(wide, rank - wide)), *steps, wide=wide)
         front = _front_of(keys, total * BLOCK)
@@ -128,7 +128,7 @@ def restored_arguments(
         assert isinstance(narrow, int)
         keys = KeyRows(usable(arrays["rows"]) if trusted else _padded(arrays["rows"], PAIR), *steps, wide=wide)
         front = Front(own(arrays["front"]), np.array(arrays["front_step"]), narrow)
-    means = NumberBlocks(own(leaf_blocks), *(np.array(arrays[f"leaf_{name}"]) for name in Steps._fields))
+    means = NumberBlocks(own(leaf_blocks), *(np.array(arrays[f"leaf_{name}"]) for name in BlockSteps._fields))
     leaves = Leaves(means, ordered, share)
     search = SketchArguments(keys, front, ids, total, np.array(arrays["query_side"]), leaves, passing, num_keys, whole)
     return search, np.array(arrays["key_side"])

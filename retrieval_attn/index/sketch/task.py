@@ -23,7 +23,14 @@ from retrieval_attn.index.sketch.scan import (
 from retrieval_attn.index.sketch.search import SketchArguments, scratch_floats, wanted_of
 from retrieval_attn.index.task.atomics import at_address, atomic_swap
 from retrieval_attn.index.task.descriptor import count_cost, floats_at, step_at, wait_for, words_at
-from retrieval_attn.index.task.search import CODED_TOKENS, CompiledSearch, Layout, SearchRequest, address_of, record
+from retrieval_attn.index.task.search import (
+    CODED_TOKENS,
+    CompiledSearch,
+    ScratchLayout,
+    SearchRequest,
+    address_of,
+    record,
+)
 from retrieval_attn.index.task.tasks import (
     hand_in_codes,
     lists_of,
@@ -236,7 +243,7 @@ def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int,
         "row_steps_at": aligned_empty((tiles, 2, TILE_QUERIES), np.float32),
         "bounds_at": aligned_empty((request.padded,), np.float32),
     }
-    layout, sampled = Layout(), scratch_floats(len(means.blocks))
+    layout, sampled = ScratchLayout(), scratch_floats(len(means.blocks))
     row = record(
         SKETCH,
         1,

@@ -85,7 +85,7 @@ class SearchedInSteps:
         """
         return None
 
-    def search_likeness(self, k: int, visible: int) -> Hashable | None:
+    def search_batch_key(self, k: int, visible: int) -> Hashable | None:
         """Indexes that give the same here, but for None, give the same `compiled_search` for the best k of so many.
 
         None: what that returns is this index's alone.
@@ -97,7 +97,7 @@ class SearchedInSteps:
         return None
 
 
-class Layout:
+class ScratchLayout:
     """Places in a piece of scratch memory, each on a cache line of its own."""
 
     def __init__(self) -> None:

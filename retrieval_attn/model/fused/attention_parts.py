@@ -23,7 +23,7 @@ from retrieval_attn.model.fused.parts import (
 )
 
 
-class Scoring(NamedTuple):
+class LayerScoring(NamedTuple):
     """How a layer has its keys scored, see `hooks.AttendingLayer`."""
 
     scale: float
@@ -42,7 +42,7 @@ class AttendingParts(NamedTuple):
         """See `LayerParts.without_feed`."""
         return self._replace(feed=None)
 
-    def compared(self, layer: Any, index: int, rows: int) -> Scoring:
+    def compared(self, layer: Any, index: int, rows: int) -> LayerScoring:
         """See `LayerParts.compared`: how the layer has keys scored, if its kernels ask attention the same."""
         into = self.attending
         numbers = numbers_for(into.query, index)
@@ -67,7 +67,7 @@ class AttendingParts(NamedTuple):
             raise Different("how it has keys scored changes")
         return scorings.pop()
 
-    def fused(self, layer: Any, index: int, found: Scoring) -> FusedAttending:
+    def fused(self, layer: Any, index: int, found: LayerScoring) -> FusedAttending:
         """See `LayerParts.fused`."""
         return FusedAttending(layer, index, self, found)
 
@@ -83,7 +83,7 @@ class AttendingParts(NamedTuple):
 class FusedAttending:
     """`forward` of one decoder layer; anything but a step goes the layer's own way."""
 
-    def __init__(self, layer: nn.Module, index: int, parts: AttendingParts, scoring: Scoring) -> None:
+    def __init__(self, layer: nn.Module, index: int, parts: AttendingParts, scoring: LayerScoring) -> None:
         self._layer: Any = layer
         self._own, self._index, self._parts = layer.forward, index, parts
         self._scoring = {"scaling": scoring.scale, "softcap": scoring.softcap, "s_aux": scoring.sinks}
@@ -179,10 +179,10 @@ class _Probe:
     def __init__(self, answer: Tensor) -> None:
         self._answer = answer
         self.asked: dict[str, Tensor] = {}
-        self._scoring: Scoring | None = None
+        self._scoring: LayerScoring | None = None
 
     @property
-    def scoring(self) -> Scoring:
+    def scoring(self) -> LayerScoring:
         """What attention was asked with. Raises Different where it was not, or with logits that are no parameter."""
         if self._scoring is None:
             raise Different("it does not attend through the cache")
@@ -207,5 +207,5 @@ class _Probe:
     ) -> Tensor:
         """As a cache layer's."""
         self.asked["query"] = query
-        self._scoring = Scoring(scale, softcap, sink_logits)
+        self._scoring = LayerScoring(scale, softcap, sink_logits)
         return self._answer

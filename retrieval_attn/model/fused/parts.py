@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.gpu.products import AnyWeights, Gated, Norm, Weights, add_product, alike, fits, gated
+from retrieval_attn.gpu.products import AnyWeights, Gated, LinearWeights, Norm, add_product, alike, fits, gated
 from retrieval_attn.model.fused.norms import counts_from_one, eps_of, is_rms_norm
 from retrieval_attn.model.packed import packed_weights
 
@@ -87,7 +87,7 @@ def weights_of(module: Any, rows: int) -> AnyWeights | None:
         return None
     weights: AnyWeights | None = packed_weights(module)
     if weights is None and type(module.weight) is nn.Parameter:
-        weights = Weights(module.weight.detach(), None if module.bias is None else module.bias.detach())
+        weights = LinearWeights(module.weight.detach(), None if module.bias is None else module.bias.detach())
     return weights if weights is not None and fits(weights, rows) else None
 
 

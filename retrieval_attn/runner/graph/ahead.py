@@ -14,12 +14,19 @@ from torch import Tensor
 from retrieval_attn.attention.coded_clusters import new_mass
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.codes.named import MAX_SLOTS, Named, StoredRows, attend_named, slots_for
-from retrieval_attn.gpu.codes.reach import KeyReach, RowShape
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, Scratch, Told, size_class
-from retrieval_attn.gpu.codes.stage import BroughtCodes
+from retrieval_attn.gpu.codes.candidates import MAX_SLOTS, Candidates, StoredRows, attend_candidates, slots_for
+from retrieval_attn.gpu.codes.host_row_gather import HostRowGather, RowShape
+from retrieval_attn.gpu.codes.search import (
+    CodeSearch,
+    CodeShape,
+    EstimatedLogits,
+    QuestionSearch,
+    SearchScratch,
+    size_class,
+)
+from retrieval_attn.gpu.codes.streamer import StreamedCodes
 from retrieval_attn.gpu.decode.kernels import (
-    HostPart,
+    HostResult,
     Parts,
     WindowBuffers,
     merge_parts,
@@ -32,7 +39,7 @@ from retrieval_attn.gpu.shared.plan import SharedPlan
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, pack
 from retrieval_attn.runner.graph.host import code_shape, split_microbatches
-from retrieval_attn.runner.graph.reached import device_reads, told_of
+from retrieval_attn.runner.graph.host_row_gather import device_reads, estimated_logits_of
 from retrieval_attn.runner.graph.slot import window_of
 
 SLOTS = 16
@@ -44,7 +51,7 @@ class LayerLaunches:
 
     def __init__(self, layer: RetrievalLayer, processors: int, forms: Sequence[bool] = ()) -> None:
         """processors: multiprocessors of the layer's device. forms: in which an answer may have all keys in pages,
-        whether int8, see `runner/beside.py`; none: it retrieves.
+        whether int8, see `runner/full_attention.py`; none: it retrieves.
         """
         self._key, self._value = window_of(layer).buffers
         self._processors, self._q_heads, self._forms = processors, layer.q_heads, tuple(forms)
@@ -70,7 +77,7 @@ class LayerLaunches:
 
     def works(self, graphs: bool) -> list[Callable[[], None]]:
         """What to call, in any order. graphs: steps are captured."""
-        question = [self.search_question, self.attend_named]
+        question = [self.search_question, self.attend_candidates]
         step = [self.attend, self.attend_to_all, self.search_step, self.reach_named]
         return [*step, *question] if graphs else question
 
@@ -82,7 +89,7 @@ class LayerLaunches:
             count, places = rows * self._q_heads, self._places(rows)
             stage_queries(query[:rows], self._zeros(count, self._dim), places)
             estimated = self._zeros(count), self._zeros(count, 2)
-            host = HostPart(self._zeros(count, value_dim), self._zeros(count), places, estimated)
+            host = HostResult(self._zeros(count, value_dim), self._zeros(count), places, estimated)
             rest = (host.out, host.lse) if self._estimates and self._step_codes is not None else None
             merge_parts(Parts(parts.out[:rows], parts.lse[:rows]), host, None, query.dtype, rest)
 
@@ -105,7 +112,7 @@ class LayerLaunches:
             count = rows * self._q_heads
             search = CodeSearch(rows, self._q_heads, self._kv_heads, codes, device)
             if self._host_reads.codes:
-                BroughtCodes(len(search.entries), device).bring()
+                StreamedCodes(len(search.entries), device).bring()
             self._run(search, self._query()[:rows], count, self._places(rows))
             if self._reads:
                 search.told = self._told(count, codes)
@@ -119,12 +126,12 @@ class LayerLaunches:
         for rows in self._rows:
             ids = torch.full((rows * self._q_heads, codes.room), -1, dtype=torch.int32, device=self._key.device)
             told = self._told(len(ids), codes)
-            KeyReach(rows * self._kv_heads, shape, ids.device).run(
+            HostRowGather(rows * self._kv_heads, shape, ids.device).run(
                 self._query()[:rows], ids, Scoring(1.0), _at_once, None if told is None else told.products
             )
 
-    def _told(self, queries: int, codes: CodeShape) -> Told | None:
-        return told_of(queries, codes.room, codes.named, self._host_reads.key_share, self._key.device)
+    def _told(self, queries: int, codes: CodeShape) -> EstimatedLogits | None:
+        return estimated_logits_of(queries, codes.room, codes.named, self._host_reads.key_share, self._key.device)
 
     def search_question(self) -> None:
         """Search codes as a question does."""
@@ -134,7 +141,7 @@ class LayerLaunches:
         search = QuestionSearch(self._kv_heads, self._q_heads // self._kv_heads, codes, device)
         self._run(search, self._zeros(1, self._q_heads, 1, self._dim), self._q_heads, None)
 
-    def attend_named(self) -> None:
+    def attend_candidates(self) -> None:
         """Attend to named keys as a long question does."""
         codes, fmt = self._question_codes, self._fmt
         k = codes.room if codes is not None and self._estimates else self._k
@@ -146,7 +153,7 @@ class LayerLaunches:
         )
         ids = torch.zeros(self._q_heads, codes.room, dtype=torch.int32, device=self._key.device)
         queries = self._zeros(self._kv_heads, self._q_heads // self._kv_heads, self._dim)
-        attend_named(queries, StoredRows(keys, values), Named(ids, 0, 1, k), 1.0, None)
+        attend_candidates(queries, StoredRows(keys, values), Candidates(ids, 0, 1, k), 1.0, None)
 
     def _window_parts(self, query: Tensor, slots: int) -> Parts:
         """Attention to a window, cut as one of so many slots is."""
@@ -160,7 +167,7 @@ class LayerLaunches:
     def _run(self, search: CodeSearch, query: Tensor, count: int, places: Tensor | None) -> None:
         """Run a search to which nothing is bound."""
         ids = torch.empty(count, search.shape.room, dtype=torch.int32, device=query.device)
-        scratch = Scratch(count, size_class(self._keys), search.shape.picked_room, query.device, has_memory=False)
+        scratch = SearchScratch(count, size_class(self._keys), search.shape.picked_room, query.device, has_memory=False)
 
         search.run(query, ids, places, scratch, _at_once)
         if self._estimates:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache, retrieves
-from retrieval_attn.attention.host_part import retrieved_keys
+from retrieval_attn.attention.host_attention import retrieved_keys
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.errors import CaptureError
@@ -85,11 +85,11 @@ class Binding:
         for row, (slot, (_, layer)) in enumerate(zip(self.decoder.slots, attending(self.cache), strict=True)):
             bound = GraphLayer(self, slot, layer)
             self.layers[row : row + 1] = [bound]  # before it changes anything: `unbind` undoes what is listed
-            bound.move_in()
+            bound.attach()
         for row, (number, layer) in enumerate(keeping_state(self.cache)):
             state = GraphState(self.decoder.states, (number, row), layer)
             self.states[row : row + 1] = [state]
-            state.move_in()
+            state.attach()
         self._replan(self.layers)
         self.stale = False
 
@@ -204,7 +204,7 @@ def expected_kind(cache: RetrievalCache) -> StepKind:
 class GraphLayer:
     """A bound cache layer: its window lies in the decoder's buffers, and its attention is recorded over them.
 
-    Implements `GraphHook` of `attention/layer.py`. `move_in` binds the layer, `unbind` lets it go.
+    Implements `GraphHook` of `attention/layer.py`. `attach` binds the layer, `unbind` lets it go.
     """
 
     def __init__(self, owner: Binding, slot: LayerSlot, layer: RetrievalLayer | SlidingLayer) -> None:
@@ -221,7 +221,7 @@ class GraphLayer:
         """The layer's window."""
         return window_of(self.layer)
 
-    def move_in(self) -> None:
+    def attach(self) -> None:
         """Move the window into the slot's buffers, with room for at least one token."""
         self.layer.graph = self
         window = self.window

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.prefix import ExactPrefix
+from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
@@ -23,9 +23,9 @@ from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.runner.graph.host import HostResources
+from retrieval_attn.runner.graph.host_row_gather import Reads
 from retrieval_attn.runner.graph.memory import StepMemory, ordinary_tensors
 from retrieval_attn.runner.graph.pages import StepPages
-from retrieval_attn.runner.graph.reached import Reads
 from retrieval_attn.runner.graph.signature import signature
 from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, SlotPlace
 from retrieval_attn.runner.graph.states import StateMemory, StepStates
@@ -47,7 +47,7 @@ class StepKind(NamedTuple):
     reads: tuple[int, ...] = ()
 
     @property
-    def asks_host(self) -> bool:
+    def needs_host(self) -> bool:
         """Whether the host has a part in such steps: otherwise it leaves neither work nor errors."""
         return self.retrieves and (not self.reads or any(one != Reads.DEVICE for one in self.reads))
 
@@ -108,7 +108,7 @@ class GraphDecoder:
         self.states.begin_step()
         self._stage.begin_step()
 
-    def write_pages(self, prefixes: Sequence[ExactPrefix | None], layers: Iterable[Any], levels: int) -> None:
+    def write_pages(self, prefixes: Sequence[PagedPrefix | None], layers: Iterable[Any], levels: int) -> None:
         """Tell the device what the rows, one for each place, have in pages. layers: of one that has some. levels: spans
         that a row lies over at most, at least 1. Raises CaptureError for a prefix in the pages of others.
         """

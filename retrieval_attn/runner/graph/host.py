@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.attention.coded_clusters import CodedPieces, coded_pieces, new_mass, take_apart
-from retrieval_attn.attention.held import HeldTokens
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import NamedPieces, plan_named
@@ -29,14 +29,14 @@ from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.exchange import HostCall
 from retrieval_attn.gpu.capture.runtime import Runtime
-from retrieval_attn.gpu.clusters.mass import RestPart
-from retrieval_attn.gpu.codes.reach import RowShape
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, Scratch, shared_scratch, size_class
-from retrieval_attn.gpu.codes.stage import CodeStage, CodeTurns
+from retrieval_attn.gpu.clusters.mass import TailPartial
+from retrieval_attn.gpu.codes.host_row_gather import RowShape
+from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, SearchScratch, shared_scratch, size_class
+from retrieval_attn.gpu.codes.streamer import CodeStreamer, CodeTurns
 from retrieval_attn.gpu.codes.table import SharedTables
-from retrieval_attn.gpu.decode.kernels import HostPart, stage_queries
-from retrieval_attn.runner.graph import reached
-from retrieval_attn.runner.graph.reached import ReachedRows, Reads, clear_costs, late_only
+from retrieval_attn.gpu.decode.kernels import HostResult, stage_queries
+from retrieval_attn.runner.graph import host_row_gather as reached
+from retrieval_attn.runner.graph.host_row_gather import GatheredRows, Reads, clear_costs, uncoded_only
 
 MAX_MICROBATCHES = 2
 """Parts of a batch that the host and the device work on at the same time."""
@@ -50,14 +50,14 @@ class HostResources:
 
     runtime: Runtime
     pool: Pool
-    scratch: dict[Any, Scratch] = field(default_factory=dict)
+    scratch: dict[Any, SearchScratch] = field(default_factory=dict)
     tables: SharedTables = field(default_factory=SharedTables)
     turns: CodeTurns = field(default_factory=CodeTurns)
-    stage: CodeStage = field(init=False)
+    stage: CodeStreamer = field(init=False)
     """Of one decoder's step."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stage", CodeStage(self.turns, self.tables))
+        object.__setattr__(self, "stage", CodeStreamer(self.turns, self.tables))
 
     def for_step(self) -> HostResources:
         """The same, with a stage of its own."""
@@ -80,7 +80,7 @@ class HostRow(NamedTuple):
     span: tuple[int, int]
 
 
-class HeadShape(NamedTuple):
+class LayerHeads(NamedTuple):
     """Heads of a layer and their dimensions."""
 
     q_heads: int
@@ -104,7 +104,7 @@ def split_microbatches(layer: RetrievalLayer, batch: int, head_dim: int) -> list
     return [slice(0, batch // 2), slice(batch // 2, batch)]
 
 
-class HostRows:
+class HostStep:
     """See the module. part: the results as the device reads them, after the call that `begin` began has joined.
 
     rest: what `begin` had the device estimate. reads: who reads host memory, as planned.
@@ -116,7 +116,7 @@ class HostRows:
         number: int,
         layer: RetrievalLayer,
         rows: slice,
-        shape: HeadShape,
+        shape: LayerHeads,
         scoring: Scoring,
         memory: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]],
         device: torch.device,
@@ -140,7 +140,7 @@ class HostRows:
         self._placed = [[row] for row in range(batch)]  # what `places` was written for
         self._apart: dict[int, tuple[HostRow, int, CodedPieces]] = {}  # as planned last, of rows and keys per query
         self._unbound: set[int] | None = None  # rows whose codes and clusters are not in the tables; None: all
-        self.part = HostPart(
+        self.part = HostResult(
             own[: count * value_dim].view(count, value_dim),
             own[lse_at : lse_at + count],
             places,
@@ -159,12 +159,12 @@ class HostRows:
         self._turn = None if brought is None else resources.stage.add(brought, batch * kv_heads, device)
         estimated = codes is not None and layer.config.estimates
         self._mass = new_mass(batch * kv_heads, value_dim, device, tables=tables) if estimated else None
-        self.rest: RestPart | None = None
+        self.rest: TailPartial | None = None
         self.reads, self._reached, self._has_late = Reads.HOST, None, False
         self._beside: object = None
         if codes is not None and reached.device_reads(layer):
             named = codes.named, layer.index.spec.host_reads.key_share
-            self._reached = ReachedRows(kv_heads, (batch, room), RowShape(dim, value_dim), self._tally, named, tables)
+            self._reached = GatheredRows(kv_heads, (batch, room), RowShape(dim, value_dim), self._tally, named, tables)
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
@@ -200,7 +200,7 @@ class HostRows:
             self._apart = {i: (row, mosts[i], apart[i]) for i, row in enumerate(own) if row is not None and n == 1}
             named = [NamedPieces(one.pieces, one.table, self._named) for one in apart]
             if self._reads_named([None if row is None else row.path for row in own], apart, rows_of):
-                named = late_only(apart)
+                named = uncoded_only(apart)
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
             if (self.reads is not Reads.HOST and not self._has_late) or plan_named(
                 self._step, paths, named, (self._q_heads, n), retrieve, **options
@@ -241,7 +241,7 @@ class HostRows:
         if self._reached is None or not self._reached.bind(paths, apart, rows_of):
             self.reads = Reads.HOST
             return False
-        self._has_late = any(one.pieces for one in late_only(apart))
+        self._has_late = any(one.pieces for one in uncoded_only(apart))
         self.reads = Reads.BOTH if self._has_late else Reads.DEVICE
         if not self._has_late:
             self._host_finds_nothing()
@@ -305,7 +305,7 @@ class HostRows:
             self.rest = self._mass.run(*given, resources.runtime.opaque)
         return begun
 
-    def join(self, begun: Any) -> tuple[HostPart, Partial | None]:
+    def join(self, begun: Any) -> tuple[HostResult, Partial | None]:
         """Record: wait for the call. What the host found, or the device in its place, and what the device found beside
         the host, out (batch * q_heads, value_dim) and lse (batch * q_heads,).
         """
@@ -332,7 +332,7 @@ class HostRows:
         return sums[:, 0], round(float(sums[0, 1]))
 
     def tally_of(self, row: int) -> Tensor:
-        """What was estimated for a row of the batch, which is one of these, (q_heads, 2), a view: see `HostPart`."""
+        """What was estimated for a row of the batch, which is one of these, (q_heads, 2), a view: see `HostResult`."""
         first = (row - self.rows.start) * self._q_heads
         return self._tally[first : first + self._q_heads]
 
@@ -379,7 +379,7 @@ def _layouts(rows: Sequence[HostRow | None]) -> list[list[list[int]]]:
     return [together, apart] if equal and len(together) < len(rows) else [apart]
 
 
-def held_by(layer: RetrievalLayer) -> HeldTokens:
+def held_by(layer: RetrievalLayer) -> LayerKV:
     if layer.held is None:
         raise CaptureError("the cache holds no tokens yet")
     return layer.held

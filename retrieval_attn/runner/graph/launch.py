@@ -30,7 +30,7 @@ class _Launch:
 
     replay: Replay
     generation: int
-    asks_host: bool
+    needs_host: bool
     work: Any = 0
     nanoseconds: Any = 0
     error: BackendError | None = None
@@ -106,7 +106,7 @@ class Launcher:
         if not self._launched:
             return
         launch = self._launched.pop(0)
-        failure = launch.replay.failure(launch.generation) if launch.asks_host else None
+        failure = launch.replay.failure(launch.generation) if launch.needs_host else None
         if launch.error is not None or failure is not None:
             self._launched.clear()
             self.decoder.states.undo()
@@ -151,7 +151,7 @@ class Launcher:
                 self.decoder.states.undo(keep=len(self._launched))
             self._binding.invalidate()  # the device may have counted the token
             raise
-        launch = _Launch(replay, replay.generation, self._binding.kind.asks_host)
+        launch = _Launch(replay, replay.generation, self._binding.kind.needs_host)
         self._launched.append(launch)
         self._read_host(launch)
         self.decoder.replays += 1
@@ -159,7 +159,7 @@ class Launcher:
 
     def _read_host(self, launch: _Launch) -> None:
         """Keep what the host's searches left: the next step writes over it."""
-        if not launch.asks_host:
+        if not launch.needs_host:
             return
         try:
             self.decoder.raise_host_error()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.prefix import ExactPrefix, KnownPrefixes, PagedLayers, nodes_of
+from retrieval_attn.attention.paged_prefix import KnownPrefixes, PagedLayers, PagedPrefix, nodes_of
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
@@ -38,7 +38,7 @@ class StepPages:
         self._plans: dict[int, dict[int, SharedPlan]] = {}  # by levels, by the layer's number
         self._written, self._levels = KnownPrefixes(), 0
 
-    def write(self, prefixes: Sequence[ExactPrefix | None], levels: int) -> None:
+    def write(self, prefixes: Sequence[PagedPrefix | None], levels: int) -> None:
         """Be for rows with these prefixes, one for each place. levels: spans that a row lies over at most, at least 1.
 
         Raises CaptureError for a prefix in the pages of another engine.
@@ -81,19 +81,19 @@ class StepPages:
         return plans
 
 
-def prefix_of(cache: RetrievalCache) -> ExactPrefix | None:
+def prefix_of(cache: RetrievalCache) -> PagedPrefix | None:
     """What each sequence of a cache has in pages; None: nothing, as where all layers slide."""
     exact = cache.batch.exact
     return exact if exact is not None and exact.tokens and exact.layers.any_layer is not None else None
 
 
-def is_recordable(prefix: ExactPrefix) -> bool:
+def is_recordable(prefix: PagedPrefix) -> bool:
     """Whether a graph can attend to it: on a GPU, kernels have to read the lists there."""
     pool = prefix.layers.any_layer
     return pool is None or not pool.key.is_cuda or follows_its_plan(pool)
 
 
-def levels_for(prefixes: Sequence[ExactPrefix | None]) -> int:
+def levels_for(prefixes: Sequence[PagedPrefix | None]) -> int:
     """Levels of a plan for rows with these prefixes: few numbers, as each has graphs of its own. 0: there are none."""
     deepest = max((len(one.spans) for one in prefixes if one is not None), default=0)
     return max(LEVELS, 1 << (deepest - 1).bit_length()) if deepest else 0

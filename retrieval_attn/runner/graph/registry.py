@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.prefix import PagedLayers
-from retrieval_attn.cpu.serve import Server
+from retrieval_attn.attention.paged_prefix import PagedLayers
+from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.cuda import cuda_runtime
 from retrieval_attn.gpu.capture.runtime import Runtime
@@ -55,7 +55,7 @@ def runtime_for(model: PreTrainedModel) -> Runtime | None:
     device = input_device(model)
     if device.type != "cuda":
         return None
-    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), Server)
+    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), CallTable)
 
 
 def has_captured(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> bool:

@@ -13,8 +13,8 @@ from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.runner.graph.host import code_shape
+from retrieval_attn.runner.graph.host_row_gather import device_reads
 from retrieval_attn.runner.graph.pages import prefix_of
-from retrieval_attn.runner.graph.reached import device_reads
 from retrieval_attn.runner.graph.slot import window_of
 from retrieval_attn.runner.graph.watch import look_at
 
@@ -23,10 +23,10 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
     """Shapes, where weights and pages lie, and the pool of threads. Raises CaptureError for a cache without tokens."""
     prefix = prefix_of(cache)
     pages = None if prefix is None else id(prefix.layers)
-    return id(runtime), id(default_pool()), *look_at(model).signature, pages, cache_signature(cache)
+    return id(runtime), id(default_pool()), *look_at(model).signature, pages, cache_batch_key(cache)
 
 
-def cache_signature(cache: RetrievalCache) -> tuple[Any, ...]:
+def cache_batch_key(cache: RetrievalCache) -> tuple[Any, ...]:
     """What of it lies with the cache. Raises CaptureError for a cache without tokens."""
     layers: list[tuple[Any, ...]] = []
     cached: list[Any] = list(cache.layers)

@@ -15,7 +15,7 @@ from retrieval_attn.gpu.attention.merge import Partial, merge
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.decode.kernels import Parts, WindowBuffers, merge_parts, split_count, window_partials
-from retrieval_attn.runner.graph.host import HeadShape, HostResources, HostRows, split_microbatches
+from retrieval_attn.runner.graph.host import HostResources, HostStep, LayerHeads, split_microbatches
 from retrieval_attn.runner.graph.memory import StepMemory
 
 SLIDING_ROOM = 256
@@ -55,7 +55,7 @@ class LayerSlot:
         self.span = memory.spans[self._row]
         self._resources, self._memory = resources, memory
         self.reach = layer.sliding_window if isinstance(layer, SlidingLayer) else None
-        self.hosts: list[HostRows] = []
+        self.hosts: list[HostStep] = []
         self.key, self.value = slot_buffers(layer) if buffers is None else buffers
         batch, kv_heads, slots, _ = self.key.shape
         self.valid = torch.ones(batch, slots, dtype=torch.bool, device=self.key.device)
@@ -74,10 +74,10 @@ class LayerSlot:
     def make_hosts(self, layer: RetrievalLayer, query: Tensor, value_dim: int, scoring: Scoring) -> None:
         """Make the host's parts for query (batch, q_heads, 1, head_dim) and the layers that will be bound here."""
         batch, q_heads, _, dim = query.shape
-        shape = HeadShape(q_heads, self.key.shape[1], dim, value_dim)
+        shape = LayerHeads(q_heads, self.key.shape[1], dim, value_dim)
         meters, descriptors = self._memory.meters[self._row], self._memory.descriptors[self._row]
         self.hosts = [
-            HostRows(
+            HostStep(
                 self._resources, self.number, layer, rows, shape, scoring, (meters[i], descriptors[i]), query.device
             )
             for i, rows in enumerate(split_microbatches(layer, batch, dim))

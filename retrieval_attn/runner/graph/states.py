@@ -121,7 +121,7 @@ class GraphState:
         self._memory, self.layer = memory, layer
         self._number, self._row = place
 
-    def move_in(self) -> None:
+    def attach(self) -> None:
         """Copy the layer's states into the buffers, which are the layer's from now on."""
         self.layer.graph = self
         for (name, number), buffer in self._buffers.items():

@@ -24,7 +24,7 @@ from retrieval_attn.testing import (
     MAX_KEYS,
     Format,
     HeadShape,
-    HeldBytes,
+    HostBytes,
     KeyIndex,
     SearchResult,
     StateValue,
@@ -96,9 +96,9 @@ class _FaissIndex(KeyIndex):
         self._index: Any = None  # made when the first key comes: faiss cannot train on nothing
 
     @classmethod
-    def host_bytes(cls, options: Any, head: HeadShape) -> tuple[HeldBytes, ...]:
+    def host_bytes(cls, options: Any, head: HeadShape) -> tuple[HostBytes, ...]:
         """See KeyIndex.host_bytes."""
-        return (HeldBytes(4 * head.head_dim + cls.link_bytes(options), None, "a float32 copy and links per key"),)
+        return (HostBytes(4 * head.head_dim + cls.link_bytes(options), None, "a float32 copy and links per key"),)
 
     @staticmethod
     @abstractmethod

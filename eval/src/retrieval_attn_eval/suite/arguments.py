@@ -16,7 +16,7 @@ from typing import Any
 
 from retrieval_attn.config import YARN_FLAG
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.testing import Waiting
+from retrieval_attn.testing import Spinner
 from retrieval_attn_eval.flags import (
     add_flag,
     as_tokens,
@@ -231,7 +231,7 @@ def run(args: argparse.Namespace, suite: TaskSuite) -> int:
     print(
         f"{suite.name}: methods {', '.join(options.methods)}, model {options.model_name}", file=sys.stderr, flush=True
     )
-    with Waiting("loading torch, transformers and the tokenizer"):
+    with Spinner("loading torch, transformers and the tokenizer"):
         from retrieval_attn_eval.models import load_description
         from retrieval_attn_eval.prompts import frame
         from retrieval_attn_eval.suite.runner import Selection, SuiteRun
@@ -273,9 +273,9 @@ def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> i
     settings = _settings(test, options, model_config)
     RunFolder.check(folder, settings)
     began = time.perf_counter()
-    with Waiting("making the texts"):
+    with Spinner("making the texts"):
         test.check_contexts()
-    with Waiting(f"loading {options.model_name}"):
+    with Spinner(f"loading {options.model_name}"):
         import torch
         from transformers.utils.logging import disable_progress_bar
 

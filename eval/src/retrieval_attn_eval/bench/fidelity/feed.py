@@ -19,8 +19,8 @@ from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, UnsupportedModelError
 from retrieval_attn.testing import (
+    DecodeSteps,
     RetrievalLayer,
-    Steps,
     finish_prefill,
     measure_mass,
     spare_bytes,
@@ -158,7 +158,7 @@ def _feed_fork(model: Any, cache: RetrievalCache, text: FedText, errors: HeadErr
 
 @torch.no_grad()
 def _feed_captured(model: Any, cache: RetrievalCache, text: FedText) -> Fed:
-    rows, steps = [], Steps(model, cache, True)
+    rows, steps = [], DecodeSteps(model, cache, True)
     with using_retrieval(model, cache.config.prefill_chunk):
         try:
             for at, token in enumerate(text.forced.tolist()):

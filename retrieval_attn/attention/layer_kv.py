@@ -1,0 +1,367 @@
+"""What a retrieval layer holds of its batch: sinks and recent window on the device, all tokens on the host.
+
+The window's tail runs ahead of the host: tokens gather there, and a block of them moves to the host when the tail is
+full. Retrieval covers what lies between sinks and tail.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrieval_attn.attention.exact import ExactPass
+from retrieval_attn.attention.layer_uploads import LayerUploads
+from retrieval_attn.attention.paged_prefix import PagedLayers, PagedSpan
+from retrieval_attn.attention.prior_kv import PriorKV
+from retrieval_attn.attention.rows import rows_by_path
+from retrieval_attn.attention.sequence import Batch, Forgotten, own_start
+from retrieval_attn.attention.tail_size import TailSize
+from retrieval_attn.config import Config
+from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
+from retrieval_attn.gpu.attention.window import WindowCache, make_room, sinks_of
+from retrieval_attn.index.base import MAX_KEYS
+from retrieval_attn.index.formats import Format
+from retrieval_attn.index.full import FULL_ROOM, kept_tokens
+from retrieval_attn.index.signals import uninterrupted
+from retrieval_attn.offload.clusters import cluster_stored
+from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.transfer import host_format, to_device
+from retrieval_attn.offload.upload import UploadSpan
+from retrieval_attn.offload.work import HostWork
+
+CLUSTERED_FROM = 512
+"""Keys between sinks and window from which on a path that has no clusters gets some."""
+GENERATION_ROOM = 16384
+"""Tokens a sequence may gain after its prompt before its host memory continues in a second segment."""
+
+
+class LayerKV:
+    """Tokens of one layer. Made when the first ones come: their shapes, dtypes and device are known then.
+
+    window: sinks and tail. The columns [tail_start, tail_start + window.tail_len) are in the tail, the columns
+    [0, host_columns) are on the host; the tail may be ahead of the host.
+    """
+
+    def __init__(
+        self, config: Config, batch: Batch, number: int, stats: LayerStats, key: Tensor, value: Tensor
+    ) -> None:
+        """Nothing held yet. key (batch, kv_heads, *, head_dim), value: what tokens of this layer look like."""
+        self._config, self._batch, self._number, self._stats = config, batch, number, stats
+        self.fmt = host_format(config.host_dtype, key.dtype)
+        self.window, self._size = _new_window(config, key, value), TailSize.of(config)
+        self.tail_start = self.host_columns = 0
+        self.unturned_sinks: Tensor | None = None
+        """Keys of the sinks (batch, kv_heads, sinks, head_dim), on the host, as they stand at their own positions, once
+        tokens behind them are forgotten: the window has them turned."""
+        self._sinks = [0] * key.shape[0]  # sink tokens per row
+        self._retrieve_stops = [0] * key.shape[0]  # real tokens per row before tail_start
+        batch.devices[number] = key.device
+
+    @property
+    def columns(self) -> int:
+        """Columns held."""
+        return self.tail_start + self.window.tail_len
+
+    @property
+    def device(self) -> torch.device:
+        """Where sinks and window lie."""
+        return self.window.buffers[0].device
+
+    @property
+    def hosts(self) -> list[SequenceKV]:
+        """The path of each row; rows that share one have the same object."""
+        return self._batch.hosts(self._number)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Per row, the tokens of its host path that retrieval covers: those between sinks and tail, not forgotten."""
+        start = own_start(self._batch)
+        starts = [start] * len(self._sinks) if start else self._sinks
+        return list(zip(starts, self._retrieve_stops, strict=True))
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether there is anything between sinks and tail, in any row."""
+        return any(stop > start for start, stop in self.ranges)
+
+    # -- tokens come ---------------------------------------------------------------------------------
+
+    def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Put new columns (batch, kv_heads, new, dim) into the tail; a block moves to the host where it is full."""
+        if self.window.room < key.shape[2]:
+            self.spill()
+        self.window.append(key, value, None if valid is None else valid.to(key.device))
+
+    def spill(self, *, flush: bool = True) -> None:
+        """Move everything beyond the window to the host; a buffer that has grown is as large as ever again.
+
+        A captured graph is for windows of one size, and for one of another it would be captured anew. flush: the host
+        gets the whole tail, too; otherwise only what it needs now, and the caller does the rest later: `prepare_spill`.
+        """
+        moved = max(0, self.window.tail_len - self._size.kept)
+        self._batch.spilled |= moved > 0
+        if flush or self.host_columns < self.tail_start + moved:
+            self.flush()
+        self._drop_oldest(moved)
+        self._size.fit(self.window, self.window.tail_len)
+        self.place_sinks(None)
+        # paths that were too short for clusters when they were read
+        for host, (row, *_) in rows_by_path(self.hosts) if self._config.estimates else []:
+            start, stop = self.ranges[row]
+            if host.clusters is None and stop - start >= CLUSTERED_FROM:
+                cluster_stored(host, start, stop)
+
+    def flush(self) -> None:
+        """Copy the tail's columns that are not yet on the host there."""
+        behind = self.columns - self.host_columns
+        if behind:
+            key, value = self.window.tail()
+            valid = self._batch.padding(self.host_columns, self.columns)
+            work = self.host_work(key[:, :, -behind:], value[:, :, -behind:], valid)
+            with uninterrupted():  # or the next time the host would get them twice
+                work.copy_now()
+                self.host_columns = self.columns
+
+    def host_work(
+        self, key: Tensor, value: Tensor, valid: Tensor | None, make: Callable[..., HostWork] = HostWork
+    ) -> HostWork:
+        """New columns (batch, kv_heads, new, dim) that are to go to each row's path; shared paths split first."""
+        work = make(self._number, self.fmt, self._config.threads, self._stats, (key, value))
+        for row, host in enumerate(self._batch.writable(self._number)):
+            if len(host) == 0:
+                # address space only; memory is taken as tokens come
+                host.reserve(key.shape[2] + key.shape[2] // 2 + GENERATION_ROOM, sure=key.shape[2])
+            work.append(row, host, None if valid is None else valid[row].numpy())
+        return work
+
+    def take_pass(self, done: ExactPass, work: HostWork) -> None:
+        """The tokens of a pass are on their way to the host by `work`: put the last of them into the window."""
+        first = done if self.columns == 0 else None
+        total = self.columns + done.total
+        recent = min(done.total, self._size.kept)
+        self.window.drop_oldest(self.window.tail_len - min(self.window.tail_len, self._size.kept - recent))
+        if self._size.grows:
+            self._size.fit(self.window, self.window.tail_len + recent)
+        span = slice(done.total - recent, done.total)
+        key, value = done.new
+        valid = None if done.valid is None else done.valid[:, span].to(key.device)
+        self.window.append(key[:, :, span], value[:, :, span], valid)
+        self.tail_start, self.host_columns = total - self.window.tail_len, total
+        self.place_sinks(first, work)
+
+    def place_sinks(self, first: ExactPass | None, work: HostWork | None = None) -> None:
+        """The tail has moved: compute sinks and the range that retrieval covers per row, and load missing sinks.
+
+        first: the pass that brought the sequences' first tokens. work: on its way to the host; waited for if needed.
+        """
+        rows = range(self.window.batch)
+        self._retrieve_stops = [self._batch.real(row, self.tail_start) for row in rows]
+        forgotten = self._batch.forgotten
+        most = forgotten.start if forgotten.tokens else self._config.sink
+        if self._batch.exact is not None:  # the first tokens are attended to there
+            most = 0
+        counts = [min(most, middle) for middle in self._retrieve_stops]
+        if counts == self._sinks and max(counts) == self.window.sink_len:
+            return
+        self._sinks = counts
+        size = max(counts)
+        keys, values = [], []
+        if first is None and work is not None:
+            work.finish_copy()
+        for row, count in enumerate(counts):
+            # straight from the model where possible: no rounding even when the host stores a smaller dtype
+            key, value = first.first_of(row, count) if first is not None else self._from_host(self.hosts[row], 0, count)
+            keys.append(nn.functional.pad(key, (0, 0, 0, size - count)))
+            values.append(nn.functional.pad(value, (0, 0, 0, size - count)))
+        valid = None
+        if min(counts) < size:
+            valid = torch.arange(size)[None] < torch.tensor(counts)[:, None]
+            valid = valid.to(self.device)
+        self.window.set_sinks(torch.stack(keys), torch.stack(values), valid)
+
+    def past(self) -> PriorKV:
+        """All tokens so far, to be attended to."""
+        self.flush()
+        return PriorKV(self._batch, self._number, self.window, self.columns, self.fmt)
+
+    def _from_host(self, host: SequenceKV, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (kv_heads, tokens, dim) of tokens [start, stop), on the device in the model's dtype."""
+        key, value = host.read(start, stop)
+        tail_key, tail_value = self.window.tail()
+        return to_device(key, self.fmt, tail_key), to_device(value, self.fmt, tail_value)
+
+    def _drop_oldest(self, count: int) -> None:
+        self.window.drop_oldest(count)
+        self.tail_start += count
+
+    def forget(self, span: Forgotten, turn: Callable[[Tensor], Tensor]) -> None:
+        """Keep span.start sinks, their keys turned: turn(keys (batch, kv_heads, span.start, head_dim) at their own
+        positions). The batch counts `span` as forgotten from then on.
+        """
+        key, value = sinks_of(self.window)
+        plain = key.cpu() if self.unturned_sinks is None else self.unturned_sinks
+        self.unturned_sinks = plain[:, :, : span.start].clone()
+        turned = turn(self.unturned_sinks.to(self.device))
+        self.window.set_sinks(turned, value[:, :, : span.start].clone(), None)
+        self._sinks = [span.start] * self.window.batch
+
+    # -- rows and cropping ---------------------------------------------------------------------------
+
+    def select(self, rows: list[int]) -> None:
+        """Keep the windows of these rows, in this order, repeats allowed."""
+        self.window.select(torch.tensor(rows, dtype=torch.int64))
+        if self.unturned_sinks is not None:
+            self.unturned_sinks = self.unturned_sinks[rows]
+        self._sinks = [self._sinks[row] for row in rows]
+        self._retrieve_stops = [self._retrieve_stops[row] for row in rows]
+
+    def fork(self, batch: Batch, stats: LayerStats, number: int | None = None) -> LayerKV:
+        """The same tokens for a fork of the batch: the host's are shared, the window is copied.
+
+        number: of the layer it is for, None = the same.
+        """
+        other = object.__new__(LayerKV)
+        other.__dict__.update(self.__dict__)
+        other._batch, other._stats = batch, stats
+        other._number = self._number if number is None else number
+        # what a fork continues may have kept no room: it is made again, of the size that captured graphs know
+        other.window = self.window.clone(self._size.slots(self.window.tail_len), self._config.sink)
+        other._sinks, other._retrieve_stops = list(self._sinks), list(self._retrieve_stops)
+        return other
+
+    def drop_newest(self, count: int) -> None:
+        """Forget the `count` newest columns, at most all but one."""
+        columns = self.columns - count
+        # A tail that keeps at least half a window is good enough; a shorter one is read back from the host.
+        inside_tail = self.tail_start == 0 or columns - self.tail_start >= max(1, self._config.window // 2)
+        if not inside_tail:
+            self.flush()
+        if columns < self.host_columns:
+            for host, (row, *_) in rows_by_path(self.hosts):
+                host.truncate(self._batch.real(row, columns))
+            self.host_columns = columns
+        if inside_tail:
+            self.window.truncate(count)
+        else:
+            self._reload_tail(columns)
+
+    def _reload_tail(self, columns: int) -> None:
+        """The crop to so many columns went past the window: read a new tail back from the host."""
+        forgotten, sinks = self._batch.forgotten, sinks_of(self.window)
+        start = max(own_start(self._batch), columns - self._size.kept)
+        padding = self._batch.padding(start, columns)
+        keys, values = [], []
+        for row, host in enumerate(self.hosts):
+            key, value = self._from_host(host, self._batch.real(row, start), len(host))
+            if padding is not None:
+                key, value = _spread(key, padding[row]), _spread(value, padding[row])
+            keys.append(key)
+            values.append(value)
+        tail_key, tail_value = self.window.tail()
+        self.window = _new_window(self._config, tail_key, tail_value)
+        self.window.append(torch.stack(keys), torch.stack(values), None if padding is None else padding.to(self.device))
+        self.tail_start = start
+        if forgotten.tokens:
+            self.window.set_sinks(*sinks, None)  # turned ones
+        else:
+            self._sinks = [0] * len(keys)
+        self.place_sinks(None)
+
+
+def _new_window(config: Config, key: Tensor, value: Tensor) -> WindowCache:
+    return WindowCache(key, value, TailSize.of(config).slots(0), config.sink)
+
+
+def begin_column(held: LayerKV) -> None:
+    """One more column of real tokens is held, in the last slot of the tail, which others write; a block moves to the
+    host where the tail is full.
+    """
+    if held.window.room < 1:
+        held.spill()
+        make_room(held.window, 1)
+    held.window.note_appended(1)
+
+
+def first_row(held: LayerKV) -> tuple[SequenceKV, tuple[int, int]]:
+    """The path of the first row, and of `ranges` its own."""
+    start = own_start(held._batch)
+    return held._batch.sequences[0].kv[held._number], (start or held._sinks[0], held._retrieve_stops[0])
+
+
+def prepare_spill(held: LayerKV) -> None:
+    """Do now what the next spill, and who plans after it, would do: `flush`, and find clusters for what leaves then.
+
+    Nothing else is searched or estimated than before.
+    """
+    held.flush()
+    for host, (row, *_) in rows_by_path(held.hosts) if held._config.estimates else []:
+        stop = held._retrieve_stops[row]
+        if host.clusters is not None:
+            join_clusters(host, stop, min(stop + held._config.spill, len(host)))
+
+
+def take_paged(held: LayerKV, total: int) -> None:
+    """The next `total` columns lie in pages, behind others that do: neither window nor host has them."""
+    held.tail_start = held.host_columns = held.tail_start + total
+    held._retrieve_stops = [held.tail_start] * held.window.batch
+    for host in held._batch.writable(held._number):
+        keep_no_memory(host, held.tail_start)
+
+
+def edge_of(held: LayerKV) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """What the device has of one row without padding: numbers that say where it begins, and keys and values of sinks
+    and tail, (1, kv_heads, tokens, dim), views.
+    """
+    window = held.window
+    low, sinks = window.span[0], window.sink_len
+    numbers = {"tail_start": held.tail_start, "sinks": held._sinks[0], "stop": held._retrieve_stops[0]}
+    return numbers, (*(part[:, :, low : low + sinks] for part in window.buffers), *window.tail())  # type: ignore[return-value]
+
+
+def take_edge(
+    held: LayerKV, numbers: dict[str, Any], sinks: tuple[Tensor, Tensor], tail: tuple[Tensor, Tensor]
+) -> None:
+    """Be as when `edge_of` was asked. held: without tokens, but for its path, which has those on the host."""
+    held.window.append(*tail, None)
+    held.window.set_sinks(*sinks, None)
+    held.tail_start, held.host_columns = int(numbers["tail_start"]), len(held.hosts[0])
+    held._sinks, held._retrieve_stops = [int(numbers["sinks"])], [int(numbers["stop"])]
+
+
+def _spread(tokens: Tensor, real: Tensor) -> Tensor:
+    """(kv_heads, real tokens, dim) -> (kv_heads, columns, dim) with zeros in padded columns."""
+    spread = tokens.new_zeros(tokens.shape[0], len(real), tokens.shape[2])
+    spread[:, real.to(tokens.device)] = tokens
+    return spread
+
+
+def bring_to_pages(held: LayerKV, layers: PagedLayers, span: PagedSpan, first: int) -> None:
+    """Of the tokens before one row's tail those from `first` on come from the host, to be those of `span`, in pages of
+    this layer. No token may be padding, forgotten or in pages of others.
+    """
+    dtype, cut = held.window.buffers[0].dtype, functools.partial(UploadSpan.of, stop=span.tokens, start=first)
+    uploads, stored = LayerUploads(held._batch, held._number, held.device), held.fmt is Format.INT8
+    for _, key, value in uploads.walk([cut(held.hosts[0])], None if stored else dtype, last=True, cut=cut):
+        layers.write(held._number, span, key, value, dtype, first)
+        first += key.shape[2]
+
+
+def keep_the_rest(held: LayerKV, new: int) -> None:
+    """What precedes the tail lies in pages now, sinks too: nothing is retrieved, and no later token goes to the host,
+    but all of them stay in the tail. new: that are to come at most, as far as it is known.
+    """
+    least = kept_tokens(held.window.tail_len + max(0, new - FULL_ROOM))
+    held._size = held._size._replace(kept=MAX_KEYS, grows=True, least=least)
+    held._size.fit(held.window, held.window.tail_len)
+    held.place_sinks(None)
+
+
+def retrieves_after(held: LayerKV, total: int) -> bool:
+    """What `retrieves` is once a pass of so many tokens has ended, see `take_pass`; with padding, True at least."""
+    tail = min(held.window.tail_len + total, held._size.kept)
+    first = own_start(held._batch) or (0 if held._batch.exact is not None else held._config.sink)
+    return held.columns + total - tail > first

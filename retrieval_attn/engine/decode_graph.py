@@ -1,0 +1,431 @@
+"""Bucket: the graphs of a step of so many rows, each of which has a cache of its own, or nobody.
+
+One graph serves whatever rows there are: how long each is, where its codes lie and what the host searches for it is
+read from memory. A row that nobody has attends to its own token, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.host_attention import retrieved_keys
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.cpu.budgets import HeadBudgets
+from retrieval_attn.engine.graph_sampling import BucketDraw, GraphSampling
+from retrieval_attn.engine.graph_slot import GraphSlot, GroupBuffers, copy_ahead_share
+from retrieval_attn.engine.graph_states import BucketStates
+from retrieval_attn.engine.overlapped_step import Inputs, OverlappedStep, can_go_ahead, columns_of
+from retrieval_attn.engine.sampler import SampledToken
+from retrieval_attn.engine.sampling_params import SamplingParams
+from retrieval_attn.errors import BackendError, CacheMismatchError, CaptureError, UnsupportedModelError
+from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
+from retrieval_attn.runner.graph.capture import capture
+from retrieval_attn.runner.graph.decoder import GraphDecoder, StepKind, attending
+from retrieval_attn.runner.graph.host import HostResources, HostRow, HostStep, Retrieve, held_by
+from retrieval_attn.runner.graph.slot import Buffers
+from retrieval_attn.runner.graph.states import GraphState
+
+__all__ = ["DecodeGraph", "Inputs"]
+
+log = logging.getLogger(__name__)
+
+
+class DecodeGraph:
+    """See the module. Implements `Recordable` and `RecordedLayer` of `runner/graph/capture.py`.
+
+    size: how many rows. rows: those that somebody has, by place. kind: what a graph is captured for now. draw: how its
+    rows choose their tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        like: RetrievalCache,
+        runtime: Runtime,
+        buffers: GroupBuffers,
+        resources: HostResources,
+    ) -> None:
+        """For rows like `like`. buffers: of its places. resources: of all buckets."""
+        key = buffers.windows[0][0]
+        self.size = len(key)
+        self.model = model
+        states = BucketStates(buffers.states, key.device, runtime)
+        self.decoder = GraphDecoder(model, like, runtime, buffers.windows, resources, states)
+        self.states: Sequence[GraphState] = states.bind(like)
+        self.cache = _BucketCache(self, like)
+        self.draw = BucketDraw(runtime, self.decoder.memory)
+        self.rows: list[GraphSlot | None] = [None] * self.size
+        self.kind = StepKind(False, False, 0)
+        self.recording = self.chooses = False
+        self._asks: list[list[_Ask | None]] = [[None] * self.size for _ in buffers.windows]  # of each layer, by place
+        self._uploaded = False  # the device knows where windows' tokens lie
+        self._moved: set[int] = set()  # places that changed since a step was launched
+        self._next: Inputs = {}  # what the device has as the inputs of the next step
+        self._ahead: OverlappedStep | None = None
+        self._drawing: GraphSampling | None = None
+
+    @property
+    def layers(self) -> Sequence[DecodeGraph]:
+        """See `Recordable`: all layers are one."""
+        return (self,)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph of the kind that is needed now."""
+        return self.kind in self.decoder.graphs
+
+    def take(self, rows: Sequence[GraphSlot], kind: StepKind, changed: Collection[int]) -> None:
+        """Be for these rows from now on. changed: places whose row, or what that retrieves, is another than before.
+
+        Raises CaptureError where the host's parts cannot be planned for all of them together.
+        """
+        self.rows = [None] * self.size
+        for row in rows:
+            self.rows[row.place] = row
+            row.use(self.decoder.slots)
+        places = range(self.size) if kind.retrieves and not self.kind.retrieves else changed
+        self.kind, self._uploaded = kind, False
+        self._moved.update(changed)
+        if kind.retrieves:
+            layers = _layers(self.rows, places)
+            for number, slot in enumerate(self.decoder.slots):
+                _plan(number, slot.hosts, self._asks[number], layers)
+            self.decoder.upload_tables()
+            self._update_kind()
+        if kind.levels:
+            prefixes = [None if row is None else row.prefix for row in self.rows]
+            paged = next(row.layers for row, one in zip(self.rows, prefixes, strict=True) if row and one)
+            self.decoder.write_pages(prefixes, paged, kind.levels)
+        self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
+
+    def step(
+        self,
+        inputs: Inputs,
+        draws: Mapping[int, SamplingParams] | None = None,
+        launched: Callable[[], None] | None = None,
+        *,
+        ahead: bool = False,
+    ) -> Tensor:
+        """Logits (size, vocabulary) float32, in the same memory at every step of a kind; `commit` counts the tokens.
+
+        inputs: token and position by place, of all rows. draws: None: what rows choose is not drawn here; otherwise
+        `choices` has it. launched: as in `Replay`. ahead: the next step is launched before this one is over, where that
+        needs nothing but its tokens; it did not happen if another step is asked for. Raises CaptureError where no graph
+        can be captured, BackendError where the host failed, or device and host lost each other: nothing happened then.
+        """
+        under_way, self._ahead = self._ahead, None
+        if under_way is None or self._moved.intersection(inputs) or not under_way.serves(inputs, draws, self.kind):
+            if under_way is not None:
+                self.undo()
+            under_way = self._launch(inputs, draws, launched)
+        elif launched is not None:
+            launched()
+        behind = self._launch_behind(inputs, draws) if ahead and draws is not None else None
+        decoder, graph = self.decoder, under_way.graph
+        decoder.replays += 1
+        decoder.runtime.wait(under_way.over)
+        if self.kind.needs_host:
+            decoder.raise_host_error()
+            failure = graph.replay.failure(graph.replay.generation)
+            if failure is not None:
+                raise BackendError(failure)
+        self._uploaded, self._drawing = behind is None and not self._moved, under_way.drawing
+        if under_way.drawing is not None:
+            tokens = under_way.drawing.tokens
+            self._next = {place: (tokens[place], position + 1) for place, (_, position) in inputs.items()}
+        if behind is not None:
+            self._ahead, self._next = behind._replace(inputs=self._next), {}
+        return graph.logits
+
+    def choices(self, places: Sequence[int]) -> list[SampledToken | None]:
+        """What the rows at these places chose in the last step that was drawn, see `BucketDraw.choices`."""
+        assert self._drawing is not None
+        return self.draw.choices(self._drawing, places)
+
+    def launch_next(self, draws: Mapping[int, SamplingParams]) -> None:
+        """Behind `commit`: launch the next step for what the rows chose, while the caller does something else. It did
+        not happen if another step is asked for. Nothing is done where it needs more than those tokens.
+        """
+        if self._ahead is not None or not self._can_go_ahead(self._next):
+            return
+        try:
+            self._ahead = self._launch(dict(self._next), draws, None)
+        except Exception as error:  # who asks for the step is told
+            log.debug("a step was not launched ahead: %s", error)
+            self.undo()
+
+    def _can_go_ahead(self, places: Collection[int], under_way: int = 0) -> bool:
+        """Whether a step of the rows at these places, if they are all, can be launched before it is asked for."""
+        rows = [row for row in self.rows if row is not None]
+        if self.kind.needs_host or self.states or len(rows) != len(places):
+            return False
+        return all(can_go_ahead(row, under_way) for row in rows)
+
+    def _launch_behind(self, inputs: Inputs, draws: Mapping[int, SamplingParams]) -> OverlappedStep | None:
+        """Launch the step after the one under way, which has these inputs; None: it has to wait until that is over."""
+        if self._moved or not self._can_go_ahead(inputs, 1):
+            return None
+        try:
+            return self._launch(None, draws, None)
+        except Exception as error:  # who asks for the step is told
+            log.debug("a step was not launched behind another: %s", error)
+            # the device may have counted its tokens: it serves nobody, and is undone
+            return OverlappedStep({}, None, self.kind, self.decoder.graphs[self.kind], None, None)
+
+    def _launch(
+        self, given: Inputs | None, draws: Mapping[int, SamplingParams] | None, launched: Callable[[], None] | None
+    ) -> OverlappedStep:
+        """Begin a step, see `step`. given: None: what the rows choose in the one under way."""
+        decoder, inputs = self.decoder, given or {}
+        if given is not None and not self._uploaded:
+            self.upload_spans()
+        placed = {place: self._next.get(place) for place in inputs} == inputs
+        if not self.is_captured:
+            placed, captured = False, capture(self, *columns_of(inputs, self.size))
+            decoder.captures += 1
+            self._update_kind()  # the host's parts were made: only now it is known who reads
+            decoder.graphs[self.kind] = captured
+        graph, self._next = decoder.graphs[self.kind], {}
+        if draws is not None:
+            placed = self.draw.prepare(draws, graph.logits) and placed
+        if not placed:
+            if given is None:
+                raise CaptureError("what rows choose is drawn in another way than in the step under way")
+            decoder.memory.place(*columns_of(inputs, self.size))
+        self._uploaded = False  # until it is known that the tokens count: the device counts them at once
+        self._moved.clear()
+        graph.replay(launched)
+        drawing = None if draws is None else self.draw.launch()
+        over = decoder.runtime.mark()
+        copy_ahead_share([row for row in self.rows if row is not None])
+        return OverlappedStep(inputs, draws, self.kind, graph, drawing, over)
+
+    def commit(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
+        """Count a token of every row. Returns what `StepMemory.host_meters` does; None: the host had nothing to do."""
+        self.decoder.states.confirmed += 1
+        for row in self.rows:
+            if row is not None:
+                row.commit()
+        return self.decoder.memory.host_meters() if self.kind.needs_host else None
+
+    def undo(self) -> None:
+        """A step that was launched, if there is one, does not count."""
+        self._ahead = None
+        self.decoder.states.undo()
+
+    def forget(self, place: int | None = None) -> None:
+        """Drop what host parts hold of the row at a place, None: of all; the next step is planned before it comes."""
+        if place is None and self._ahead is not None:
+            self.undo()
+        for asks in self._asks:
+            asks[slice(None) if place is None else slice(place, place + 1)] = [None] * (
+                self.size if place is None else 1
+            )
+        for slot in self.decoder.slots:
+            for host in slot.hosts:
+                if place is None or host.rows.start <= place < host.rows.stop:
+                    host.forget(place)
+
+    def attend(
+        self, number: int, query: Tensor, new: Buffers, scoring: Scoring, sinks: Tensor | None, *, retrieving: bool
+    ) -> Tensor:
+        """Record the attention of layer `number`, of those that attend. retrieving: it is one that retrieves."""
+        if query.shape[2] != 1:
+            raise CaptureError(f"a decode step has one new token per row, the model brought {query.shape[2]}")
+        slot, max_coded_keys = self.decoder.slots[number], None
+        if self.kind.retrieves and retrieving:
+            if not slot.hosts:
+                like = next(row.layers[number] for row in self.rows if row is not None)
+                slot.make_hosts(like, query, new[1].shape[3], scoring)
+                _plan(number, slot.hosts, self._asks[number], _layers(self.rows, range(self.size)))
+                self.decoder.upload_tables()
+            if slot.hosts[0].scoring != scoring:
+                raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
+            max_coded_keys = self.kind.max_coded_keys
+        paged = None
+        if self.kind.levels and retrieving:
+            paged = self.decoder.paged(slot.number, query, scoring)
+        return slot.record(query, new, scoring, sinks, max_coded_keys=max_coded_keys, padded=False, paged=paged)
+
+    # -- Recordable ----------------------------------------------------------------------------------
+
+    def upload_spans(self) -> None:
+        """Tell the device where the windows' tokens lie, and which rows there are."""
+        spans = np.zeros((len(self.decoder.slots), self.size, 2), np.int32)
+        stored = np.zeros(self.size, np.int32)
+        for place, row in enumerate(self.rows):
+            if row is not None:
+                spans[:, place], stored[place] = row.spans, 1
+        self.decoder.memory.upload_rows(spans, stored)
+        self._uploaded = True
+
+    def drop_pending(self) -> None:
+        """A forward that recorded, or tried to, is over."""
+        for layer in self.cache.layers:
+            if isinstance(layer, _BucketLayer):
+                layer.pending = None
+
+    def add_tail(self) -> None:
+        """Add to the rows' layers what replays have estimated since the last call."""
+        for row in self.rows:
+            if row is not None:
+                row.add_tail()
+
+    def drop_tail(self) -> None:
+        """Forget what was estimated since `add_tail`."""
+        for host in (host for slot in self.decoder.slots for host in slot.hosts):
+            host.take_tail()
+
+    def _update_kind(self) -> None:
+        """Note who reads host memory, once that is planned."""
+        self.kind = self.kind._replace(reads=self.decoder.reads if self.kind.retrieves else ())
+
+
+_Ask = tuple[HostRow, int | HeadBudgets | None]
+"""What a row retrieves in a layer, and how many keys."""
+
+
+def _ask(layers: Sequence[Any], number: int) -> _Ask | None:
+    """What a row with these layers retrieves in one, and how many keys; None: nothing."""
+    if not layers or not isinstance(layers[number], RetrievalLayer):
+        return None
+    layer = layers[number]
+    (start, stop), path = held_by(layer).ranges[0], layer.hosts[0]
+    if stop <= start:
+        return None
+    return HostRow(path, (start, stop)), retrieved_keys(layer.config, path, stop - start)
+
+
+def _layers(rows: Sequence[GraphSlot | None], places: Collection[int]) -> dict[int, Sequence[Any]]:
+    """The layers of the rows at these places, none for nobody."""
+    return {place: [] if (row := rows[place]) is None else row.layers for place in places}
+
+
+def _plan(
+    number: int, hosts: Iterable[HostStep], asks: list[_Ask | None], changed: Mapping[int, Sequence[Any]]
+) -> None:
+    """Plan the host parts of a layer that have some of these places, whose rows have these layers. asks: of all places,
+    as they were planned last.
+    """
+    for place, layers in changed.items():
+        asks[place] = _ask(layers, number)
+    for host in hosts:
+        first, stop = host.rows.start, host.rows.stop
+        own = {place - first for place in changed if first <= place < stop}
+        if own:
+            some = asks[host.rows]
+            host.plan([None if ask is None else ask[0] for ask in some], _together(some), own)
+
+
+def _together(counts: Sequence[_Ask | None]) -> Retrieve:
+    """How many keys rows attend to that are planned together. Raises CaptureError where that differs."""
+    given = [one[1] for one in counts if one is not None]
+    if not given:
+        return 1
+    budgets = [one for one in given if isinstance(one, HeadBudgets)]
+    numbers = {one for one in given if isinstance(one, int)}
+    if len(budgets) == len(given):
+        # rows without keys get those of another
+        own = iter(budgets)
+        return tuple(budgets[0] if one is None else next(own) for one in counts)
+    if len(numbers) == 1 and not budgets and None not in given:
+        return numbers.pop()
+    raise CaptureError("the rows retrieve different numbers of keys, or all of them")
+
+
+class _BucketCache(Cache):
+    """`past_key_values` of the forward that is recorded. batch.columns: what it says to hold; no token counts it."""
+
+    on_layer = None
+
+    def __init__(self, bucket: DecodeGraph, like: RetrievalCache) -> None:
+        numbers = {number: row for row, (number, _) in enumerate(attending(like))}
+        held: list[Any] = list(like.layers)
+        states = iter(bucket.states)
+        layers: list[Any] = [
+            _BucketLayer(bucket, numbers[number], isinstance(layer, RetrievalLayer), layer.is_sliding)
+            if number in numbers
+            else next(states).layer
+            for number, layer in enumerate(held)
+        ]
+        super().__init__(layers=layers)
+        self.batch = SimpleNamespace(columns=0)
+        for layer in layers:
+            if isinstance(layer, _BucketLayer):
+                layer.batch = self.batch
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        if layer_idx >= len(self.layers):
+            raise CacheMismatchError(f"These rows have no keys for layer {layer_idx}, where the model stores some.")
+        layer: Any = self.layers[layer_idx]
+        keys, values = layer.update(key_states, value_states)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """See `batch`."""
+        return int(self.batch.columns)
+
+
+class _BucketLayer(CacheLayerMixin, AttendingLayer):
+    """One layer of all rows, as transformers sees it."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, bucket: DecodeGraph, number: int, retrieving: bool, sliding: bool) -> None:
+        super().__init__()
+        self._bucket, self._number, self._retrieving, self.is_sliding = bucket, number, retrieving, sliding
+        self.pending: Buffers | None = None
+        self.batch: Any = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Note the new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        self.pending = (key_states, value_states)
+        return KVView(self, key_states), KVView(self, value_states)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        spec: MaskSpec,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Record: each row's new token to its own tokens, (rows, q_heads, 1, value_dim)."""
+        if self.pending is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends to another layer's keys without storing its own; models that share "
+                "keys and values between layers are not served."
+            )
+        new, self.pending = self.pending, None
+        scoring = Scoring(scale, softcap)
+        return self._bucket.attend(self._number, query, new, scoring, sink_logits, retrieving=self._retrieving)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return int(self.batch.columns)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True

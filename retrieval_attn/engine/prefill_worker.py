@@ -1,0 +1,222 @@
+"""Readings: the prompts of an engine that are read, or brought from its store, between steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from retrieval_attn.config import Config
+from retrieval_attn.engine.counts import Counts
+from retrieval_attn.engine.prefill_request import BatchedPrefill, PrefillRequest, paused
+from retrieval_attn.engine.radix_cache import RadixCache
+from retrieval_attn.engine.request_needs import State
+from retrieval_attn.engine.running_request import RunningRequest, found_tokens
+from retrieval_attn.engine.scheduler import Scheduler
+
+__all__ = ["Progress", "PrefillWorker"]
+
+CLAIM_SECONDS = 0.002
+"""Between two looks, where all that is left to do is read by requests that wait for another, or opened in a thread."""
+
+
+END_SECONDS = 0.005
+"""That steps wait for the end of a read, which takes no time where nothing is under way any more."""
+ALONE_TOKENS, BESIDE_TOKENS = 2048, 512
+"""Of short prompts that are read by one forward, where nothing decodes meanwhile and where rows wait for it."""
+CELL_SHARE = 1 / 8
+"""Of the time from token to token: a cell of a forward of more than BESIDE_TOKENS beside rows takes no longer."""
+
+
+class Fail(Protocol):
+    """Ends a request with its error, and notes it in a list."""
+
+    def __call__(self, number: str, error: BaseException, failed: list[str]) -> None: ...
+
+
+class Progress(NamedTuple):
+    """What came of a tick's readings. cells: that were read, by name. done: prompts that are read. cell_seconds: of a
+    cell, on average. at_end: of `cells`, those whose next one ends a layer's pass.
+    """
+
+    cells: dict[str, int]
+    done: tuple[str, ...]
+    cell_seconds: float
+    at_end: tuple[str, ...]
+
+
+class PrefillWorker:
+    """Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        rows: Mapping[str, RunningRequest],
+        scheduler: Scheduler,
+        changed: threading.Condition,
+        caches: tuple[Config, RadixCache | None],
+        fail: Fail,
+        counts: Counts,
+    ) -> None:
+        """rows: all of the engine, by number. changed: held while the scheduler is asked. caches: what new ones have,
+        and where those that others read lie. counts: is told what prompts began with.
+        """
+        self._rows, self._scheduler, self._changed, self._fail = rows, scheduler, changed, fail
+        self._config, self._tree = caches
+        self._counts = counts
+        self._packs = False  # the first read makes ready what any may need, which takes a while
+        self._pack: BatchedPrefill | None = None
+        self._pack_cell_seconds = 0.0  # of the last one
+        self._token_seconds = 0.0  # in a cell, of the last one that was not small
+
+    def made_ready(self) -> None:
+        """A read was, elsewhere: short ones go together from the first on."""
+        self._packs = True
+
+    def go_on(self, granted: Mapping[str, int], failed: list[str], *, alone: bool) -> Progress:
+        """Read so many cells, or fewer where another kind of cell comes before.
+
+        alone: nothing decodes meanwhile. Who fails is added to failed.
+        """
+        began = time.perf_counter()
+        cells: dict[str, int] = {}
+        done: list[str] = []
+        at_end: list[str] = []
+        busy = False
+        with self._changed:
+            reading = [number for number in self._rows if self._scheduler.state(number) is State.READING]
+        granted = self._passed_on(granted, reading)
+        for number in reading:
+            if number in failed:
+                continue
+            row = self._rows[number]
+            try:
+                self._advance(row)
+                read = paused(row.read)
+                if row.read is None or row.has_to_wait or number not in granted:
+                    continue
+                busy = True
+                if read is not None:
+                    before = read.cells_done
+                    read.go(min(granted[number], read.cells_alike))
+                    read.wait()
+                    cells[number] = read.cells_done - before
+                    if read.at_end:
+                        at_end.append(number)
+                    if read.finishing:
+                        read.wait_done(END_SECONDS)
+                    self._advance(row)
+            except Exception as error:
+                self._fail(number, error, failed)
+        cells |= self._read_together([one for one in reading if one not in failed], granted, failed, alone=alone)
+        for number in reading:
+            if number not in failed:
+                self._note_shared(number, self._rows[number])
+                if self._rows[number].is_read:
+                    done.append(number)
+                    self._counts.found(found_tokens(self._rows[number]))
+        if reading and not busy and alone and not done:
+            time.sleep(CLAIM_SECONDS)
+        total = sum(cells.values())
+        seconds = (time.perf_counter() - began) / total if total else 0.0
+        return Progress(cells, tuple(done), seconds, tuple(at_end))
+
+    def _advance(self, row: RunningRequest) -> None:
+        self._packs = self._packs or (row.read is not None and row.read.done)
+        row.advance(self._config, self._tree, packs=self._packs)
+
+    def _read_together(
+        self, reading: Sequence[str], granted: Mapping[str, int], failed: list[str], *, alone: bool
+    ) -> dict[str, int]:
+        """Short reads go on together, with the time of all of them: also of those that wait until these are done, and
+        of those with none of their own. The cells, as one of them has them: they cost little more than its own would.
+        """
+        short = {
+            number: read
+            for number in reading
+            if isinstance(read := self._rows[number].read, PrefillRequest) and paused(read) is None
+        }
+        room = sum(granted.get(number, 0) for number in short)
+        if self._pack is not None and self._pack.done:  # all were cancelled
+            self._pack = None
+        if not room:
+            return {}
+        if self._pack is None:
+            waiting = [short[number] for number in sorted(short, key=lambda number: number not in granted)]
+            self._pack = BatchedPrefill(waiting, min(self._tokens_together(alone=alone), self._config.prefill_chunk))
+        before = self._pack.cells_done
+        self._go(self._pack, room, alone=alone)
+        cells = self._pack.cells_done - before
+        members = [number for number, read in short.items() if read in self._pack.reads]
+        if self._pack.done:
+            self._pack = None
+        for number in members:
+            try:
+                self._advance(self._rows[number])
+            except Exception as error:
+                self._fail(number, error, failed)
+        return {number: cells for number in members[:1]}
+
+    def _tokens_together(self, *, alone: bool) -> int:
+        """Of the next pack. Beside rows so many that its cells stay short, as those of the last one that was not small
+        tell: on a GPU what is done once for a cell takes longer than its tokens.
+        """
+        if alone:
+            return ALONE_TOKENS
+        if not self._token_seconds:
+            return BESIDE_TOKENS
+        fitting = int(CELL_SHARE * self._scheduler.limits.inter_token_seconds / self._token_seconds)
+        return min(max(fitting, BESIDE_TOKENS), ALONE_TOKENS)
+
+    def _go(self, pack: BatchedPrefill, cells: int, *, alone: bool) -> None:
+        """So many cells as long as those of the last pack, or as many longer ones as take that time; one at least."""
+        if pack.cells_done == 0:
+            pack.wait()  # what is done once, before the first cell
+            began = time.perf_counter()
+            pack.go(1)
+            pack.wait()
+            seconds = time.perf_counter() - began
+            if not alone and seconds > self._pack_cell_seconds:
+                cells = int(cells * self._pack_cell_seconds / seconds)
+            cells -= 1
+        cells = min(cells, pack.cells_left)
+        if cells > 0:
+            began, before = time.perf_counter(), pack.cells_done
+            pack.go(cells)
+            pack.wait()
+            self._pack_cell_seconds = (time.perf_counter() - began) / max(pack.cells_done - before, 1)
+            if pack.tokens >= BESIDE_TOKENS // 2:
+                self._token_seconds = self._pack_cell_seconds / pack.tokens
+
+    def _note_shared(self, number: str, row: RunningRequest) -> None:
+        """What the tree holds of a prompt is not reserved for the request, too."""
+        if row.shared_tokens > row.noted_tokens and not row.changes_factors:
+            row.noted_tokens = tokens = row.shared_tokens
+            with self._changed:
+                self._scheduler.set_cached(number, tokens)
+                if tokens <= self._scheduler.limits.chunk_tokens:
+                    return
+                for other, waiting in self._rows.items():  # no long ones any more, which would be read one by one
+                    if self._scheduler.state(other) is State.WAITING and waiting.sharing.shares_prefix_with(
+                        row.sharing, tokens
+                    ):
+                        self._scheduler.set_known(other, tokens)
+
+    def _passed_on(self, granted: Mapping[str, int], reading: Sequence[str]) -> dict[str, int]:
+        """Cells of requests that wait for another's read go to that one, whatever its priority.
+
+        Those of one whose saved context is being opened, or that waits for pages, go to the next reading.
+        """
+        readers = {id(claim): number for number in reading if (claim := self._rows[number].sharing.claim) is not None}
+        read = [
+            number for number in reading if self._rows[number].read is not None and not self._rows[number].has_to_wait
+        ]
+        found: dict[str, int] = {}
+        for number, cells in granted.items():
+            claim = self._rows[number].sharing.claim if number in self._rows else None
+            reader = None if claim is None else claim.reader
+            to = number if reader is None else readers.get(id(reader), number)
+            if read and to in self._rows and self._rows[to].has_to_wait:
+                to = read[0]
+            found[to] = found.get(to, 0) + cells
+        return found

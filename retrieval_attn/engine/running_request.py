@@ -1,0 +1,333 @@
+"""Row: one request from its start to its end, as the engine drives it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrieval_attn.answer_loop import AnswerLoop, token_scores
+from retrieval_attn.attention.cache import RetrievalCache, seal
+from retrieval_attn.config import Config
+from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
+from retrieval_attn.engine.counts import TierTokens
+from retrieval_attn.engine.detokenizer import Detokenizer, Summary
+from retrieval_attn.engine.ids import Ids, int32_row
+from retrieval_attn.engine.opening import Opening
+from retrieval_attn.engine.output_queue import OutputQueue
+from retrieval_attn.engine.paged_prefix import PageAllocation
+from retrieval_attn.engine.penalties import History
+from retrieval_attn.engine.prefill_request import SHORT_TOKENS, PrefillRequest, packable, paused
+from retrieval_attn.engine.prefix_handle import PrefixHandle, text_mark
+from retrieval_attn.engine.radix_cache import RadixCache
+from retrieval_attn.engine.request import Reason, Request
+from retrieval_attn.engine.request_handle import RequestHandle
+from retrieval_attn.engine.saved_text import OpenedText, SavedText
+from retrieval_attn.engine.text import TextStream
+from retrieval_attn.errors import CacheMismatchError, RetrievalAttentionError, StoreDamagedError
+from retrieval_attn.model.rope import length_rope
+from retrieval_attn.model.weights import require_same, weight_state
+from retrieval_attn.runner.decode import PromptState, TokenScore
+
+__all__ = ["RunningRequest"]
+
+log = logging.getLogger(__name__)
+
+SCORED_BYTES = 1 << 28
+"""Of logits in float32: 523 tokens with a vocabulary of 128,256."""
+
+
+class RunningRequest:
+    """See the module. Everything but `ticket` belongs to the engine's thread.
+
+    logits: float32 (1, vocabulary), from which the next token is to be chosen, or None: the last token must be fed
+    first. tokens: of the answer. cached_tokens: of the prompt, not read for it; noted_tokens: that the scheduler knows
+    the tree to hold. prompt_tokens: with those of the saved context that the request names. lost: that is not opened
+    but read.
+    """
+
+    def __init__(
+        self, request: Request, ticket: RequestHandle, loop: AnswerLoop, outbox: OutputQueue, saved: SavedText | None =
+        None, pages: PageAllocation | None = None, before: RunningRequest | None = None,
+    ) -> None:  # fmt: skip
+        """loop: of the model that answers. outbox: takes what the ticket is told. saved: what the prompt begins with.
+        pages: for parts of it that are attended to exactly; None: none are. before: had the same request, and keys that
+        were found damaged: what it told is not told again.
+        """
+        self.request, self.ticket = request, ticket
+        self.prompt_tokens = request.prompt_tokens + (0 if saved is None else saved.tokens)
+        self.cache: RetrievalCache | None = None
+        self.logits: Tensor | None = None
+        self.read: ChunkedPrefill | PrefillRequest | None = None
+        self.tokens: list[int] = []
+        self.cached_tokens = self.noted_tokens = self._brought = 0  # _brought: from the store, by this row
+        self.ended = False
+        self.reason: Reason | None = None  # why it ended; None, too, where another row has the request
+        self._loop, self.before = loop, before
+        self._teller: Detokenizer = (
+            Detokenizer(ticket, outbox, TextStream(loop.tokenizer, request.stop, request.min_tokens))
+            if before is None
+            else before._teller
+        )
+        self._stops = loop.eos if request.stop_ids is None else request.stop_ids
+        rope, self.weights = length_rope(loop.model), weight_state(loop.model)
+        self._factors = None if rope is None else rope.factors(self.prompt_tokens)
+        self.changes_factors = rope is not None and not rope.decodes_on(
+            self._factors, self.prompt_tokens + request.max_tokens
+        )
+        other_factors = saved is not None and rope is not None and rope.factors(saved.tokens) != self._factors
+        self._saved, self.lost = saved, saved is not None and (saved.lost or other_factors)
+        self._opening: Opening[tuple[RetrievalCache, OpenedText]] | None = None
+        self._opened: OpenedText | None = None
+        # arrays, once: a list of 128K ids takes milliseconds to compare
+        parts = [*([] if saved is None else [saved.ids]), *map(int32_row, request.parts)]
+        if request.prompt_logprobs is not None:
+            parts = _score_pieces(np.concatenate(parts), loop.vocabulary)
+        self._scores: list[TokenScore] = []  # of the prompt's tokens but the first one, as far as it is read
+        mark = text_mark(loop.model, self.weights, self.prompt_tokens)
+        parts[0] = np.concatenate((mark, parts[0]))
+        ends, marks = list(accumulate(map(len, parts))), len(mark) + (saved is not None)
+        self.sharing = PrefixHandle(np.concatenate(parts), ends, marks, request.namespace, saved=saved is not None)
+        prompt = self.sharing.ids[marks:]
+        self._history = History.of(request.draw, prompt, self.tokens, self._stops, request.min_tokens)
+        self._done = self._inside = 0  # parts that the cache holds, and tokens that it holds of the next one
+        self._pages = pages
+        self._began: float = time.perf_counter() if before is None else before._began
+        self._first = self._began
+        self._part_began = self._token_seconds = 0.0  # the latter: of reading, one token of its longest part
+        self._longest_part = 0
+
+    @property
+    def position(self) -> int:
+        """Of the newest token, which has been chosen and is fed next."""
+        return self.prompt_tokens + len(self.tokens) - 1
+
+    @property
+    def history(self) -> History | None:
+        """What the scores of the next token are changed by; None: they are the model's."""
+        return self._history if self._history is not None and self._history.changes else None
+
+    @property
+    def shared_tokens(self) -> int:
+        """Of the prompt, those that the tree holds for it, whoever read them."""
+        return self.sharing.held_tokens
+
+    @property
+    def has_to_wait(self) -> bool:
+        """For its saved context, which is being opened, for pages, or for the end of a read whose cells are done: it
+        has no use for cells meanwhile.
+        """
+        read = paused(self.read)
+        finishing = read is not None and read.finishing
+        return finishing or self._opening is not None or (self._pages is not None and self._pages.waiting)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the whole prompt was."""
+        return self._done == len(self.sharing.ends)
+
+    def advance(self, config: Config, tree: RadixCache | None, *, packs: bool = False) -> None:
+        """Begin to read the next part, unless another request reads it, or the tree has it by now; take up one that is
+        read. packs: short ones may be read with those of others. Raises what went wrong with the reading.
+        """
+        if self.request.prompt_logprobs is not None:
+            tree, packs = None, False  # all of it is read: scores of a part that another request has read are not kept
+        if self.read is not None:
+            if not self.read.done:
+                return
+            self._take_part(tree)
+        if self._opening is not None:
+            if not self._opening.done:
+                return
+            self._take_opened(tree)
+        sharing = self.sharing
+        if self.is_read or sharing.waits():
+            return
+        self.require_weights()
+        if tree is not None:
+            self._look_up(tree)
+        if self._pages is not None and not self._pages.take(self._done, tree):
+            sharing.forget()  # and look it up anew
+            self.cache, self._done, self._inside, self.cached_tokens = None, 0, 0, 0
+            return
+        shares = tree is not None and self._done < len(sharing.ends) - 1
+        if tree is not None and shares and sharing.claim_part(tree, self._done, self._known):
+            return
+        self._part_began = time.perf_counter()
+        if self._saved is not None and self._done == 0:
+            if not self.lost:
+                self._opening = self._saved.open()
+                return
+            self.cache, self._opened = self._saved.emptied()
+        if self.cache is None:
+            self.cache = RetrievalCache(self._loop.model, config)
+        self.cache.in_batch, self.cache.prompt_length = True, self.prompt_tokens
+        if self._pages is not None:
+            self._pages.open(self._done, self.cache)
+        part: Sequence[int] = sharing.ids[max(self._known, sharing.marks) : sharing.ends[self._done]].tolist()
+        short = len(part) <= min(SHORT_TOKENS, self.cache.config.prefill_chunk)
+        if packs and short and packable(self.cache):
+            self.read = PrefillRequest(self._loop, self.cache, part)
+        else:
+            self.read = ChunkedPrefill(self._loop, self.cache, part, self.request.prompt_logprobs)
+
+    def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
+        """Take the next token; whether the answer ends with it by itself."""
+        self.logits = None
+        told = [] if self.before is None else self.before.tokens
+        if not self.tokens:
+            self._first = time.perf_counter() if not told or self.before is None else self.before._first
+        if len(self.tokens) < len(told) and token != told[len(self.tokens)]:
+            self.finish("error", contradiction(self))
+            return True
+        if token in self._stops:
+            return True
+        self.tokens.append(token)
+        if len(self.tokens) <= len(told):
+            return len(self.tokens) == len(told) and self._teller.stopped
+        return self._teller.token(token, logprob, top)
+
+    def finish(self, reason: Reason, error: BaseException | None = None) -> None:
+        """Tell who asked, once; later calls change nothing."""
+        if self.ended:
+            return
+        self.ended, self.reason = True, reason
+        counts = self.prompt_tokens, self.cached_tokens
+        self._teller.end(reason, error, Summary(self.tokens, *counts, self._began, self._first, self._scores))
+
+    def leave(self, answers: RadixCache | None = None) -> None:
+        """Give everything back. answers: keeps prompt and answer for follow-up turns, unless the row has failed."""
+        if answers is not None and self.reason not in (None, "error") and self.request.prompt_logprobs is None:
+            self._keep(answers)
+        if self.read is not None:
+            self.read.cancel()
+        if self._opening is not None:
+            self._opening.cancel()
+        self.sharing.leave()
+        self.read = self.cache = self.logits = self._opening = self._pages = None
+
+    def _keep(self, tree: RadixCache) -> None:
+        """What the cache holds of prompt and answer, whole steps, stays in the tree."""
+        if self.cache is None or not self.is_read or self.cache.batch.broken:
+            return
+        if (
+            self.cache.batch.factors != self._factors
+        ):  # an answer beyond a switch: no prompt finds it by this one's mark
+            return
+        try:
+            self.sharing.put_answer(tree, self.cache, self.tokens, self._opened, self._token_seconds)
+        except Exception as error:  # the answer was told: a follow-up turn reads it, and the others go on
+            log.warning("the answer of request %s is not kept: %s: %s", self.ticket.id, type(error).__name__, error)
+
+    def require_weights(self) -> None:
+        """Raise CacheMismatchError if the model has other weights, or acting adapters, than when this was submitted."""
+        require_same(self.weights, weight_state(self._loop.model), f"Request {self.ticket.id} was submitted")
+
+    @property
+    def _known(self) -> int:
+        """Ids that the cache holds."""
+        return (self.sharing.ends[self._done - 1] if self._done else 0) + self._inside
+
+    def _take_part(self, tree: RadixCache | None) -> None:
+        assert self.read is not None and self.cache is not None
+        state, self.read = self.read.result(), None
+        self._note_scores(state)
+        self.require_weights()
+        if self.cache.batch.exact is not None:
+            self.cache.batch.exact = self.cache.batch.exact.closed()
+        self.cache.batch.note_ids(state.sequences)
+        tokens, seconds = self.sharing.ends[self._done] - self._known, time.perf_counter() - self._part_began
+        if tokens > self._longest_part:
+            self._longest_part, self._token_seconds = tokens, seconds / tokens
+        self._done, self._inside = self._done + 1, 0
+        if self.is_read:
+            self.logits = state.logits
+            return
+        self._go_on(self.cache, tree)
+
+    def _note_scores(self, state: PromptState) -> None:
+        """Keep the scores of the part that was read, and of the next part's first token."""
+        count, end = self.request.prompt_logprobs, self.sharing.ends[self._done]
+        if count is None:
+            return
+        self._scores += state.scores
+        if end < len(self.sharing.ids):
+            following = torch.tensor([int(self.sharing.ids[end])], device=state.logits.device)
+            self._scores += token_scores(state.logits, following, count)
+
+    def _take_opened(self, tree: RadixCache | None) -> None:
+        assert self._opening is not None and self._saved is not None
+        opening, self._opening = self._opening, None
+        cache, self._opened = opening.result()
+        cache.in_batch = True
+        self._done, self.cached_tokens = 1, self._saved.tokens
+        self._brought = self._saved.tokens
+        cache.require_room(self.request.prompt_tokens + self.request.max_tokens)
+        self._go_on(cache, tree)
+
+    def _go_on(self, whole: RetrievalCache, tree: RadixCache | None) -> None:
+        """A fork goes on, shared or not: what comes next lies in segments of its own, and is searched as such."""
+        seal(whole)
+        self.cache = whole.fork()
+        if tree is not None:
+            self.sharing.put(tree, whole, self._done, self._opened, time.perf_counter() - self._part_began)
+
+    def _look_up(self, tree: RadixCache) -> None:
+        """Continue a fork of the longest known beginning, if it is longer than what is there."""
+        found = self.sharing.find(tree, self._known)
+        if found is None:
+            return
+        node, held = found
+        self._opened, self.cache = held.opened, held.fork()
+        ends = self.sharing.ends
+        self._done = bisect_right(ends, node.end)
+        self._inside = node.end - (ends[self._done - 1] if self._done else 0)
+        self.cached_tokens = node.end - self.sharing.marks
+
+
+def _score_pieces(ids: Ids, vocabulary: int) -> list[Ids]:
+    """The parts in which a prompt is read whose tokens are scored: the logits of a part are held at once.
+
+    They are of one size: a short part would go through retrieval (`attention/retrieval.DECODE_TOKENS`).
+    """
+    tokens = max(1, SCORED_BYTES // (4 * vocabulary))
+    return np.array_split(ids, -(-len(ids) // tokens))
+
+
+def found_tokens(row: RunningRequest) -> TierTokens:
+    """Of a row's prompt, the tokens that were there, by where they were."""
+    exact = None if row.cache is None else row.cache.batch.exact
+    known = row.cached_tokens - row._brought
+    paged = 0 if exact is None else min(exact.tokens, known)
+    return TierTokens(paged, known - paged, row._brought)
+
+
+def damage_of(row: RunningRequest) -> RetrievalAttentionError | None:
+    """What went wrong so far with the keys of a row: damaged files that they come from, or weights of the model that
+    changed since they were computed; None: nothing, or it has ended.
+    """
+    if row.ended:
+        return None
+    try:
+        if row._opened is not None:
+            row._opened.require_whole()
+        row.require_weights()
+    except (StoreDamagedError, CacheMismatchError) as error:
+        return error
+    return None
+
+
+def contradiction(row: RunningRequest) -> StoreDamagedError:
+    """Why a row cannot go on where the one before it was."""
+    assert row.before is not None
+    told, name = len(row.before.tokens), row.request.context
+    return StoreDamagedError(
+        f"The saved context {name!r} is damaged, which was found after {told} tokens of this answer: without the "
+        "damage they are others. Ask again; its text has been read again."
+    )

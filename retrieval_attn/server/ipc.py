@@ -1,0 +1,166 @@
+"""Frames: what server and engine process tell each other, as lengths and JSON; nothing that is read can run code."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+import struct
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from retrieval_attn import errors
+from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.engine.sampling_params import SamplingParams
+from retrieval_attn.runner.decode import TokenScore
+from retrieval_attn.server.failure import EngineLostError
+
+__all__ = [
+    "EngineFailure",
+    "async_frame",
+    "error_from",
+    "frame_of",
+    "ids_from",
+    "ids_of",
+    "item_from",
+    "item_of",
+    "plain_error",
+    "receive_frame",
+    "request_from",
+    "request_of",
+]
+
+Plain = dict[str, Any]
+
+HEAD = struct.Struct(">I")
+MAX_BYTES = 1 << 30
+"""Of a frame: more is a broken stream."""
+
+
+class EngineFailure(RuntimeError):
+    """An error in the engine's process that is none of ours; its log says more."""
+
+
+def frame_of(value: Plain) -> bytes:
+    """To be sent. Minus infinity, a log-probability, is written as Python's json does and read back by it."""
+    data = json.dumps(value, separators=(",", ":")).encode("ascii")
+    return HEAD.pack(len(data)) + data
+
+
+def receive_frame(sock: socket.socket) -> Plain | None:
+    """Wait for the next one; None: the other process has gone."""
+    head = _received(sock, HEAD.size)
+    if head is None:
+        return None
+    data = _received(sock, _length(head))
+    return None if data is None else json.loads(data)
+
+
+async def async_frame(reader: asyncio.StreamReader) -> Plain | None:
+    """As `receive_frame`, in an event loop."""
+    try:
+        head = await reader.readexactly(HEAD.size)
+        found: Plain = json.loads(await reader.readexactly(_length(head)))
+        return found
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def _length(head: bytes) -> int:
+    (length,) = HEAD.unpack(head)
+    if length > MAX_BYTES:
+        raise EngineLostError(f"A frame of {length:,} bytes came from the engine's process; at most {MAX_BYTES:,} can.")
+    return int(length)
+
+
+def _received(sock: socket.socket, length: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < length:
+        try:
+            more = sock.recv(min(length - len(data), 1 << 20))
+        except ConnectionError:
+            return None
+        if not more:
+            return None
+        data += more
+    return bytes(data)
+
+
+def ids_of(ids: tuple[int, ...]) -> str:
+    """Token ids, int32 in base64: a list of 128K numbers takes long to parse."""
+    return base64.b64encode(np.asarray(ids, np.int32).tobytes()).decode("ascii")
+
+
+def ids_from(text: str) -> tuple[int, ...]:
+    """What `ids_of` wrote."""
+    return tuple(np.frombuffer(base64.b64decode(text), np.int32).tolist())
+
+
+def request_of(request: Request) -> Plain:
+    """As plain values."""
+    return {
+        "parts": [ids_of(part) for part in request.parts],
+        "max_tokens": request.max_tokens,
+        "draw": asdict(request.draw),
+        "stop": list(request.stop),
+        "stop_ids": None if request.stop_ids is None else sorted(request.stop_ids),
+        "namespace": request.namespace,
+        "owner": request.owner,
+        "priority": request.priority,
+        "context": request.context,
+        "min_tokens": request.min_tokens,
+        "prompt_logprobs": request.prompt_logprobs,
+    }
+
+
+def request_from(plain: Plain) -> Request:
+    """What `request_of` wrote. Raises as `Request`."""
+    stop_ids = plain["stop_ids"]
+    changed = {
+        "parts": tuple(ids_from(part) for part in plain["parts"]),
+        "draw": SamplingParams(**plain["draw"]),
+        "stop": tuple(plain["stop"]),
+        "stop_ids": None if stop_ids is None else frozenset(stop_ids),
+    }
+    return Request(**{**plain, **changed})
+
+
+def item_of(item: Event | Finished) -> list[Any]:
+    """What becomes of a request, as plain values."""
+    if isinstance(item, Event):
+        return ["event", item.token, item.text, item.logprob, item.top]
+    *plain, error, scores = item
+    return ["end", *plain, None if error is None else plain_error(error), scores]
+
+
+def item_from(plain: list[Any]) -> Event | Finished:
+    """What `item_of` wrote."""
+    kind, *values = plain
+    if kind == "event":
+        token, text, logprob, top = values
+        return Event(token, text, logprob, tuple((one, value) for one, value in top))
+    reason, text, tokens, prompt, cached, seconds, error, scores = values
+    told = None if error is None else error_from(error)
+    scored = tuple(TokenScore(logprob, tuple(map(tuple, top))) for logprob, top in scores)
+    return Finished(reason, text, tuple(tokens), prompt, cached, (seconds[0], seconds[1]), told, scored)
+
+
+def plain_error(error: BaseException) -> list[Any]:
+    """Its kind, its words, and its attributes that are plain values."""
+    fields = {name: value for name, value in vars(error).items() if isinstance(value, int | str | None)}
+    return [type(error).__name__, str(error), fields]
+
+
+def error_from(plain: list[Any]) -> Exception:
+    """An error of the same kind, if it is one of ours."""
+    kind, words, fields = plain
+    found: Any = EngineLostError if kind == EngineLostError.__name__ else getattr(errors, kind, None)
+    ours = isinstance(found, type) and issubclass(found, errors.RetrievalAttentionError)
+    if ours and found is not errors.RowsFailedError:  # that one is made of more than words
+        error: Exception = found(words)
+        vars(error).update(fields)
+        return error
+    return EngineFailure(f"{kind}: {words}")

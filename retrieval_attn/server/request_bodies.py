@@ -1,0 +1,336 @@
+"""Bodies of requests, in OpenAI's words: what is unknown, of a wrong type or without effect here is refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from transformers import PreTrainedTokenizerBase
+
+from retrieval_attn.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from retrieval_attn.sampling.options import BIAS_LIMIT, PENALTY_RANGE, REPETITION_RANGE
+
+__all__ = ["ChatBody", "CompletionBody", "ForkBody", "KeepBody", "Message", "MoreBody", "SampledBody", "TokenizeBody"]
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_MESSAGES, MAX_PROMPTS = 4096, 128
+BYTE_ORDER_MARK = "\ufeff"
+NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Words = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+ContextName = Annotated[str, Field(pattern=NAME_PATTERN)]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1], allow_inf_nan=False)]
+TokenBias = Annotated[float, Field(ge=-BIAS_LIMIT, le=BIAS_LIMIT, allow_inf_nan=False)]
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+
+
+class Body(BaseModel):
+    """Of a JSON request. Fields that are null count as not given, unknown ones too: clients send back whole answers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+    @field_validator("content", "text", "prompt", check_fields=False)
+    @classmethod
+    def _without_byte_order_mark(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return [cls._without_byte_order_mark(one) for one in value]
+        return value.removeprefix(BYTE_ORDER_MARK) if isinstance(value, str) else value
+
+
+class TextPart(Body):
+    """A piece of a message; images and sound are not served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One of a conversation. Tool calls and reasoning go to the chat template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: Nothing | None = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _arguments_as_mappings(cls, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_with_arguments(call) for call in calls]
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise ValueError(f"a message of the {self.role} needs content, a string or a list of parts")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The whole content, each part on lines of its own."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        role = "system" if self.role == "developer" else self.role
+        names = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+        more = {name: getattr(self, name) for name in names}
+        return {"role": role, "content": self.text, **{name: value for name, value in more.items() if value}}
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments, JSON's text from OpenAI's clients, are a mapping, as chat templates want."""
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
+        return call
+    try:
+        values = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError("arguments of a tool call must be the text of a JSON object")
+    return {**call, "function": {**function, "arguments": values}}
+
+
+TEMPLATE_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+
+
+def _for_template(options: dict[str, Any]) -> dict[str, Any]:
+    if taken := TEMPLATE_ARGUMENTS & options.keys():
+        raise ValueError(f"chat_template_kwargs cannot have {', '.join(sorted(taken))}")
+    return options
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=256, fail_fast=True)]
+TemplateOptions = Annotated[dict[str, Any], AfterValidator(_for_template)]
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk tells the tokens."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Structured output is not served."""
+
+    type: Literal["text"]
+
+
+class SampledBody(Body):
+    """What requests for an answer have in common.
+
+    Beside OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos as in vLLM, and context, the name of a
+    saved context that the prompt continues, which may stand behind the model's name as well, MODEL@NAME. Fields from
+    `user` on are accepted, and have no effect: other options of vLLM with the one value that changes nothing.
+    """
+
+    model: str = Field(max_length=512)
+    context: ContextName | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(None, ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1], allow_inf_nan=False)
+    logit_bias: dict[TokenKey, TokenBias] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    use_beam_search: Literal[False] | None = None
+    early_stopping: Literal[False] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    length_penalty: Literal[1] | None = None
+    typical_p: Literal[1] | None = None
+    no_repeat_ngram_size: Literal[0] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=0)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=0)] | None = None
+
+    @field_validator("length_penalty", "typical_p", "no_repeat_ngram_size", mode="before")
+    @classmethod
+    def _whole_number(cls, value: object) -> object:
+        return int(value) if isinstance(value, float) and value in (0, 1) else value  # clients send 1.0 as well
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings at which the answer ends."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def draw(self, seed: int, logprobs: int, defaults: Mapping[str, Any]) -> SamplingParams:
+        """How tokens are chosen. seed: of this choice. logprobs: see `SamplingParams`. defaults: for what the body
+        does not say.
+        """
+        said = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+        }
+        given = {name: value for name, value in said.items() if value is not None}
+        return SamplingParams(**{"temperature": 1.0, **defaults, **given, "seed": seed, "logprobs": logprobs})
+
+
+class ChatBody(SampledBody):
+    """POST /v1/chat/completions. Tools go to the chat template, and calls come back as text."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return self
+
+    @property
+    def read_tools(self) -> list[dict[str, Any]]:
+        """That the model reads."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the answer; None: the request does not say."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionBody(SampledBody):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[
+            list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+        ]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    echo: bool | None = None
+    suffix: Literal[""] | None = None
+    best_of: int | None = Field(None, ge=1, le=128)
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of must be n: all answers that are made are returned")
+        return self
+
+    @model_validator(mode="after")
+    def _echoes_whole(self) -> CompletionBody:
+        if self.max_tokens == 0 and (not self.echo or self.stream):
+            raise ValueError("max_tokens=0 needs echo=true, and no stream")
+        if self.scores and (self.stream or self.context or "@" in self.model):
+            raise ValueError("echo with logprobs needs stream=false, and a prompt without a saved context")
+        return self
+
+    @property
+    def scores(self) -> bool:
+        """Whether the tokens of the prompt get log-probabilities."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or more."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[int(token) for token in self.prompt if isinstance(token, int)]]
+        return [one for one in self.prompt if not isinstance(one, int)]
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: one of prompt and messages, and vLLM's fields beside them.
+
+    add_special_tokens: those that the model expects at a start; by default, unless a chat template writes them.
+    """
+
+    model: str | None = Field(None, max_length=512)
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("needs prompt or messages, and not both")
+        if self.messages is None and (self.tools or self.chat_template_kwargs or self.add_generation_prompt):
+            raise ValueError("tools, chat_template_kwargs and add_generation_prompt need messages")
+        return self
+
+
+class MoreBody(Body):
+    """POST /v1/contexts/{name}/save: a saved context with more behind it, under another name or its own.
+
+    text: continues it as it stands. messages: questions and answers about it, the last one from the assistant.
+    """
+
+    name: ContextName
+    text: str | None = None
+    messages: Messages | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> MoreBody:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("needs text or messages, and not both")
+        return self
+
+
+class KeepBody(MoreBody):
+    """POST /v1/contexts: a text that is read once. text: what questions will follow. messages: a conversation."""
+
+
+class ForkBody(Body):
+    """POST /v1/contexts/{name}/fork: another name for what is saved under the first; nothing is copied."""
+
+    name: ContextName

@@ -274,8 +274,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
                     watch.errors.append(float(np.abs(out[row, head, number].numpy() - expected).max()))
         return out
 
-    monkeypatch.setattr(host_part, "CodedPart", Named)
-    monkeypatch.setattr(retrieval, "HostPart", Seen)
+    monkeypatch.setattr(host_part, "DeviceCodeSource", Named)
+    monkeypatch.setattr(retrieval, "HostAttention", Seen)
     monkeypatch.setattr(CacheLayer, "attend", compared)
     yield watch
     assert not watch.parts

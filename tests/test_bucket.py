@@ -225,7 +225,7 @@ def test_reading_for_a_batch_captures_no_step_of_one(monkeypatch: pytest.MonkeyP
     bound: list[Any] = []
     real = ready.bind
     monkeypatch.setattr(ready, "bind", lambda *given: bound.append(given) or real(*given))  # type: ignore[func-returns-value]
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         engine.submit(Request((ids(300, 1), ids(9, 2)), 5)).result()
     assert not bound
     ra.Context(llm.model, llm.tokenizer, CONFIG).read(list(ids(300, 1)), progress=False)
@@ -448,7 +448,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
 
     monkeypatch.setattr(GraphRunner, "_replayed", watched)
     replays = 0
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
         engine.check()
         replays = runners[0].replays

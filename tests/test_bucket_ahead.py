@@ -251,7 +251,7 @@ def test_an_engine_launches_ahead(launches: list[str]) -> None:
         Request((ids(600 + number, number),), 4 + 9 * number, SamplingParams(0.8 * (number % 2), seed=number))
         for number in range(5)
     ]
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
         engine.check()
     steps = engine.stats["steps"]
@@ -271,7 +271,7 @@ def test_questions_on_a_text_go_ahead_while_its_keys_have_codes(launches: list[s
     for tokens in (12, 70):
         requests = [Request((text, ids(16, number)), tokens, SamplingParams(seed=number)) for number in range(3)]
         del launches[:]
-        with Engine(llm, shared_bytes=1 << 26) as engine:
+        with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
             found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
             engine.check()
         answers[tokens] = launches.count("ahead"), launches.count("launched")

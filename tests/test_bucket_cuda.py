@@ -150,7 +150,7 @@ def test_an_engine_draws_in_graphs() -> None:
     """Stop strings, log-probabilities and all ways to draw: every answer is the one that its request gets alone."""
     llm = llm_of()
     llm.model = build_model("llama", head_dim=64).cuda()
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests()]]
         assert engine._stepper._runner.replays > 8
     for request, one in zip(requests(), found, strict=True):
@@ -172,7 +172,7 @@ def test_an_engine_decodes_by_graphs(index: str, monkeypatch: pytest.MonkeyPatch
         return real(model, caches, *given)
 
     monkeypatch.setattr(bucket, "eager_step", watched)
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
         engine.check()
     assert eager == []
@@ -267,8 +267,8 @@ def test_an_engine_with_exact_prefixes_decodes_by_graphs(monkeypatch: pytest.Mon
         return real(model, caches, *given)
 
     monkeypatch.setattr(bucket, "eager_step", watched)
-    found = with_engine(llm, requests, shared_bytes=1 << 26, exact_tokens=1000)
+    found = with_engine(llm, requests, prefix_cache_bytes=1 << 26, paged_prefix_tokens=1000)
     assert eager == []
     monkeypatch.setattr(GraphRunner, "_replayed", lambda *given: None)
-    again = with_engine(llm, requests, shared_bytes=1 << 26, exact_tokens=1000)
+    again = with_engine(llm, requests, prefix_cache_bytes=1 << 26, paged_prefix_tokens=1000)
     assert eager and [one.tokens for one in found] == [one.tokens for one in again]

@@ -120,7 +120,7 @@ def check_penalties(model: Any) -> None:
     ]
     asked = [Request((ids(300, 1), ids(5 + n, n)), 14, draw, stop_ids=frozenset()) for n, draw in enumerate(options)]
     asked.append(Request((ids(30, 7),), 14, SamplingParams(0.9, seed=1), stop_ids=frozenset(range(60)), min_tokens=6))
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         tickets = [engine.submit(request) for request in asked]
         found = [ticket.result() for ticket in tickets]
         replays = engine._stepper._runner.replays
@@ -214,7 +214,7 @@ def test_an_engine_tells_beside_its_replays(monkeypatch: pytest.MonkeyPatch) -> 
         put(ticket, item)
 
     monkeypatch.setattr(RequestHandle, "put", watched)
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         tickets = [engine.submit(request) for request in requests()]
         events = [list(ticket) for ticket in tickets]
         found = [ticket.result() for ticket in tickets]
@@ -246,7 +246,7 @@ def test_text_that_cannot_be_made_ends_its_request_alone(
         return add(stream, token)
 
     monkeypatch.setattr(TextStream, "add", failing)
-    with Engine(llm, shared_bytes=0) as engine:
+    with Engine(llm, prefix_cache_bytes=0) as engine:
         tickets = [engine.submit(request) for request in asked]
         found = [ticket.result() for ticket in tickets]
         again = engine.submit(asked[0]).result()
@@ -278,7 +278,7 @@ def test_an_outbox_keeps_the_order() -> None:
 def test_events_are_told_in_the_order_of_their_tokens() -> None:
     """Whatever was told by the engine's thread, and what by the outbox."""
     llm = llm_of()
-    with Engine(llm, shared_bytes=0) as engine:
+    with Engine(llm, prefix_cache_bytes=0) as engine:
         for _ in range(3):  # each ends with nobody beside it, and begins anew without graphs
             ticket = engine.submit(Request((ids(50, 3),), 10, stop_ids=frozenset()))
             events = list(ticket)

@@ -243,8 +243,8 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
 
     monkeypatch.setattr(GraphRunner, "_replayed", watched)
     monkeypatch.setattr(bucket, "eager_step", stepped)
-    settings: dict[str, Any] = {"exact_tokens": 1000}
-    with Engine(llm, shared_bytes=1 << 26, **settings) as engine:
+    settings: dict[str, Any] = {"paged_prefix_tokens": 1000}
+    with Engine(llm, prefix_cache_bytes=1 << 26, **settings) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
         engine.check()
         assert runners[0].replays > 5 and runners[0].reason == "" and eager == []
@@ -253,7 +253,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
     monkeypatch.setattr(GraphRunner, "_replayed", lambda *given: None)
     for request, one, again in zip(requests, found, with_engine(llm, requests, **settings), strict=True):
         assert one.error is None and same(one, again)
-        assert same(one, with_engine(llm, [request], shared_bytes=0, **settings)[0])
+        assert same(one, with_engine(llm, [request], prefix_cache_bytes=0, **settings)[0])
 
 
 @pytest.mark.parametrize("seed", [2, 22])
@@ -272,4 +272,4 @@ def test_random_schedules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(llm, schedule)
     assert sum(levels > 0 for levels in replays) > 5
     monkeypatch.setattr(GraphRunner, "_replayed", lambda *given: None)
-    assert wrong(llm, found, schedule.exact_tokens) == []
+    assert wrong(llm, found, schedule.paged_prefix_tokens) == []

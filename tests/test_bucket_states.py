@@ -162,7 +162,7 @@ def test_an_engine_decodes_by_graphs() -> None:
     document = ids(300, 1)
     requests = [Request((document, ids(5 + number, number)), 4 + 3 * number) for number in range(4)]
     requests += [Request((ids(20 * number, number),), 12) for number in range(1, 4)]
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         engine.warm_up(rows=4, tokens=400)
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
         engine.check()

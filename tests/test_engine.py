@@ -56,7 +56,7 @@ def ids(count: int, seed: int) -> tuple[int, ...]:
 
 def alone(llm: Any, request: Request) -> Finished:
     """By a fresh engine, nothing beside it and nothing shared."""
-    with Engine(llm, shared_bytes=0) as engine:
+    with Engine(llm, prefix_cache_bytes=0) as engine:
         return engine.submit(request).result()
 
 
@@ -80,17 +80,17 @@ def same(one: Finished, other: Finished) -> bool:
 
 
 @pytest.mark.parametrize("index", ["auto", "flat", "device"])
-@pytest.mark.parametrize("shared_bytes", [0, 1 << 26])
-def test_every_answer_is_the_one_it_gets_alone(index: str, shared_bytes: int) -> None:
+@pytest.mark.parametrize("prefix_cache_bytes", [0, 1 << 26])
+def test_every_answer_is_the_one_it_gets_alone(index: str, prefix_cache_bytes: int) -> None:
     llm = llm_of(CONFIG.replace(index=index))
     requests = requests_of(1, 14)
-    with Engine(llm, shared_bytes=shared_bytes) as engine:
+    with Engine(llm, prefix_cache_bytes=prefix_cache_bytes) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
         engine.check()
         assert engine.stats["rows"] == engine.stats["waiting"] == 0
     for request, one in zip(requests, found, strict=True):
         assert one.error is None and same(one, alone(llm, request)), request
-    assert any(one.cached_tokens for one in found) == bool(shared_bytes)
+    assert any(one.cached_tokens for one in found) == bool(prefix_cache_bytes)
     assert {one.reason for one in found} >= {"length"}
 
 
@@ -115,7 +115,7 @@ def test_a_document_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda module, args, kwargs: forwards.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     try:
-        with Engine(llm, shared_bytes=1 << 26) as engine:
+        with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
             asked = [Request((document, ids(9, 50 + number)), 5) for number in range(6)]
             found = [ticket.result() for ticket in [engine.submit(request) for request in asked]]
             assert sum(count for count in forwards if count > 60) == 900
@@ -151,13 +151,13 @@ def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -
     """Of a long prompt in two parts, beside a row that decodes: no tick has a chunk and such an end."""
     llm = llm_of(CONFIG.replace(prefill_chunk=64))
     told: list[StepResult] = []
-    tick = Scheduler.tick
+    tick = Scheduler.schedule
 
     def noted(scheduler: Scheduler, results: StepResult, now: float) -> SchedulerOutput:
         told.append(results)
         return tick(scheduler, results, now)
 
-    monkeypatch.setattr(Scheduler, "tick", noted)
+    monkeypatch.setattr(Scheduler, "schedule", noted)
     layers = len(RetrievalCache(llm.model, llm.config).layers)
     with Engine(llm) as engine:
         row = engine.submit(Request((ids(20, 1),), 400, stop_ids=frozenset()))
@@ -179,15 +179,15 @@ def test_questions_on_a_long_text_are_short(read_before: bool, monkeypatch: pyte
     limits = replace(default_limits(llm.model, llm.config), chunk_tokens=64)
     text, asked = ids(300, 1), [ids(9, 5 + number) for number in range(6)]
     seen: list[int] = []
-    real = readings.PackedRead
+    real = readings.BatchedPrefill
 
     def watched_reads(*given: Any) -> Any:
         pack = real(*given)
         seen.append(len(pack.reads))
         return pack
 
-    monkeypatch.setattr(readings, "PackedRead", watched_reads)
-    with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
+    monkeypatch.setattr(readings, "BatchedPrefill", watched_reads)
+    with Engine(llm, limits=limits, prefix_cache_bytes=1 << 26) as engine:
         if read_before:
             engine.submit(Request((text, ids(1, 2)), 1)).result()
             del seen[:]
@@ -220,7 +220,7 @@ def test_rows_get_tokens_between_the_layers_of_questions(cancelled: bool) -> Non
         layer.mlp.register_forward_pre_hook(lambda _module, given, number=number: note(number, given[0].shape[1]))
         for number, layer in enumerate(llm.model.model.layers)
     ]
-    with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
+    with Engine(llm, limits=limits, prefix_cache_bytes=1 << 26) as engine:
         row = engine.submit(Request((text, ids(5, 2)), 3_000, stop_ids=frozenset()))
         next(iter(row))
         del seen[:]
@@ -272,7 +272,7 @@ def test_a_text_that_another_goes_on_with() -> None:
     llm, long = llm_of(), ids(600, 1)
     short = long[:200]
     for first, second in ((long, short), (short, long)):
-        with Engine(llm, shared_bytes=1 << 26) as engine:
+        with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
             sizes = []
             for document, known in ((first, 0), (second, 0), (first, 600), (second, 200)):
                 request = Request((document, (*long[200:204], *ids(5, 2))), 6, stop_ids=frozenset())
@@ -287,7 +287,7 @@ def test_who_waits_for_a_read_gives_it_its_own_time() -> None:
     """An interactive request needs what one of less priority reads: without that, it would wait until that one ages."""
     llm, document = llm_of(), ids(3_000, 2)
     limits = replace(default_limits(llm.model, llm.config), inter_token_seconds=0.001, promote_seconds=1000.0)
-    with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
+    with Engine(llm, limits=limits, prefix_cache_bytes=1 << 26) as engine:
         slow = engine.submit(Request((document, ids(5, 3)), 2, priority="batch"))
         while not engine.stats["shared"].reading:
             threading.Event().wait(0.001)
@@ -306,9 +306,9 @@ def test_what_others_asked_changes_nothing(index: str, before: tuple[tuple[int, 
     parts, tokens = before
     first = Request((document, *(ids(count, count) for count in parts)), tokens, stop_ids=frozenset())
     request = Request((document, ids(8, 3)), 30, SamplingParams(logprobs=4), stop_ids=frozenset())
-    with Engine(llm, shared_bytes=0) as engine:
+    with Engine(llm, prefix_cache_bytes=0) as engine:
         expected = list(engine.submit(request))
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         engine.submit(first).result()
         ticket = engine.submit(request)
         assert list(ticket) == expected and ticket.result().cached_tokens == 400
@@ -316,7 +316,7 @@ def test_what_others_asked_changes_nothing(index: str, before: tuple[tuple[int, 
 
 def test_prefixes_are_given_up_for_what_needs_the_memory() -> None:
     llm = llm_of()
-    with Engine(llm, shared_bytes=300_000) as engine:
+    with Engine(llm, prefix_cache_bytes=300_000) as engine:
         for number in range(8):
             engine.submit(Request((ids(400, number), ids(5, 90)), 3)).result()
             engine.check()
@@ -396,7 +396,7 @@ def test_what_is_answered_leaves_nothing_behind() -> None:
 
     before = caches()
     schedule = schedule_of(31, 16, 97)
-    with Engine(llm_of(), shared_bytes=1 << 26) as engine:
+    with Engine(llm_of(), prefix_cache_bytes=1 << 26) as engine:
         tickets = [engine.submit(request) for request in schedule.requests]
         for ticket in tickets[::3]:
             ticket.cancel()

@@ -50,7 +50,7 @@ def asked(prompt: int, seed: int, answer: int, **options: Any) -> Request:
 
 
 def alone(llm: Any, request: Request) -> Finished:
-    with Engine(llm, shared_bytes=0) as engine:
+    with Engine(llm, prefix_cache_bytes=0) as engine:
         return engine.submit(request).result()
 
 
@@ -58,7 +58,7 @@ def alone(llm: Any, request: Request) -> Finished:
 def engine_of(llm: Any, **changes: Any) -> Iterator[Engine]:
     """Afterwards nothing is held, and a request is answered as ever."""
     limits = replace(default_limits(llm.model, llm.config), **changes)
-    with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
+    with Engine(llm, limits=limits, prefix_cache_bytes=1 << 26) as engine:
         yield engine
         last = asked(20, 99, 6)
         assert engine.submit(last).result().tokens == alone(llm, last).tokens

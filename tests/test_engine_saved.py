@@ -102,14 +102,14 @@ def test_answers_are_those_of_the_opened_context(loaded: Loaded, store: ContextS
 
 
 @pytest.mark.parametrize("index", ["flat", "device"])
-@pytest.mark.parametrize("shared_bytes", [0, 1 << 26])
-def test_other_kinds_of_index_and_nothing_shared(index: str, shared_bytes: int, store: ContextStore) -> None:
+@pytest.mark.parametrize("prefix_cache_bytes", [0, 1 << 26])
+def test_other_kinds_of_index_and_nothing_shared(index: str, prefix_cache_bytes: int, store: ContextStore) -> None:
     """What continues a context is shared, too, within a namespace; without a tree each request opens for itself."""
     llm = llm_of(config=CONFIG.replace(index=index))
     context = read(llm, 700, 1)
     context.save("book", store=store)
     turn, tails = ids(150, 2), [ids(7, 10 + number) for number in range(4)]
-    with Engine(llm, store=store, shared_bytes=shared_bytes) as engine:
+    with Engine(llm, store=store, prefix_cache_bytes=prefix_cache_bytes) as engine:
         asked = [Request((turn, tail), 9, context="book", stop_ids=NEVER) for tail in tails]
         found = [ticket.result() for ticket in [engine.submit(one) for one in asked]]
         other = engine.submit(Request((turn, tails[0]), 9, context="book", stop_ids=NEVER, namespace="x")).result()
@@ -120,7 +120,7 @@ def test_other_kinds_of_index_and_nothing_shared(index: str, shared_bytes: int, 
         one.tokens for one in expected
     ]
     assert other.tokens == found[0].tokens
-    cached = [850 if shared_bytes else 700] * 3
+    cached = [850 if prefix_cache_bytes else 700] * 3
     assert sorted(one.cached_tokens for one in found) == [700, *cached] and other.cached_tokens == 700
 
 
@@ -142,7 +142,7 @@ def test_given_up_and_opened_again(store: ContextStore, openings: list[str]) -> 
     for number in range(3):
         read(llm, 400, number).save(f"book{number}", store=store)
     request = Request((ids(5, 9),), 6, context="book0", stop_ids=NEVER)
-    with Engine(llm, store=store, shared_bytes=300_000) as engine:
+    with Engine(llm, store=store, prefix_cache_bytes=300_000) as engine:
         first = engine.submit(request).result()
         for number in (1, 2):
             engine.submit(Request((ids(5, 9),), 6, context=f"book{number}")).result()

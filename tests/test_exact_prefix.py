@@ -258,12 +258,12 @@ def requests_of(seed: int) -> list[Request]:
 def test_tree_on_is_tree_off_is_alone_is_full_attention() -> None:
     requests = requests_of(1)
     llm = llm_of(CONFIG.replace(retrieve="all"))
-    options: dict[str, Any] = {"exact_tokens": 1000}
-    shared = with_engine(llm, requests, shared_bytes=1 << 26, **options)
+    options: dict[str, Any] = {"paged_prefix_tokens": 1000}
+    shared = with_engine(llm, requests, prefix_cache_bytes=1 << 26, **options)
     assert sum(one.cached_tokens > 0 for one in shared) >= 5
-    apart = with_engine(llm, requests, shared_bytes=0, **options)
+    apart = with_engine(llm, requests, prefix_cache_bytes=0, **options)
     assert not any(one.cached_tokens for one in apart)
-    full = with_engine(llm, requests, shared_bytes=0)
+    full = with_engine(llm, requests, prefix_cache_bytes=0)
     for request, *found in zip(requests, shared, apart, full, strict=True):
         alone = with_engine(llm, [request], **options)
         assert all(same(one, alone[0]) for one in found)
@@ -276,7 +276,7 @@ def test_requests_are_counted_as_the_host_stores_them() -> None:
         llm = llm_of(CONFIG.replace(host_dtype=dtype))
         limits[dtype] = default_limits(llm.model, llm.config)
         small = replace(limits[dtype], host_bytes=1 << 22)
-        with Engine(llm, limits=small, exact_tokens=400) as engine:
+        with Engine(llm, limits=small, paged_prefix_tokens=400) as engine:
             assert engine._exact is not None
             assert engine._exact.layers.pages == (1 << 20) // (limits["auto"].token_bytes * PAGE_TOKENS)
     head_dim = llm.model.config.head_dim
@@ -289,12 +289,12 @@ def test_pages_are_int8_where_that_is_asked_for() -> None:
     limits = replace(default_limits(llm.model, llm.config), host_bytes=1 << 22)
     pages = []
     for int8 in (False, True):
-        with Engine(llm, limits=limits, exact_tokens=400, exact_int8=int8) as engine:
+        with Engine(llm, limits=limits, paged_prefix_tokens=400, paged_prefix_int8=int8) as engine:
             assert engine._exact is not None and engine._exact.layers.int8 == int8
             pages.append(engine._exact.layers.pages)
     assert pages[1] > 2 * pages[0]  # float32: a quarter
-    requests, options = requests_of(1), {"exact_tokens": 1000, "limits": limits, "exact_int8": True}
-    for request, found in zip(requests, with_engine(llm, requests, shared_bytes=1 << 26, **options), strict=True):
+    requests, options = requests_of(1), {"paged_prefix_tokens": 1000, "limits": limits, "paged_prefix_int8": True}
+    for request, found in zip(requests, with_engine(llm, requests, prefix_cache_bytes=1 << 26, **options), strict=True):
         assert same(found, with_engine(llm, [request], **options)[0])
 
 
@@ -303,15 +303,15 @@ def test_random_schedules(seed: int) -> None:
     """Requests that come, go and are cancelled at any time, and wait for others' pages."""
     llm = llm_of()
     schedule = schedule_of(seed, 8, llm.model.get_input_embeddings().weight.shape[0])
-    assert schedule.exact_tokens
+    assert schedule.paged_prefix_tokens
     llm = llm_of(CONFIG.replace(index=schedule.index))
-    assert wrong(llm, run(llm, schedule), schedule.exact_tokens) == []
+    assert wrong(llm, run(llm, schedule), schedule.paged_prefix_tokens) == []
 
 
 def test_what_lies_in_pages_cannot_be_saved(tmp_path: Path) -> None:
     """There are no keys on the host to save: zeros would be written."""
     text = ids(300, 1)
-    with Engine(llm_of(), exact_tokens=400, shared_bytes=1 << 26, store=tmp_path) as engine:
+    with Engine(llm_of(), paged_prefix_tokens=400, prefix_cache_bytes=1 << 26, store=tmp_path) as engine:
         engine.submit(Request((text, ids(5, 2)), 1)).result()
         with pytest.raises(InputDataError, match="300 tokens of this cache lie in an engine's pages"):
             engine.save("text", text)
@@ -328,7 +328,7 @@ def test_the_length_alone_decides_where_a_prefix_lies() -> None:
         assert [span.tokens for span in pages._spans.values()] == paged
     requests = requests_of(2)
     for limit in (100, 250):
-        both = (with_engine(llm, requests, exact_tokens=limit, shared_bytes=size) for size in (1 << 26, 0))
+        both = (with_engine(llm, requests, paged_prefix_tokens=limit, prefix_cache_bytes=size) for size in (1 << 26, 0))
         assert all(same(one, other) for one, other in zip(*both, strict=True))
 
 
@@ -339,7 +339,7 @@ def test_pages_are_given_back_and_waited_for() -> None:
     requests = [Request((documents[n % 3], ids(5, 50 + n)), 4) for n in range(9)]
     gc.disable()  # pages come back when nobody has them, not when a collector runs
     try:
-        with Engine(llm, exact_tokens=400, exact_pages=8, shared_bytes=1 << 26) as engine:
+        with Engine(llm, paged_prefix_tokens=400, paged_prefix_pages=8, prefix_cache_bytes=1 << 26) as engine:
             tickets = [engine.submit(request) for request in requests]
             found = [ticket.result() for ticket in tickets]
             engine.check()
@@ -353,14 +353,16 @@ def test_pages_are_given_back_and_waited_for() -> None:
     finally:
         gc.enable()
     for request, one in zip(requests, found, strict=True):
-        assert same(one, with_engine(llm, [request], exact_tokens=400, shared_bytes=0)[0])
+        assert same(one, with_engine(llm, [request], paged_prefix_tokens=400, prefix_cache_bytes=0)[0])
 
 
 def test_who_waits_for_pages_lets_others_read() -> None:
     """An interactive request comes before one of less priority, whose pages it needs: else both would wait forever."""
     llm = llm_of()
     limits = replace(default_limits(llm.model, llm.config), inter_token_seconds=0.001, promote_seconds=1000.0)
-    with Engine(llm, limits=limits, exact_tokens=3_000, exact_pages=47, shared_bytes=1 << 26) as engine:
+    with Engine(
+        llm, limits=limits, paged_prefix_tokens=3_000, paged_prefix_pages=47, prefix_cache_bytes=1 << 26
+    ) as engine:
         slow = engine.submit(Request((ids(3_000, 1), ids(5, 2)), 2, priority="batch"))
         while not engine.stats["shared"].reading:
             threading.Event().wait(0.001)
@@ -370,14 +372,20 @@ def test_who_waits_for_pages_lets_others_read() -> None:
 
 def test_what_can_never_be_is_refused() -> None:
     llm = llm_of()
-    with Engine(llm, exact_tokens=300, exact_pages=5) as engine:
+    with Engine(llm, paged_prefix_tokens=300, paged_prefix_pages=5) as engine:
         wide = Request((ids(65, 1), ids(65, 2), ids(65, 3), ids(5, 4)), 1)
         with pytest.raises(AdmissionError, match="take 6 pages of 64 tokens, the engine has 5"):
             engine.submit(wide)
         assert engine.submit(Request((ids(65, 1), ids(65, 2), ids(5, 4)), 1)).result().reason == "length"
-    with pytest.raises(ConfigError, match="exact_tokens=300 take 5 pages of 64 tokens, got exact_pages=4"):
-        Engine(llm, exact_tokens=300, exact_pages=4)
-    for given in ({"exact_tokens": -1}, {"exact_tokens": 1.5}, {"exact_tokens": 10, "exact_pages": True}):
+    with pytest.raises(
+        ConfigError, match="paged_prefix_tokens=300 take 5 pages of 64 tokens, got paged_prefix_pages=4"
+    ):
+        Engine(llm, paged_prefix_tokens=300, paged_prefix_pages=4)
+    for given in (
+        {"paged_prefix_tokens": -1},
+        {"paged_prefix_tokens": 1.5},
+        {"paged_prefix_tokens": 10, "paged_prefix_pages": True},
+    ):
         options: Any = given
         with pytest.raises(ConfigError, match="whole number"):
             Engine(llm, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_tensors_become_the_same_bits_by_kernels(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("append", ["exact", "retrieval"])
-def test_append_crop_and_fork(append: str) -> None:
+def test_append_crop_and_fork(append: Literal["exact", "retrieval"]) -> None:
     """With all keys retrieved, logits stay within int8's error of eager attention through turns, crops and forks.
 
     Breaks if the host's keys visit the device as steps, a crop reads back other rows, or a fork shares a tail.

@@ -132,7 +132,7 @@ def test_engines(kind: str, lengths: list[int], data: st.DataObject, reuse: bool
         parts.append(tuple(TEXT[end : end + length]))
         end += length
     wanted = data.draw(st.lists(st.tuples(st.integers(1, len(parts)), counts), min_size=2, max_size=4))
-    with Engine(llm_of(kind), reuse_generated=reuse) as engine:
+    with Engine(llm_of(kind), cache_generated=reuse) as engine:
         for together in (wanted, wanted[:2]):
             tickets = [engine.submit(Request(tuple(parts[:some]), count)) for some, count in together]
             for (some, count), ticket in zip(together, tickets, strict=True):

@@ -17,7 +17,7 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory import shared_room as module
 from retrieval_attn.memory.device import DeviceSize
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.shared_room import exact_device_bytes, shared_device_bytes, shared_room
+from retrieval_attn.memory.shared_room import exact_device_bytes, prefix_cache_device_bytes, shared_room
 from retrieval_attn.memory.units import GIB
 from retrieval_attn.server.spec import EngineSpec
 from tests.test_engine import ids, llm_of
@@ -47,19 +47,19 @@ def test_the_number_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """None on a CPU. On GPUs, which a stand-in claims here, what all of them have to spare counts."""
     model = tiny_model("llama")
     config = Config(prefill_chunk=CHUNK)
-    assert shared_device_bytes(model, config, 18) is None and exact_device_bytes(model, config, 18) is None
-    assert default_limits(model, config).shared_device_bytes is None
+    assert prefix_cache_device_bytes(model, config, 18) is None and exact_device_bytes(model, config, 18) is None
+    assert default_limits(model, config).prefix_cache_device_bytes is None
     spare = {torch.device("cuda", 0): 3 * GIB, torch.device("cuda", 1): 2 * GIB}
     monkeypatch.setattr(module, "devices", lambda _: tuple(spare))
     monkeypatch.setattr(module, "spare_bytes", spare.__getitem__)
     size = DeviceSize(model_shape(model), config, CHUNK, 18)
-    assert shared_device_bytes(model, config, 18) == shared_room(size, 5 * GIB, gpus=2) > GIB
+    assert prefix_cache_device_bytes(model, config, 18) == shared_room(size, 5 * GIB, gpus=2) > GIB
     pages = exact_device_bytes(model, config, 18)
-    assert pages is not None and pages // 2 == shared_device_bytes(model, config, 18)
+    assert pages is not None and pages // 2 == prefix_cache_device_bytes(model, config, 18)
     assert exact_device_bytes(model, config, 10**6) == 0, "rows come first"
     limits = default_limits(model, config)
-    assert limits.shared_device_bytes == shared_room(size, 5 * GIB, gpus=2)
-    assert limits.sharing(None) is limits and limits.sharing(5).shared_device_bytes == 5
+    assert limits.prefix_cache_device_bytes == shared_room(size, 5 * GIB, gpus=2)
+    assert limits.sharing(None) is limits and limits.sharing(5).prefix_cache_device_bytes == 5
 
 
 def test_pages_leave_room_for_rows_with_many_key_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_pages_leave_room_for_rows_with_many_key_heads(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "model_shape", lambda _: model_shape(shape, None))
     config = Config(prefill_chunk=CHUNK)
     windows = DeviceSize(model_shape(shape, None), config, CHUNK, 34).window_bytes
-    pages, shared = (of(tiny_model("llama"), config, 34) for of in (exact_device_bytes, shared_device_bytes))
+    pages, shared = (of(tiny_model("llama"), config, 34) for of in (exact_device_bytes, prefix_cache_device_bytes))
     assert pages is not None and shared is not None and windows > 19 * GIB
     assert windows + pages + shared < spare - 8 * GIB
     assert windows + spare // 2 + shared > spare - 2 * GIB
@@ -86,11 +86,11 @@ def test_a_bound_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert limits.sharing(None) is limits
     with pytest.raises(ConfigError, match="the model runs on none"):
         limits.sharing(1 << 30)
-    with pytest.raises(ConfigError, match="shared_device_bytes"):
-        replace(limits, shared_device_bytes=-1)
+    with pytest.raises(ConfigError, match="prefix_cache_device_bytes"):
+        replace(limits, prefix_cache_device_bytes=-1)
     monkeypatch.setattr("retrieval_attn.llm.LLM", lambda *_, **__: SimpleNamespace(**vars(llm)))
     with pytest.raises(ConfigError, match="the model runs on none"):
-        EngineSpec("tiny", {}, llm.config.to_dict(), shared_device_bytes=1 << 30).load()
+        EngineSpec("tiny", {}, llm.config.to_dict(), prefix_cache_device_bytes=1 << 30).load()
 
 
 def all_apart(_: Tensor) -> bool:
@@ -113,23 +113,23 @@ def test_an_engine_keeps_to_each_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     on the device does not count as memory that jobs have no more. Answers are those of an engine without a tree.
     """
     llm = llm_of()
-    with Engine(llm, shared_bytes=0) as engine:
+    with Engine(llm, prefix_cache_bytes=0) as engine:
         expected = ask_all(engine, 6)
     monkeypatch.setattr(held, "on_device", all_apart)
-    with Engine(llm, shared_bytes=1 << 26) as engine:
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         assert ask_all(engine, 6) == expected
         whole = engine.stats["shared"]
         assert (whole.nodes, whole.evicted) == (6, 0) and whole.device_nbytes and whole.host_nbytes
         assert engine._scheduler._places.outside_bytes == whole.host_nbytes
-    limits = replace(default_limits(llm.model, llm.config), shared_device_bytes=whole.device_nbytes * 5 // 12)
-    with Engine(llm, limits=limits, shared_bytes=1 << 26) as engine:
+    limits = replace(default_limits(llm.model, llm.config), prefix_cache_device_bytes=whole.device_nbytes * 5 // 12)
+    with Engine(llm, limits=limits, prefix_cache_bytes=1 << 26) as engine:
         assert ask_all(engine, 6) == expected
         shared = engine.stats["shared"]
         assert (shared.nodes, shared.evicted) == (2, 4) and shared.device_nbytes <= whole.device_nbytes * 5 // 12
-    with Engine(llm, shared_bytes=whole.host_nbytes * 5 // 12) as engine:
+    with Engine(llm, prefix_cache_bytes=whole.host_nbytes * 5 // 12) as engine:
         assert ask_all(engine, 6) == expected
         shared = engine.stats["shared"]
         assert (shared.nodes, shared.evicted) == (2, 4) and shared.host_nbytes <= whole.host_nbytes * 5 // 12
-    with Engine(llm, limits=replace(limits, shared_device_bytes=0), shared_bytes=1 << 26) as engine:
+    with Engine(llm, limits=replace(limits, prefix_cache_device_bytes=0), prefix_cache_bytes=1 << 26) as engine:
         assert ask_all(engine, 6) == expected
         assert engine.stats["shared"].nodes == 0

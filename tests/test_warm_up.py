@@ -45,7 +45,13 @@ def asked(lengths: list[int], draw: SamplingParams, tokens: int) -> list[Request
 @pytest.mark.usefixtures("emulated_graphs")
 @pytest.mark.parametrize(
     ("options", "tokens"),
-    [({}, 6), (DEVICE, 6), (REACHED, 30), ({"exact_tokens": 128}, 6), ({**REACHED, "exact_tokens": 128}, 30)],
+    [
+        ({}, 6),
+        (DEVICE, 6),
+        (REACHED, 30),
+        ({"paged_prefix_tokens": 128}, 6),
+        ({**REACHED, "paged_prefix_tokens": 128}, 30),
+    ],
     ids=["own", "device", "rows", "pages", "rows and pages"],
 )
 def test_nothing_is_captured_after_it(
@@ -55,7 +61,7 @@ def test_nothing_is_captured_after_it(
     course of which the host gets keys that the device has no codes of.
     """
     monkeypatch.setattr(search, "MIN_CLASS", 128)  # else all rows of such a model are of one class
-    engine_options = {name: value for name, value in options.items() if name == "exact_tokens"}
+    engine_options = {name: value for name, value in options.items() if name == "paged_prefix_tokens"}
     llm = llm_of(CONFIG.replace(**{name: value for name, value in options.items() if name not in engine_options}))
     lengths = [700, 20, 60, 300, 90, 128]
     with Engine(llm, **engine_options) as engine:
@@ -96,7 +102,7 @@ def test_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(self.size)
         return step(self, *args, **options)
 
-    with Engine(llm_of(), exact_tokens=128) as engine:
+    with Engine(llm_of(), paged_prefix_tokens=128) as engine:
         engine.warm_up(progress=False)
         assert seen and not [one for one in seen if one() is not None]
         assert engine._exact is not None and engine._exact.free_pages and not engine._exact.counts.held

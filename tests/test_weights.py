@@ -137,7 +137,7 @@ def test_an_engine_reuses_keys_of_the_same_weights_alone(adapted: Any, change: C
         change(adapted)
         second, again = asked(engine), asked(engine)
         engine.check()
-    with Engine(llm_of(adapted), shared_bytes=0) as fresh:
+    with Engine(llm_of(adapted), prefix_cache_bytes=0) as fresh:
         expected = asked(fresh)
     assert second.error is None and second.cached_tokens == 0 and again.cached_tokens == len(TEXT)
     assert second.tokens == again.tokens == expected.tokens
@@ -156,7 +156,7 @@ def test_an_engine_finds_keys_again_when_their_adapter_acts_again(adapted: Any) 
 
 def test_a_request_under_way_ends_with_an_error(adapted: Any) -> None:
     """Its first tokens are of other weights than its last; nothing of it stays in the prefix cache."""
-    with Engine(llm_of(adapted), reuse_generated=True) as engine:
+    with Engine(llm_of(adapted), cache_generated=True) as engine:
         ticket = engine.submit(Request((TEXT, QUESTION), 2000, stop_ids=frozenset()))
         events = iter(ticket)
         next(events)
@@ -165,7 +165,7 @@ def test_a_request_under_way_ends_with_an_error(adapted: Any) -> None:
         assert found.reason == "error" and isinstance(found.error, ra.CacheMismatchError)
         assert "submit" in str(found.error) and "'other'" in str(found.error)
         later = asked(engine)
-    with Engine(llm_of(adapted), shared_bytes=0) as fresh:
+    with Engine(llm_of(adapted), prefix_cache_bytes=0) as fresh:
         assert later.tokens == asked(fresh).tokens
 
 

@@ -69,7 +69,7 @@ def watched() -> Iterator[Actions]:
         actions.note("evict", after.total > 0)
 
     watch: list[tuple[Any, str, Callable[..., None] | None, Callable[..., None] | None]] = [
-        (Scheduler, "tick", None, planned),
+        (Scheduler, "schedule", None, planned),
         (Scheduler, "abort", cancelled, None),
         (RadixCache, "insert", None, inserted),
         (RadixCache, "evict", None, evicted),

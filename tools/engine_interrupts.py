@@ -32,7 +32,7 @@ def tried(llm: Any, seconds: float) -> float:
 
     timer = threading.Timer(seconds, interrupt)
     try:
-        with Engine(llm, shared_bytes=1 << 26) as engine:
+        with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
             timer.start()
             prompts = [tuple((7 * place + number) % 90 + 4 for place in range(900)) for number in range(6)]
             for ticket in [engine.submit(Request((ids,), 3_000, stop_ids=frozenset())) for ids in prompts]:
@@ -56,7 +56,7 @@ def main() -> int:
     request, chance = Request((tuple(range(4, 60)),), 8), random.Random(5)
 
     def answer() -> tuple[int, ...]:
-        with Engine(llm, shared_bytes=0) as engine:
+        with Engine(llm, prefix_cache_bytes=0) as engine:
             return engine.submit(request).result().tokens
 
     before, longest = answer(), 0.0

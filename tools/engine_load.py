@@ -173,7 +173,7 @@ def main() -> int:
     known, looks, answers = Request((tuple(range(4, 90)) * 3, (5, 6, 7)), 20), list[Look](), set[tuple[int, ...]]()
     with tempfile.TemporaryDirectory() as folder, watched() as actions:
         store = Library(Path(folder), vocabulary).store(llm)
-        with Engine(llm, limits=limits, shared_bytes=SHARED_BYTES, store=store) as engine:
+        with Engine(llm, limits=limits, prefix_cache_bytes=SHARED_BYTES, store=store) as engine:
             clients = [Client(engine, args.seed + number, vocabulary, actions) for number in range(CLIENTS)]
             while len(looks) < LOOKS or time.monotonic() < began + args.minutes * 60:
                 if errors := turn(clients, seconds):

@@ -54,7 +54,7 @@ class Coming(NamedTuple):
 class Schedule:
     """What comes, and what the engine has for it. host_tokens: that its memory has room for; None: as much as it is.
 
-    exact_pages: with exact_tokens, all that there are: some requests must wait for others'.
+    paged_prefix_pages: with paged_prefix_tokens, all that there are: some requests must wait for others'.
     """
 
     seed: int
@@ -62,10 +62,10 @@ class Schedule:
     rows: int
     ahead: int
     host_tokens: int | None
-    shared_bytes: int
+    prefix_cache_bytes: int
     index: str
-    exact_tokens: int
-    exact_pages: int
+    paged_prefix_tokens: int
+    paged_prefix_pages: int
 
     @property
     def requests(self) -> list[Request]:
@@ -170,8 +170,11 @@ def run(llm: Any, schedule: Schedule, library: Library | None = None, actions: A
     store = None if library is None else library.store(llm)
     found: dict[int, list[Answered]] = {}
     errors: list[BaseException] = []
-    exact: dict[str, Any] = {"exact_tokens": schedule.exact_tokens, "exact_pages": schedule.exact_pages}
-    with Engine(llm, limits=limits, shared_bytes=schedule.shared_bytes, store=store, **exact) as engine:
+    exact: dict[str, Any] = {
+        "paged_prefix_tokens": schedule.paged_prefix_tokens,
+        "paged_prefix_pages": schedule.paged_prefix_pages,
+    }
+    with Engine(llm, limits=limits, prefix_cache_bytes=schedule.prefix_cache_bytes, store=store, **exact) as engine:
 
         def ask(number: int) -> None:
             try:
@@ -213,14 +216,14 @@ def asked_again(engine: Engine, name: str, request: Request, actions: Actions | 
     return [Answered(request, again.result(), False)]
 
 
-def wrong(llm: Any, answers: list[Answered], exact_tokens: int = 0) -> list[int]:
+def wrong(llm: Any, answers: list[Answered], paged_prefix_tokens: int = 0) -> list[int]:
     """Numbers of answers that are not those of the request alone; a cancelled one must be a beginning of it.
 
-    exact_tokens: of the engine that answered.
+    paged_prefix_tokens: of the engine that answered.
     """
     differ = []
     for number, (request, one, cancelled) in enumerate(answers):
-        with Engine(llm, shared_bytes=0, exact_tokens=exact_tokens) as engine:
+        with Engine(llm, prefix_cache_bytes=0, paged_prefix_tokens=paged_prefix_tokens) as engine:
             expected = engine.submit(request).result()
         if one.reason == "cancelled" and cancelled:
             right = one.tokens == expected.tokens[: len(one.tokens)]
@@ -253,7 +256,7 @@ def main() -> int:
             llm = llm_of(model, tokenizer, schedule.index)
             with emulated() if args.graphs else nullcontext():
                 found = run(llm, schedule, library, actions)
-            if differ := wrong(llm, found, schedule.exact_tokens):
+            if differ := wrong(llm, found, schedule.paged_prefix_tokens):
                 print(f"schedule {seed}: answers {differ} differ from those alone", file=sys.stderr)
                 return 1
             answers += len(found)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -80,7 +80,7 @@ class Subject:
 
     def answer(self, context: ra.Context) -> list[list[int]]:
         """What it answers: one question through the index alone, one whose tokens attend exactly."""
-        ways = "retrieval", "exact"
+        ways: tuple[Literal["retrieval", "exact"], ...] = ("retrieval", "exact")
         return [context.ask(QUESTION, max_new_tokens=12, question_attention=way).tokens for way in ways]
 
     def operation(self, name: str, context: ra.Context) -> Callable[[], object]:

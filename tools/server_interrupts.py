@@ -104,7 +104,7 @@ def tried(folder: str, told: Told, number: int, draw: random.Random, arguments: 
     """Seconds that the end took beyond the drain, and what was wrong."""
     early = draw.random() < EARLY_SHARE
     ended, threads = threading.Event(), list[threading.Thread]()
-    with starting("--store", folder, "--drain", str(DRAIN_SECONDS), "--warm-up", "0", *arguments) as served:
+    with starting("--store", folder, "--shutdown-timeout", str(DRAIN_SECONDS), "--warm-up", "0", *arguments) as served:
         if early:
             time.sleep(draw.uniform(0, START_SECONDS))
         else:

@@ -372,15 +372,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--capacity", type=float, metavar="N", help="requests a second (default: it is measured)")
     parser.add_argument("--round-minutes", type=float, metavar="N", help="of measuring it (default: %(default)s)")
     parser.add_argument("--calm-minutes", type=float, metavar="N", help="at 90 %% of it (default: %(default)s)")
-    parser.add_argument("--max-wait", default="2", metavar="S", help="the server's option (default: %(default)s)")
-    parser.add_argument("--shared-memory", default="1GiB", metavar="SIZE", help="the server's (default: %(default)s)")
+    parser.add_argument("--queue-timeout", default="2", metavar="S", help="the server's option (default: %(default)s)")
+    parser.add_argument(
+        "--prefix-cache-memory", default="1GiB", metavar="SIZE", help="the server's (default: %(default)s)"
+    )
     parser.add_argument("--engine", default="process", help="the server's option (default: %(default)s)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="gets what came of each request, as JSON")
     parser.add_argument("--seed", type=int)
     parser.set_defaults(**vars(Plan()))
     args = parser.parse_args(arguments)
     plan = Plan(**{one.name: getattr(args, one.name) for one in fields(Plan) if hasattr(args, one.name)})
-    options = ("--max-wait", args.max_wait, "--shared-memory", args.shared_memory, "--engine", args.engine)
+    options = (
+        "--queue-timeout",
+        args.queue_timeout,
+        "--prefix-cache-memory",
+        args.prefix_cache_memory,
+        "--engine",
+        args.engine,
+    )
     with serving(*options) as served:
         numbers, problems = asyncio.run(measured(served, plan))
     print(json.dumps(numbers))

@@ -243,17 +243,17 @@ def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
     out = ("--output-dir", str(tmp_path / "out"))
     for flags, error in (
         (("--requests", "0"), ConfigError),
-        (("--slots", "0"), ConfigError),
+        (("--max-num-seqs", "0"), ConfigError),
         (("--scale", "nan"), ConfigError),
         (("--rate", "inf"), ConfigError),
         (("--rate", "nan"), ConfigError),
-        (("--ways", "magic"), ConfigError),
+        (("--systems", "magic"), ConfigError),
         (("--workload", "trace"), ConfigError),
         (("--trace", "file"), ConfigError),
         (("--length", "32"), ConfigError),
         (("--length", "1m"), ContextLengthError),
-        (("--shared-bytes", "much"), ConfigError),
-        (("--shared-gpu-bytes", "much"), ConfigError),
+        (("--prefix-cache-memory", "much"), ConfigError),
+        (("--prefix-cache-gpu-memory", "much"), ConfigError),
         (("--layers", "1"), ConfigError),
         (("--shape", "tiny", "--random-ids", "--layers", "3"), ConfigError),
     ):
@@ -264,12 +264,12 @@ def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
 
 def test_fewer_layers_are_said(tmp_path: Path) -> None:
     flags = ["bench", "serve", "--shape", "tiny", "--layers", "1", "--random-ids", "--device", "cpu", "--no-plot"]
-    flags += ["--requests", "2", "--length", "80", "--tokens", "2", "--ways", "engine", "--index", "flat"]
-    assert main([*flags, "--shared-bytes", "1MiB", "--output-dir", str(tmp_path / "one")]) == 0
+    flags += ["--requests", "2", "--length", "80", "--tokens", "2", "--systems", "engine", "--index", "flat"]
+    assert main([*flags, "--prefix-cache-memory", "1MiB", "--output-dir", str(tmp_path / "one")]) == 0
     report = json.loads((tmp_path / "one" / "serve.json").read_text())
     assert report["model"] == "random:tiny, 1 of 2 layers" and report["facts"]["layers"] == 1
     assert "random weights of the shape tiny, 1 of 2 layers" in report["simplifications"]
-    assert report["shared_bytes"] == "1MiB"
+    assert report["prefix_cache_bytes"] == "1MiB"
 
 
 def test_command_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +278,7 @@ def test_command_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_text("\n".join(TRACE))
     flags = ["bench", "serve", "--workload", "trace", "--trace", str(path), "--shape", "tiny", "--random-ids"]
     flags += ["--device", "cpu", "--index", "flat", "--threads", "1", "--scale", "0.02", "--block", "64"]
-    assert main([*flags, "--slots", "2", "--output-dir", str(tmp_path / "one")]) == 0
+    assert main([*flags, "--max-num-seqs", "2", "--output-dir", str(tmp_path / "one")]) == 0
     report = json.loads((tmp_path / "one" / "serve.json").read_text())
     assert report["finished"] and (tmp_path / "one" / "serve.png").stat().st_size > 10_000
     rows = {row["way"]: row for row in report["rows"]}

@@ -160,7 +160,7 @@ def test_a_process_that_dies_or_never_ends_leaves_a_failed_row(tmp_path: Path) -
         (["--shape", "llama-3-8b", "--length", "2000k", "--device", "cpu"], "the host needs"),
         (["--shape", "huge"], "--shape huge is not known"),
         (["--shape", "tiny"], "--shape tiny has 128 token ids, the prose needs 4096; give --random-ids"),
-        (["--row-seconds", "0"], "--row-seconds must be more than 0"),
+        (["--timeout", "0"], "--timeout must be more than 0"),
         (["--repeats", "0"], "--repeats must be at least 1"),
     ],
 )

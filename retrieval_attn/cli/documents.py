@@ -103,6 +103,7 @@ def _decoded(data: bytes, encoding: str | None, name: str, command: str) -> str:
 def _likely(data: bytes) -> str | None:
     """Return the single-byte or East Asian encoding that decodes the bytes to plausible text, None if none does."""
     high = sum(byte >= 0x80 for byte in data[: 1 << 16])
+    candidates: tuple[str, ...]
     if high > 0.3 * len(data[: 1 << 16]):
         candidates = ("gb18030", "shift_jis", "euc-kr", "big5", "cp1251")
     else:

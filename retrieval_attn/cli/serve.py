@@ -69,19 +69,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are text, as in messages)",
     )
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--rows", type=int, metavar="N", help="requests that are answered at once (default: 16)")
-    limits.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests that wait (%(default)s)")
-    limits.add_argument("--max-waiting-tokens", default="4M", metavar="N", help="of their prompts (%(default)s)")
     limits.add_argument(
-        "--max-wait", type=float, default=60.0, metavar="S", help="seconds to a first token, as expected (%(default)s)"
+        "--max-num-seqs", type=int, metavar="N", help="requests that are answered at once (default: 16)"
+    )
+    limits.add_argument("--max-queue", type=int, default=256, metavar="N", help="requests that wait (%(default)s)")
+    limits.add_argument("--max-queue-tokens", default="4M", metavar="N", help="of their prompts (%(default)s)")
+    limits.add_argument(
+        "--queue-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to a first token, as expected (%(default)s)",
     )
     limits.add_argument("--max-body", default="64MiB", metavar="SIZE", help="of a request (%(default)s)")
     limits.add_argument("--max-connections", type=int, default=512, metavar="N", help="of one address (%(default)s)")
     limits.add_argument(
-        "--answer-tokens", default="1024", metavar="N", help="where a request does not say (%(default)s)"
+        "--max-tokens-default", default="1024", metavar="N", help="where a request does not say (%(default)s)"
     )
     limits.add_argument("--deadline", type=float, default=600.0, metavar="S", help="seconds to an answer (%(default)s)")
-    limits.add_argument("--drain", type=float, default=30.0, metavar="S", help="seconds, at the end (%(default)s)")
+    limits.add_argument(
+        "--shutdown-timeout", type=float, default=30.0, metavar="S", help="seconds, at the end (%(default)s)"
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--engine",
@@ -91,15 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "on a GPU (default: %(default)s)",
     )
     engine.add_argument(
-        "--shared-memory", metavar="SIZE", help="for texts that nobody asks about now (default: an eighth)"
+        "--prefix-cache-memory", metavar="SIZE", help="for texts that nobody asks about now (default: an eighth)"
     )
     engine.add_argument(
-        "--shared-gpu-memory",
+        "--prefix-cache-gpu-memory",
         metavar="SIZE",
         help="for what such texts have on the GPU (default: a quarter of what the model, rows and reading leave)",
     )
     engine.add_argument(
-        "--reuse-generated",
+        "--cache-generated",
         action="store_true",
         help="a follow-up turn does not read the answer before it (default: it does)",
     )
@@ -110,7 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sampling values for what requests do not say: auto: those of the model's generation_config.json; none, "
         "vllm: neutral ones, temperature 1 (default: %(default)s)",
     )
-    engine.add_argument("--exact-tokens", default="0", metavar="N", help="see Engine(exact_tokens) (%(default)s)")
+    engine.add_argument(
+        "--paged-prefix-tokens", default="0", metavar="N", help="see Engine(paged_prefix_tokens) (%(default)s)"
+    )
     engine.add_argument(
         "--warm-up",
         default="16k",
@@ -144,12 +154,12 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         name=args.name or _name_of(args.model),
         body_bytes=parse_bytes(args.max_body, "--max-body"),
-        waiting_requests=args.max_waiting,
-        waiting_tokens=parse_tokens(args.max_waiting_tokens, "--max-waiting-tokens"),
-        wait_seconds=args.max_wait,
+        waiting_requests=args.max_queue,
+        waiting_tokens=parse_tokens(args.max_queue_tokens, "--max-queue-tokens"),
+        wait_seconds=args.queue_timeout,
         deadline_seconds=args.deadline,
-        drain_seconds=args.drain,
-        answer_tokens=parse_tokens(args.answer_tokens, "--answer-tokens"),
+        drain_seconds=args.shutdown_timeout,
+        answer_tokens=parse_tokens(args.max_tokens_default, "--max-tokens-default"),
         connections=args.max_connections,
         allowed_hosts=tuple(args.allowed_host or ()),
         cors=tuple(args.cors or ()),
@@ -240,13 +250,13 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         model_path(args.model),
         loading,
         config_of(args).to_dict(),
-        rows=args.rows,
-        shared_bytes=_bytes(args.shared_memory, "--shared-memory"),
-        shared_device_bytes=_bytes(args.shared_gpu_memory, "--shared-gpu-memory"),
-        exact_tokens=_tokens(args.exact_tokens, "--exact-tokens"),
+        rows=args.max_num_seqs,
+        prefix_cache_bytes=_bytes(args.prefix_cache_memory, "--prefix-cache-memory"),
+        prefix_cache_device_bytes=_bytes(args.prefix_cache_gpu_memory, "--prefix-cache-gpu-memory"),
+        paged_prefix_tokens=_tokens(args.paged_prefix_tokens, "--paged-prefix-tokens"),
         store=args.store,
         warm_tokens=_tokens(args.warm_up, "--warm-up"),
-        reuse_generated=args.reuse_generated,
+        cache_generated=args.cache_generated,
         generation_config=args.generation_config,
     )
 

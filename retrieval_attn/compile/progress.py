@@ -24,7 +24,7 @@ COLUMNS, ROWS = 80, 20
 LINE = "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt} {unit}, {elapsed} elapsed, {remaining} left{postfix}"
 
 
-class ProgressBar(tqdm):  # type: ignore[misc]
+class ProgressBar(tqdm):
     """A tqdm bar on the error output, see the module. It takes tqdm's keywords.
 
     line_format: the plain line, in tqdm's `bar_format` syntax.

@@ -46,7 +46,7 @@ from retrieval_attn.errors import ConfigError, EngineFullError, InputDataError, 
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.shared_room import shared_device_bytes
+from retrieval_attn.memory.shared_room import prefix_cache_device_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.runner.full_kv_pages import let_go
@@ -90,7 +90,7 @@ def default_limits(model: PreTrainedModel, config: Config) -> Limits:
         inter_token_seconds=INTER_TOKEN_SECONDS,
         chunk_tokens=chunk,
         layers=shape.layers,
-        shared_device_bytes=shared_device_bytes(model, config.replace(prefill_chunk=chunk), ROWS + 2),
+        prefix_cache_device_bytes=prefix_cache_device_bytes(model, config.replace(prefill_chunk=chunk), ROWS + 2),
     )
 
 
@@ -98,7 +98,8 @@ def _require_equal_windows(config: Config) -> None:
     if config.keeps_all:
         raise ConfigError(
             'index="full" gives each text a window of its own size, and an engine\'s rows have windows of one size: '
-            "use window=..., as many tokens as rows have at most, or Engine(exact_tokens=...) for what they share."
+            "use window=..., as many tokens as rows have at most, or Engine(paged_prefix_tokens=...) for what "
+            "they share."
         )
 
 
@@ -109,17 +110,17 @@ class Engine:
     """
 
     def __init__(
-        self, llm: Loaded, *, limits: Limits | None = None, shared_bytes: int | None = None,
-        store: ContextStore | str | Path | None = None, exact_tokens: int = 0, exact_pages: int | None = None,
-        exact_int8: bool = False, reuse_generated: bool = False,
+        self, llm: Loaded, *, limits: Limits | None = None, prefix_cache_bytes: int | None = None,
+        store: ContextStore | str | Path | None = None, paged_prefix_tokens: int = 0,
+        paged_prefix_pages: int | None = None, paged_prefix_int8: bool = False, cache_generated: bool = False,
     ) -> None:  # fmt: skip
-        """llm: an `LLM`. shared_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth of the
-        host memory that is free; of a GPU's, the limits say. store: of the saved contexts that requests name, as in
-        `LLM.open`. exact_tokens: prefixes of prompts that end there or before have their keys beside the model, in
-        pages of 64 tokens, and no index: all of them are attended to, by the requests over one prefix together.
-        exact_pages: of all such prefixes; None: as many as all rows can need, in at most half of what their windows
-        leave of a GPU's free memory, or a quarter of the requests'. exact_int8: these are int8: half the bytes of
-        16-bit ones, slower to attend to. reuse_generated: see `HeldAnswer`. Raises ConfigError."""
+        """llm: an `LLM`. prefix_cache_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth
+        of the host memory that is free; of a GPU's, the limits say. store: of the saved contexts that requests name,
+        as in `LLM.open`. paged_prefix_tokens: prefixes of prompts that end there or before have their keys beside the
+        model, in pages of 64 tokens, and no index: all of them are attended to, by the requests over one prefix
+        together. paged_prefix_pages: of all such prefixes; None: as many as all rows can need, in at most half of what
+        their windows leave of a GPU's free memory, or a quarter of the requests'. paged_prefix_int8: these are int8:
+        half the bytes of 16-bit ones, slower to attend to. cache_generated: see `HeldAnswer`. Raises ConfigError."""
         _require_equal_windows(llm.config)
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         let_go(llm.model)  # rows retrieve, and have the room
@@ -130,11 +131,11 @@ class Engine:
         self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts)
         self._empty = RetrievalCache(self._loop.model, self._config)
         self._scheduler = Scheduler(self._limits)
-        self._shared_bytes = self._limits.host_bytes // 4 if shared_bytes is None else shared_bytes
+        self._shared_bytes = self._limits.host_bytes // 4 if prefix_cache_bytes is None else prefix_cache_bytes
         self._tree = RadixCache() if self._shared_bytes else None
-        self._answers = self._tree if reuse_generated else None
+        self._answers = self._tree if cache_generated else None
         self._exact = PagedKVPool.of(
-            exact_tokens, exact_pages, self._limits, self._loop.model, self._config, exact_int8
+            paged_prefix_tokens, paged_prefix_pages, self._limits, self._loop.model, self._config, paged_prefix_int8
         )
         self._outbox = OutputQueue()
         self._intake = RequestAdmission(
@@ -206,7 +207,7 @@ class Engine:
             if match.length != len(ids) or match.tokens != len(node) or not isinstance(node.held, PrefixEntry):
                 raise InputDataError(
                     f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
-                    "shared_bytes, or read it with LLM.read(text, save=name)."
+                    "prefix_cache_bytes, or read it with LLM.read(text, save=name)."
                 )
             return self._saved.save(name, node.held.fork(), node.held.opened, node.rebuild_seconds, wait=wait)
 
@@ -349,7 +350,7 @@ class Engine:
             return
         with self._changed:
             lacking = self._scheduler.lacking_bytes
-        held, most = self._tree.sizes, self._limits.shared_device_bytes
+        held, most = self._tree.sizes, self._limits.prefix_cache_device_bytes
         over = max(held.host - self._shared_bytes, min(lacking, held.host)), 0 if most is None else held.device - most
         self._tree.evict(Sizes(*over))
         with self._changed:

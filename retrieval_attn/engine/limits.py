@@ -22,8 +22,8 @@ class Limits:
     chunk_tokens, layers: a cell of reading is a chunk in one layer, or the layer's end; a prompt of at most one chunk
     is short, and overtakes. ahead: jobs that are read although no slot is free, so that the next one to get a slot is
     ready: at most rows + ahead jobs are admitted and not parked. quantum_tokens: what an owner may be ahead of others
-    before these come first. shared_device_bytes: of GPUs, for prefixes in the tree; None: no bound, as where the model
-    runs on a CPU, and all of them counts as the host's.
+    before these come first. prefix_cache_device_bytes: of GPUs, for prefixes in the tree; None: no bound, as where the
+    model runs on a CPU, and all of them counts as the host's.
     """
 
     rows: int
@@ -36,12 +36,12 @@ class Limits:
     layers: int = 1
     ahead: int = 2
     quantum_tokens: int = 1024
-    shared_device_bytes: int | None = None
+    prefix_cache_device_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name == "shared_device_bytes" and value is None:
+            if name == "prefix_cache_device_bytes" and value is None:
                 continue
             kind, least = (float, 0.0) if name.endswith("_seconds") else (int, 0 if name in _MAY_BE_ZERO else 1)
             right = isinstance(value, int | float) if kind is float else isinstance(value, int)
@@ -52,12 +52,12 @@ class Limits:
         """With this bound of what the tree has on GPUs; None: as they are. Raises ConfigError without a GPU."""
         if device_bytes is None:
             return self
-        if self.shared_device_bytes is None:
+        if self.prefix_cache_device_bytes is None:
             raise ConfigError(
                 f"{device_bytes:,} bytes of a GPU's memory were given for shared prefixes, but the model runs on none; "
                 "bound the host's alone, or choose device cuda"
             )
-        return replace(self, shared_device_bytes=device_bytes)
+        return replace(self, prefix_cache_device_bytes=device_bytes)
 
     def job_bytes(self, job: RequestNeeds) -> int:
         """Host bytes that a job reserves: for all tokens that it may ever add."""
@@ -91,4 +91,4 @@ class Limits:
             )
 
 
-_MAY_BE_ZERO = ("ahead", "waiting", "host_bytes", "shared_device_bytes")
+_MAY_BE_ZERO = ("ahead", "waiting", "host_bytes", "prefix_cache_device_bytes")

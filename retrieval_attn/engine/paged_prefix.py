@@ -57,20 +57,20 @@ class PagedKVPool:
         self._returned: deque[NDArray[np.int32]] = deque()  # a finalizer may run anywhere, where a lock is held, too
         if self._pool.pages_for(tokens) > pages:
             raise ConfigError(
-                f"prefixes of exact_tokens={tokens} take {self._pool.pages_for(tokens)} pages of {PAGE_TOKENS} tokens, "
-                f"got exact_pages={pages}; give more of these, or fewer of those"
+                f"prefixes of paged_prefix_tokens={tokens} take {self._pool.pages_for(tokens)} pages of {PAGE_TOKENS} "
+                f"tokens, got paged_prefix_pages={pages}; give more of these, or fewer of those"
             )
 
     @classmethod
     def of(
         cls, tokens: Any, pages: Any, limits: Limits, model: PreTrainedModel, config: Config, int8: bool = False
     ) -> Self | None:
-        """For an engine's options `exact_tokens` and `exact_pages`; None where no prefix lies in pages.
+        """For an engine's options `paged_prefix_tokens` and `paged_prefix_pages`; None where no prefix lies in pages.
 
         model, config: whose rows are beside the pages, which get a part of the memory that is free where no number is
         given. int8: as in `PagedKVPool`. Raises ConfigError.
         """
-        for name, value in (("exact_tokens", tokens), ("exact_pages", pages)):
+        for name, value in (("paged_prefix_tokens", tokens), ("paged_prefix_pages", pages)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ConfigError(f"{name} must be a whole number >= 0, got {value!r}")
         if not tokens:
@@ -148,7 +148,7 @@ class PageAllocation:
         if needed > pages:
             raise AdmissionError(
                 f"the prompt's shared parts take {needed} pages of {PAGE_TOKENS} tokens, the engine has {pages}; make "
-                "it with more exact_pages, or a smaller exact_tokens"
+                "it with more paged_prefix_pages, or a smaller paged_prefix_tokens"
             )
 
     def take(self, done: int, tree: RadixCache | None) -> bool:

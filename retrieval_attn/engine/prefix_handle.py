@@ -1,6 +1,6 @@
 """Sharing: one row's side of the tree: what it continues of others', and what it leaves there for others.
 
-Parts of prompts are nodes, and a request finds those that end where one of its own parts does. With `reuse_generated`,
+Parts of prompts are nodes, and a request finds those that end where one of its own parts does. With `cache_generated`,
 so is what a row held at its end, an answer behind its prompt: a follow-up turn finds it wherever it ends.
 """
 

@@ -14,7 +14,7 @@ from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.placement import devices
 
-__all__ = ["exact_device_bytes", "shared_device_bytes", "shared_room"]
+__all__ = ["exact_device_bytes", "prefix_cache_device_bytes", "shared_room"]
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ SHARE, EXACT_SHARE = 0.25, 0.5
 that are read and asked about: hidden states, keys of the layers that are on their way to the host, codes."""
 
 
-def shared_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int | None:
+def prefix_cache_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int | None:
     """For a loaded model, see `shared_room`; on several GPUs, for all together. None: it runs on a CPU."""
     beside = _beside(model, config, rows)
     if beside is None:

@@ -94,8 +94,8 @@ def saving_fork(cache: RetrievalCache) -> RetrievalCache:
         )
     if cache.batch.exact is not None:
         raise InputDataError(
-            f"{cache.batch.exact.tokens:,} tokens of this cache lie in an engine's pages (exact_tokens), without an "
-            "index, and cannot be saved; read the text with LLM.read(text, save=name)"
+            f"{cache.batch.exact.tokens:,} tokens of this cache lie in an engine's pages (paged_prefix_tokens), "
+            "without an index, and cannot be saved; read the text with LLM.read(text, save=name)"
         )
     return cache.fork()
 

@@ -165,7 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *, limits: Connections, **arguments: Any) -> None:
         """limits: shared by all connections of a server. arguments: uvicorn's."""
         super().__init__(**arguments)
-        self.parser: UpgradeParser = UpgradeParser(self)
+        self.parser: Any = UpgradeParser(self)
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._unparsed = self._head_bytes = 0

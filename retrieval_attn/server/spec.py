@@ -42,21 +42,21 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, shared_bytes,
-    shared_device_bytes: None: as the engine chooses. store: folder of saved contexts; None: the user's. warm_tokens: of
-    `Engine.warm_up`; 0: none. generation_config: one of GENERATION_CONFIGS.
+    """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, prefix_cache_bytes,
+    prefix_cache_device_bytes: None: as the engine chooses. store: folder of saved contexts; None: the user's.
+    warm_tokens: of `Engine.warm_up`; 0: none. generation_config: one of GENERATION_CONFIGS.
     """
 
     model: str
     loading: dict[str, Any]
     config: dict[str, Any]
     rows: int | None = None
-    shared_bytes: int | None = None
-    shared_device_bytes: int | None = None
-    exact_tokens: int = 0
+    prefix_cache_bytes: int | None = None
+    prefix_cache_device_bytes: int | None = None
+    paged_prefix_tokens: int = 0
     store: str | None = None
     warm_tokens: int = 0
-    reuse_generated: bool = False
+    cache_generated: bool = False
     generation_config: str = "auto"
 
     def __post_init__(self) -> None:
@@ -73,16 +73,16 @@ class EngineSpec:
 
         llm = LLM(self.model, **self.loading, config=Config.from_dict(self.config))
         self._sampling(llm.model)  # what is wrong with it is said before the engine starts
-        limits = default_limits(llm.model, llm.config).sharing(self.shared_device_bytes)
+        limits = default_limits(llm.model, llm.config).sharing(self.prefix_cache_device_bytes)
         if self.rows is not None:
             limits = type(limits)(**{**vars(limits), "rows": self.rows, "pages": self.rows + limits.ahead})
         engine = Engine(
             llm,
             limits=limits,
-            shared_bytes=self.shared_bytes,
+            prefix_cache_bytes=self.prefix_cache_bytes,
             store=self.store,
-            exact_tokens=self.exact_tokens,
-            reuse_generated=self.reuse_generated,
+            paged_prefix_tokens=self.paged_prefix_tokens,
+            cache_generated=self.cache_generated,
         )
         if self.warm_tokens:
             engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False)

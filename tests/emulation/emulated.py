@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.runner.graph.registry import replaced_runtime
 from tests.emulation.runtime import EmulatedRuntime
 
 
-def emulated(runtime: EmulatedRuntime | None = None) -> AbstractContextManager[None]:
+@contextmanager
+def emulated(runtime: EmulatedRuntime | None = None) -> Iterator[None]:
     """Emulate the graphs of all models in this context, on any device, unless `Config.graph` is False.
 
     graph=True raises for a step that cannot be captured. runtime: defaults to one of the process.
     """
-    return replaced_runtime(lambda: runtime or _shared())
+    with replaced_runtime(lambda: runtime or _shared()):
+        yield
 
 
 @functools.cache

@@ -113,7 +113,7 @@ def test_three_turns_are_those_of_one_session(index: str, graphs: bool) -> None:
     expected += [session.turn(((expected[0][-1], *news[0]),), tokens[1])]
     expected += [session.turn(((expected[1][-1], *news[1]),), tokens[2])]
     steps = emulated() if graphs else nullcontext()
-    with steps, Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine, read_counts(llm) as read:
+    with steps, Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True) as engine, read_counts(llm) as read:
         other = engine.submit(request((ids(200, 9),), 3_000))
         next(iter(other))
         del read[:]
@@ -131,7 +131,7 @@ def test_three_turns_are_those_of_one_session(index: str, graphs: bool) -> None:
 
 def test_off_by_default() -> None:
     llm, document = llm_of(), ids(300, 1)
-    with Engine(llm, shared_bytes=SHARED) as engine:
+    with Engine(llm, prefix_cache_bytes=SHARED) as engine:
         first = engine.submit(request((document, ids(9, 2)), 20)).result()
         again = engine.submit(request((document, (*ids(9, 2), *first.tokens, 5)), 4)).result()
         assert again.cached_tokens == 300 and answers_of(engine) == []
@@ -151,7 +151,7 @@ def test_layers_that_slide(kind: str) -> None:
     llm = llm_of(kind)
     session = Session(llm)
     expected = session.turn(PARTS, 40)
-    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+    with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True) as engine:
         first = engine.submit(request(PARTS, 40)).result()
         second = follow_up(engine, PARTS, first)
         engine.check()
@@ -162,7 +162,7 @@ def test_layers_that_slide(kind: str) -> None:
 def test_a_cancelled_answer_is_continued_as_far_as_it_was_told() -> None:
     llm = llm_of()
     session = Session(llm)
-    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+    with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True) as engine:
         ticket = engine.submit(request(PARTS, 3_000))
         events = iter(ticket)
         for _ in range(30):
@@ -180,12 +180,12 @@ def test_other_ids_have_what_was_read() -> None:
     option. So is one of another namespace.
     """
     llm = llm_of()
-    with Engine(llm, shared_bytes=SHARED) as engine:
+    with Engine(llm, prefix_cache_bytes=SHARED) as engine:
         first = engine.submit(request(PARTS, 40)).result()
         cut = first._replace(tokens=first.tokens[:20])
         expected = follow_up(engine, PARTS, cut)
         whole = follow_up(engine, PARTS, first)
-    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+    with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True) as engine:
         assert engine.submit(request(PARTS, 40)).result().tokens == first.tokens
         found = follow_up(engine, PARTS, cut)
         assert (found.tokens, found.cached_tokens) == (expected.tokens, 300)
@@ -197,7 +197,7 @@ def test_other_ids_have_what_was_read() -> None:
 @pytest.mark.parametrize("where", ["in the step", "in its logits"])
 def test_rows_that_failed_leave_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of()
-    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+    with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True) as engine:
         bad, good = (engine.submit(request((PARTS[0], ids(9, seed)), 30)) for seed in (2, 3))
         next(iter(bad))
         with engine._changed:
@@ -225,7 +225,7 @@ def test_answers_of_one_prompt_stand_side_by_side() -> None:
     """As of n=2: each follow-up continues its own."""
     llm, parts = llm_of(), (*PARTS[:1], PARTS[1][:-1], PARTS[1][-1:])
     draws = [SamplingParams(1.0, seed=seed) for seed in (1, 2)]
-    with Engine(llm, shared_bytes=SHARED, reuse_generated=True) as engine:
+    with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True) as engine:
         tickets = [engine.submit(request(parts, 30, draw=draw)) for draw in draws]
         firsts = [ticket.result() for ticket in tickets]
         seconds = [follow_up(engine, parts, first) for first in firsts]
@@ -236,7 +236,7 @@ def test_answers_of_one_prompt_stand_side_by_side() -> None:
 
 def test_answers_are_given_up_as_prompts_are() -> None:
     llm = llm_of()
-    with Engine(llm, shared_bytes=400_000, reuse_generated=True) as engine:
+    with Engine(llm, prefix_cache_bytes=400_000, cache_generated=True) as engine:
         for seed in range(12):
             engine.submit(request((ids(200, seed), ids(9, 50 + seed)), 20)).result()
             engine.check()
@@ -253,12 +253,12 @@ def test_a_saved_context_and_pages(tmp_path: Path) -> None:
     session = Session(llm)
     expected = session.turn(PARTS, 30)
     again = session.turn(((expected[-1], *ids(6, 77)),), 9)
-    with Engine(llm, shared_bytes=SHARED, reuse_generated=True, store=store) as engine:
+    with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True, store=store) as engine:
         first = engine.submit(request(PARTS[1:], 30, context="one")).result()
         second = follow_up(engine, PARTS[1:], first, context="one")
         engine.check()
     assert first.tokens == expected and second.tokens == again and second.cached_tokens == 309 + 29
-    with Engine(llm, shared_bytes=SHARED, reuse_generated=True, exact_tokens=700) as engine:
+    with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True, paged_prefix_tokens=700) as engine:
         first = engine.submit(request(PARTS, 30)).result()
         parts = (*PARTS[:1], (*PARTS[1], *first.tokens, *ids(60, 7)), ids(5, 8))
         found = [engine.submit(request(parts, 9)).result() for _ in range(2)]

@@ -67,7 +67,9 @@ def rescaled(keys: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.uint8], npt.
 def test_needles_that_no_training_query_names_are_found(haystack: Haystack, index: RoarGraphIndex) -> None:
     """Breaks if keys outside of the graph cannot be found, or if only the landmarks among them can."""
     outside = np.ones(COPIES, bool)
-    outside[index.search_arguments().graph.ids] = False
+    arguments = index.search_arguments()
+    assert arguments is not None
+    outside[arguments.graph.ids] = False
     assert outside[haystack.places].sum() >= NEEDLES, "the case is one of keys outside of the graph"
     assert index.stats["left_out"] == outside.sum() > index.stats["unreached"] and index.stats["landmarks"] == 60
     assert haystack.lost(index) == 0

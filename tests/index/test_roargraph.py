@@ -100,7 +100,8 @@ def test_insertion_keeps_recall(head: Head, monkeypatch: pytest.MonkeyPatch) -> 
     assert recall(found, right) >= recall(fresh.search(head.decode, K).ids, right) - 0.03
     new = right >= start
     assert np.mean([np.isin(a[n], b).mean() for a, b, n in zip(right, found, new, strict=True) if n.any()]) >= 0.8
-    assert np.shares_memory(grown.search_arguments().keys, head.keys)  # nothing was copied
+    arguments = grown.search_arguments()
+    assert arguments is not None and np.shares_memory(arguments.keys, head.keys)  # nothing was copied
 
 
 def test_insertion_from_elsewhere_and_truncation(head: Head, index: RoarGraphIndex) -> None:

@@ -145,7 +145,18 @@ def test_frames_bring_what_was_sent() -> None:
 @pytest.mark.slow
 def test_requests_to_an_engine_that_hangs_end_at_their_deadline(tmp_path: Path) -> None:
     """None of them is in the engine when it continues, and the server ends although its engine does not."""
-    options = ("--store", str(tmp_path), "--engine", "process", "--warm-up", "0", "--deadline", "10", "--drain", "1")
+    options = (
+        "--store",
+        str(tmp_path),
+        "--engine",
+        "process",
+        "--warm-up",
+        "0",
+        "--deadline",
+        "10",
+        "--shutdown-timeout",
+        "1",
+    )
     with serving(*options) as apart, apart.client() as http:
         engine = pid_of(apart, 0)
         short = {**talk(max_tokens=1), "messages": talk()["messages"][1:]}

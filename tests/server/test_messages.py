@@ -250,7 +250,7 @@ def test_the_route_of_tokenize_passes_each_field_on(needle_model_path: Path) -> 
 
     def text_of(**fields: Any) -> str:
         body = TokenizeBody.model_validate({"messages": [turn("user", "a")], **fields})
-        return decoded(prompts.tokenizer, json.loads(asyncio.run(routes.tokenize(body, request)).body)["tokens"])
+        return decoded(prompts.tokenizer, json.loads(bytes(asyncio.run(routes.tokenize(body, request)).body))["tokens"])
 
     whole = text_of()
     assert whole.endswith("<|assistant|>")

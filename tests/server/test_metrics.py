@@ -67,7 +67,7 @@ def test_steps_spills_and_tiers(tmp_path: Path) -> None:
         tokens = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
         assert tokens > 512 and samples(http)["window_evictions_total"] == tokens // 512
         saved = http.post("/v1/contexts", json={"name": "book", "text": document()}).json()
-    with serving(*store, "--exact-tokens", "1024") as served, served.client() as http:
+    with serving(*store, "--paged-prefix-tokens", "1024") as served, served.client() as http:
         first = samples(http)
         assert cached(asked(http, model="bundled@book")) == saved["tokens"]
         assert moved(http, first, "hit_tokens") == {"device": 0, "memory": 0, "disk": saved["tokens"]}

@@ -119,7 +119,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("keyed")
     keys = folder / "keys"
     keys.write_text(f"{ADMIN} root admin\n# who\n{USER} ann\n\n{OTHER}  # nameless\n", encoding="utf-8-sig")
-    limits = ("--max-body", "1MiB", "--max-waiting", "2", "--rows", "1", "--deadline", "4", "--warm-up", "0")
+    limits = ("--max-body", "1MiB", "--max-queue", "2", "--max-num-seqs", "1", "--deadline", "4", "--warm-up", "0")
     options = ("--api-key-file", str(keys), "--parse-special", *limits)
     with serving("--store", str(folder / "store"), *options) as found:
         yield found

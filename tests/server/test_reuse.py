@@ -10,7 +10,7 @@ from tests.server.process import QUESTION, document, serving
 def test_a_follow_up_turn_does_not_read_the_answer() -> None:
     """cached_tokens tells: without the option, the turn before but its answer; with it, that as well."""
     cached, answers = {}, {}
-    for options in ((), ("--reuse-generated",)):
+    for options in ((), ("--cache-generated",)):
         with serving("--warm-up", "0", "--engine", "here", *options) as served, served.client() as client:
 
             def ask(said: list[dict[str, str]], tokens: int, client: Any = client) -> tuple[str, int]:

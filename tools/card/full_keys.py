@@ -46,12 +46,14 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--lengths", default="8k,16k,32k,64k,128k")
     parser.add_argument("--tokens", type=as_tokens, default=64)
-    parser.add_argument("--ways", default="retrieval,auto,full", help="or device:key_bytes=32 and such (%(default)s)")
+    parser.add_argument(
+        "--systems", default="retrieval,auto,full", help="or device:key_bytes=32 and such (%(default)s)"
+    )
     add_read_window(parser)
     args = parser.parse_args()
     lengths = [as_tokens(one) for one in args.lengths.split(",")]
     args.length = max(lengths)
-    ways = parse(args.ways, known=tuple(WAYS))
+    ways = parse(args.systems, known=tuple(WAYS))
     llm, subject = llm_of(args)
     read_simply(subject, args.read_window)
     rows = []

@@ -82,7 +82,16 @@ def main() -> int:
     bodies = [body_of(document(1000 + number, 100), args.tokens) for number in range(args.streams)]
     with tempfile.TemporaryDirectory(prefix="card-model-") as folder:
         save_model(args, folder)
-        flags = ["--name", NAME, "--device", args.device, "--rows", str(args.streams), "--max-context", str(POSITIONS)]
+        flags = [
+            "--name",
+            NAME,
+            "--device",
+            args.device,
+            "--max-num-seqs",
+            str(args.streams),
+            "--max-context",
+            str(POSITIONS),
+        ]
         flags += ["--warm-up", str(WARM_TOKENS), "--store", f"{folder}/store"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
         with serving(folder, *flags, environment=threads, start_seconds=START_SECONDS) as served:

@@ -115,10 +115,10 @@ def main() -> int:
         # what is read beside the first rows need not wait for them: only steps are timed. Prompts that take most of the
         # memory, as some of 128K tokens do, are not read again
         limits = replace(
-            usual, rows=args.rows, pages=args.rows + usual.ahead, inter_token_seconds=READ_SECONDS,
-            host_bytes=available_host_bytes(), shared_device_bytes=None,
+            usual, rows=args.rows, inter_token_seconds=READ_SECONDS,
+            host_bytes=available_host_bytes(), prefix_cache_device_bytes=None,
         )  # fmt: skip
-        with ra.Engine(llm, limits=limits, shared_bytes=limits.host_bytes * 3 // 4) as engine:
+        with ra.Engine(llm, limits=limits, prefix_cache_bytes=limits.host_bytes * 3 // 4) as engine:
             engine.warm_up(tokens=args.length + args.tokens, draws=(ra.RowDraw(), SAMPLED), progress=False)
             read_simply(subject, args.read_window)
             prompts = [subject.ids(args.length) for _ in range(args.rows)]

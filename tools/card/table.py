@@ -28,7 +28,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
         return TINY if tiny else ("--shape", shape, "--random-ids", *more)
 
     def serve(name: str, goals: Sequence[Goal], seconds: float, setting: str, *flags: str) -> Measure:
-        arguments = ("bench", "serve", *flags, "--row-seconds", str(round(seconds)), "--no-plot")
+        arguments = ("bench", "serve", *flags, "--timeout", str(round(seconds)), "--no-plot")
         return Measure(
             name, "retrieval_attn.cli", arguments, "--output-dir", "serve.json", goals, seconds, setting + SIMPLE
         )  # fmt: skip
@@ -58,9 +58,9 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             name, [over("tree-off", bound), *rates("engine", "tree-off")], 150,
             "2K in pages for 64 requests with 128 tokens of their own, answers of 128, 32 slots; reading "
             "counts",
-            *model(shape), "--workload", "document", "--requests", few(64, 6), "--slots", few(32, 3),
+            *model(shape), "--workload", "document", "--requests", few(64, 6), "--max-num-seqs", few(32, 3),
             "--length", length(2048), "--question", few(128, 16), "--tokens", few(128), "--exact", "4k",
-            "--ways", "engine,tree-off",
+            "--systems", "engine,tree-off",
         )  # fmt: skip
 
     one_text: Sequence[str] = (
@@ -68,12 +68,12 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
         "document",
         "--requests",
         few(16),
-        "--slots",
+        "--max-num-seqs",
         few(16),
         "--length",
         length(131072),
     )
-    one_text = (*one_text, "--question", few(32, 8), "--read-first", "--ways", "engine")
+    one_text = (*one_text, "--question", few(32, 8), "--read-first", "--systems", "engine")
     while_all = "tokens a second while all decode"
     return [
         Measure(
@@ -129,8 +129,8 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
         serve(
             "short_prompts", [over("transformers", 1.0), *rates("engine", "transformers")], 90,
             "64 requests of 128 to 512 tokens, answers of 10 to 102, 32 slots; reading counts",
-            *model("llama-3-8b"), "--workload", "mixed", "--requests", few(64, 6), "--slots", few(32, 3),
-            "--length", few(512, 128), "--scale", "0.02" if tiny else "0.1", "--ways", "engine,transformers",
+            *model("llama-3-8b"), "--workload", "mixed", "--requests", few(64, 6), "--max-num-seqs", few(32, 3),
+            "--length", few(512, 128), "--scale", "0.02" if tiny else "0.1", "--systems", "engine,transformers",
         ),
         serve(
             "static_batches",
@@ -140,8 +140,8 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
                 Goal("slots filled, static", "", of_row("static", "filled")),
             ], 150,
             "160 requests of 128 to 512 tokens, answers of 50 to 512 (uniform), 32 slots; reading counts",
-            *model("llama-3-8b"), "--workload", "mixed", "--requests", few(160, 9), "--slots", few(32, 3),
-            "--length", few(512, 128), "--scale", "0.02" if tiny else "0.5", "--ways", "engine,static",
+            *model("llama-3-8b"), "--workload", "mixed", "--requests", few(160, 9), "--max-num-seqs", few(32, 3),
+            "--length", few(512, 128), "--scale", "0.02" if tiny else "0.5", "--systems", "engine,static",
         ),
         script(
             "over_http",
@@ -160,8 +160,8 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             "16K in pages for 256 requests with 32 tokens of their own, answers of 128, 256 slots; 8 of 32 layers; "
             "reading counts",
             *model("llama-3-8b", "--layers", "8"), "--workload", "document", "--requests", few(256, 6),
-            "--slots", few(256, 3), "--length", length(16384), "--question", few(32, 8), "--tokens", few(128),
-            "--exact", "20k", "--ways", "engine,tree-off",
+            "--max-num-seqs", few(256, 3), "--length", length(16384), "--question", few(32, 8), "--tokens", few(128),
+            "--exact", "20k", "--systems", "engine,tree-off",
         ),
         serve(
             "eight_texts",
@@ -171,8 +171,8 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             ], 190,
             "eight texts of 128K in int8 that were read before, a question of 32 tokens each, answers of 128",
             *model("llama-3-8b"), *(() if tiny else ("--host-dtype", "int8")),
-            "--workload", "clients", "--requests", few(8), "--slots", few(8), "--length", length(131072),
-            "--question", few(32, 8), "--tokens", few(128, 12), "--read-first", "--ways", "engine",
+            "--workload", "clients", "--requests", few(8), "--max-num-seqs", few(8), "--length", length(131072),
+            "--question", few(32, 8), "--tokens", few(128, 12), "--read-first", "--systems", "engine",
         ),
         script(
             "full_keys",
@@ -188,7 +188,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             "codes_on_host", "tools.card.full_keys",
             (
                 *model("llama-3-8b"), "--lengths", length(131072), "--tokens", few(64, 8),
-                "--read-window", length(4096), "--ways", f"{SCANNED}:codes_on_host=True,{SCANNED},sketch",
+                "--read-window", length(4096), "--systems", f"{SCANNED}:codes_on_host=True,{SCANNED},sketch",
             ),
             "--out", "found.json",
             [

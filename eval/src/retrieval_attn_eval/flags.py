@@ -40,18 +40,16 @@ def parse_lengths(text: str, flag: str = "--lengths") -> tuple[int, ...]:
     return tuple(dict.fromkeys(parse_tokens(part, flag) for part in parts))
 
 
-def parse_retrieve(text: str) -> int | float | Literal["all", "auto"]:
-    """Config's `retrieve` as it is written on the command line.  Raises ConfigError."""
+def parse_retrieve(text: str) -> int | Literal["all", "auto"]:
+    """Return Config's `retrieve` from its spelling on the command line. Raises ConfigError."""
     if text == "all":
         return "all"
     if text == "auto":
         return "auto"
     try:
-        return float(text) if "." in text or "e" in text.lower() else int(text)
+        return int(text)
     except ValueError:
-        raise ConfigError(
-            f"--retrieve {text!r} is no number of keys; write 100, a share such as 0.01, all or auto"
-        ) from None
+        raise ConfigError(f"--retrieve {text!r} is no number of keys; write 100, all or auto") from None
 
 
 def parse_choices(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--store", metavar="DIR", help="an empty folder on the disk to measure (default: one in the results' folder)")
     add("--keep", action="store_true", help="leave the saved contexts there")
     add("--random-ids", action="store_true", help="random token ids in place of prose")
-    add("--row-seconds", type=float, default=900.0, metavar="S", help="a row that takes longer ends its process")
+    add("--timeout", type=float, default=900.0, metavar="S", help="a row that takes longer ends its process")
     add("--seed", type=int, default=0, help="of texts and random weights (default: %(default)s)")
     add("--no-plot", action="store_true", help="write no PNG file")
     add("--output-dir", default="auto", metavar="DIR", help="new folder for the results (default: results/bench/TIME)")
@@ -105,9 +105,7 @@ def _measure(found: Found, store: Path, args: argparse.Namespace, save: Any) -> 
     for kind in ("save", "warm", "cold"):
         found.processes.append(Process(kind))
         process = found.processes[-1]
-        run_process(
-            process, replace(job, kind=kind).to_dict(), own_environment(), args.row_seconds, told, module=MODULE
-        )
+        run_process(process, replace(job, kind=kind).to_dict(), own_environment(), args.timeout, told, module=MODULE)
         if kind == "save":
             if "expected" not in process.facts:
                 return

@@ -46,15 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="FILE", help="requests in Mooncake's format, one JSON object a line")
     add("--block", type=as_tokens, default=512, metavar="N", help="tokens of a trace's block (default: %(default)s)")
     add("--speed", type=float, default=1.0, metavar="X", help="how much faster a trace comes (default: %(default)s)")
-    add("--slots", type=int, default=8, metavar="N", help="rows of a step, and of a static batch (%(default)s)")
-    add("--ways", default=",".join(ALL), metavar="NAME,NAME", help="rows of the table (default: %(default)s)")
+    add("--max-num-seqs", type=int, default=8, metavar="N", help="rows of a step, and of a static batch (%(default)s)")
+    add("--systems", default=",".join(ALL), metavar="NAME,NAME", help="rows of the table (default: %(default)s)")
     add("--read-first", action="store_true", help="prompts but for their last parts are read before the clock starts")
-    exact = "prefixes of at most N tokens lie in pages, and all of them is attended to: Engine(exact_tokens=N) (off)"
+    exact = (
+        "prefixes of at most N tokens lie in pages, and all of them is attended to: Engine(paged_prefix_tokens=N) (off)"
+    )
     add("--exact", type=as_tokens, default=0, metavar="N", help=exact)
-    add("--exact-int8", action="store_true", help="these pages in int8: Engine(exact_int8=True)")
+    add("--paged-prefix-int8", action="store_true", help="these pages in int8: Engine(paged_prefix_int8=True)")
     shared = "room of the engine's tree: for texts that no request uses now (default: what this workload's texts need)"
-    add("--shared-bytes", metavar="SIZE", help=shared)
-    add("--shared-gpu-bytes", metavar="SIZE", help="the same of the GPU (default: likewise)")
+    add("--prefix-cache-memory", metavar="SIZE", help=shared)
+    add("--prefix-cache-gpu-memory", metavar="SIZE", help="the same of the GPU (default: likewise)")
     add("--ttft", type=float, default=2.0, metavar="S", help="bound of a good first token (default: %(default)s)")
     add("--itl", type=float, default=0.1, metavar="S", help="bound from token to token, on average (%(default)s)")
     add(
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_flags(add)
     add_running_flags(add)
     add("--random-ids", action="store_true", help="random token ids in place of prose")
-    add("--row-seconds", type=float, default=900.0, metavar="S", help="a row that takes longer fails")
+    add("--timeout", type=float, default=900.0, metavar="S", help="a row that takes longer fails")
     add("--seed", type=int, default=0, help="of texts, arrivals and random weights (default: %(default)s)")
     add("--no-plot", action="store_true", help="write no PNG file")
     add("--output-dir", default="auto", metavar="DIR", help="new folder for the results (default: results/bench/TIME)")
@@ -100,12 +102,12 @@ def run(args: argparse.Namespace) -> int:
             "answers": sum(call.request.max_tokens for call in calls),
             "last_arrival": calls[-1].arrival,
         },
-        "slots": args.slots,
+        "slots": args.max_num_seqs,
         "read_first": args.read_first,
-        "exact_tokens": args.exact,
-        "exact_int8": args.exact_int8,
-        "shared_bytes": args.shared_bytes,
-        "shared_gpu_bytes": args.shared_gpu_bytes,
+        "paged_prefix_tokens": args.exact,
+        "paged_prefix_int8": args.paged_prefix_int8,
+        "prefix_cache_bytes": args.prefix_cache_memory,
+        "shared_gpu_bytes": args.prefix_cache_gpu_memory,
         "bounds": {"first_seconds": args.ttft, "token_seconds": args.itl},
         "facts": subject.about(),
         "simplifications": subject.simplifications,
@@ -129,7 +131,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
 
     if args.length is None:
         args.length = LENGTHS[args.workload]
-    check_at_least(1, args, "requests", "question", "tokens", "block", "slots")
+    check_at_least(1, args, "requests", "question", "tokens", "block", "max_num_seqs")
     check_at_least(0, args, "rate", "peer_tokens", "threads", "exact")
     for name in ("scale", "speed", "ttft", "itl", "row_seconds"):
         if not 0 < getattr(args, name) < float("inf"):
@@ -141,7 +143,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
     if args.workload != "trace" and args.length <= args.question:
         raise ConfigError(f"--length {args.length} must be more than --question {args.question}, which is a part of it")
     _shared(args)
-    ways = parse_choices("--ways", args.ways, ALL)
+    ways = parse_choices("--systems", args.systems, ALL)
     lines = [] if args.trace is None else read_trace(Path(args.trace), args.requests, args.block)
     return (
         Workload(
@@ -157,7 +159,10 @@ def _shared(args: argparse.Namespace) -> tuple[int | None, int | None]:
     """Of the host and of the GPU. Raises ConfigError."""
     from retrieval_attn.memory.units import parse_bytes
 
-    given = (args.shared_bytes, "--shared-bytes"), (args.shared_gpu_bytes, "--shared-gpu-bytes")
+    given = (
+        (args.prefix_cache_memory, "--prefix-cache-memory"),
+        (args.prefix_cache_gpu_memory, "--prefix-cache-gpu-memory"),
+    )
     host, device = (None if size is None else parse_bytes(size, name) for size, name in given)
     return host, device
 
@@ -191,8 +196,8 @@ def _rows(
 
     llm = Served(subject.model, subject.tokenizer, settings.config)
     drive = Drive(
-        llm, args.slots, read_first=args.read_first, row_seconds=args.row_seconds, exact_tokens=args.exact,
-        exact_int8=args.exact_int8, shared=_shared(args),
+        llm, args.max_num_seqs, read_first=args.read_first, row_seconds=args.timeout, paged_prefix_tokens=args.exact,
+        paged_prefix_int8=args.paged_prefix_int8, shared=_shared(args),
     )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None

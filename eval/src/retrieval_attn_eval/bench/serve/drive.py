@@ -57,16 +57,20 @@ class Drive:
     """An engine for each way, made for it and closed after it."""
 
     def __init__(
-        self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, exact_tokens: int = 0,
-        exact_int8: bool = False, shared: tuple[int | None, int | None] = (None, None),
+        self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, paged_prefix_tokens: int = 0,
+        paged_prefix_int8: bool = False, shared: tuple[int | None, int | None] = (None, None),
     ) -> None:  # fmt: skip
         """slots: rows of a step. read_first: all but the prompts' last parts is read before the clock starts.
-        row_seconds: requests that are not answered then are cancelled. exact_tokens, exact_int8: of the engines.
+        row_seconds: requests that are not answered then are cancelled. paged_prefix_tokens, paged_prefix_int8: of the
+        engines.
         shared: bytes of their trees, on the host and on GPUs; None: what the calls' texts need, where it is more than
         an engine's own choice.
         """
         self._llm, self._slots = llm, slots
-        self._exact: dict[str, Any] = {"exact_tokens": exact_tokens, "exact_int8": exact_int8}
+        self._exact: dict[str, Any] = {
+            "paged_prefix_tokens": paged_prefix_tokens,
+            "paged_prefix_int8": paged_prefix_int8,
+        }
         self._read_first, self._row_seconds, self._shared = read_first, row_seconds, shared
         self.gave_up = ""  # what the last way's tree let go for lack of room
 
@@ -114,26 +118,26 @@ class Drive:
 
     @contextmanager
     def _engine(self, way: str, calls: Sequence[Call]) -> Iterator[ra.Engine]:
-        shared_bytes, device_bytes = self._shared
+        prefix_cache_bytes, device_bytes = self._shared
         usual = default_limits(self._llm.model, self._llm.config).sharing(device_bytes)
         rows, ahead = (1, 0) if way == "one" else (self._slots, usual.ahead)
-        needed = tree_bytes(calls, self._llm.model, self._llm.config, self._exact["exact_tokens"])
+        needed = tree_bytes(calls, self._llm.model, self._llm.config, self._exact["paged_prefix_tokens"])
         texts = Room(*(size + size // SPARE for size in needed))
-        if usual.shared_device_bytes is None:  # all of it is the host's
+        if usual.prefix_cache_device_bytes is None:  # all of it is the host's
             texts = Room(sum(texts))
         elif device_bytes is None:
-            usual = replace(usual, shared_device_bytes=max(usual.shared_device_bytes, texts.device))
+            usual = replace(usual, prefix_cache_device_bytes=max(usual.prefix_cache_device_bytes, texts.device))
         if way == "tree-off":
-            shared_bytes = 0
-        elif shared_bytes is None:
-            shared_bytes = max(usual.host_bytes // 4, texts.host)
+            prefix_cache_bytes = 0
+        elif prefix_cache_bytes is None:
+            prefix_cache_bytes = max(usual.host_bytes // 4, texts.host)
         # what the tree holds counts as the requests' memory: beside it they keep three quarters of what they would have
-        host_bytes = max(usual.host_bytes, usual.host_bytes * 3 // 4 + shared_bytes)
+        host_bytes = max(usual.host_bytes, usual.host_bytes * 3 // 4 + prefix_cache_bytes)
         limits = replace(
             usual, rows=rows, ahead=ahead, waiting=max(usual.waiting, len(calls)),
             host_bytes=min(host_bytes, available_host_bytes()),
         )  # fmt: skip
-        with ra.Engine(self._llm, limits=limits, shared_bytes=shared_bytes, **self._exact) as engine:
+        with ra.Engine(self._llm, limits=limits, prefix_cache_bytes=prefix_cache_bytes, **self._exact) as engine:
             yield engine
 
     def _read(self, engine: ra.Engine, calls: Sequence[Call]) -> None:
@@ -181,7 +185,7 @@ def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.perf_counter()))
         if thread.is_alive():
-            raise TimeoutError("requests were not answered within --row-seconds")
+            raise TimeoutError("requests were not answered within --timeout")
 
 
 def _listened(ticket: Any, arrival: float) -> Answered:

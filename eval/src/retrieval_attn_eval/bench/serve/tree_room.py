@@ -23,17 +23,17 @@ class Room(NamedTuple):
     device: int = 0
 
 
-def tree_bytes(calls: Sequence[Call], model: Any, config: ra.Config, exact_tokens: int = 0) -> Room:
+def tree_bytes(calls: Sequence[Call], model: Any, config: ra.Config, paged_prefix_tokens: int = 0) -> Room:
     """Most bytes, on the host and on a GPU, that the beginnings of these requests take while a tree holds all.
 
-    A beginning is every part of a prompt but its last one. exact_tokens: beginnings of so many tokens have their keys
-    in pages, which the number for the host bounds. Raises as `plan`.
+    A beginning is every part of a prompt but its last one. paged_prefix_tokens: beginnings of so many tokens have
+    their keys in pages, which the number for the host bounds. Raises as `plan`.
     """
     texts: dict[tuple[tuple[int, ...], ...], int] = {}
     for parts in dict.fromkeys(call.request.parts[:-1] for call in calls):
         for end in range(1, len(parts) + 1):
             texts[parts[:end]] = sum(map(len, parts[:end]))
-    held = {tokens: _held(tokens, model, config, exact_tokens) for tokens in set(texts.values())}
+    held = {tokens: _held(tokens, model, config, paged_prefix_tokens) for tokens in set(texts.values())}
     host = device = 0
     for parts, tokens in texts.items():  # a node holds what the text before it does not, and windows of its own
         before = held.get(texts.get(parts[:-1], 0), Room())
@@ -42,10 +42,10 @@ def tree_bytes(calls: Sequence[Call], model: Any, config: ra.Config, exact_token
     return Room(host, device)
 
 
-def _held(tokens: int, model: Any, config: ra.Config, exact_tokens: int) -> Room:
+def _held(tokens: int, model: Any, config: ra.Config, paged_prefix_tokens: int) -> Room:
     """Of a text of so many tokens, sinks and windows left out."""
     # int8 rows take fewer bytes than pages in the model's dtype
-    stored = config.replace(host_dtype="auto") if tokens <= exact_tokens else config
+    stored = config.replace(host_dtype="auto") if tokens <= paged_prefix_tokens else config
     ways = [stored]
     if stored.index == "auto" and on_gpu(model):  # what it chooses is known when it reads
         ways.append(stored.replace(index="device"))

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--skip", metavar="NAME,NAME", help=f"left out: {STAGES}")
     add("--random-ids", action="store_true", help="random token ids in place of prose")
     add("--quick", action="store_true", help="a small subset: 2k tokens, caches as found, one repeat, no switch")
-    add("--row-seconds", type=float, default=900.0, metavar="S", help="a row that takes longer ends its process")
+    add("--timeout", type=float, default=900.0, metavar="S", help="a row that takes longer ends its process")
     add("--baseline", metavar="FILE", help="session.json of an earlier run: print ratios, this one over that")
     add("--seed", type=int, default=0, help="of texts and random weights (default: %(default)s)")
     add("--no-plot", action="store_true", help="write no PNG file")
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             variables = base if which == "as found" else cache_environment(Path(name), base)
             print(f"{which} caches:", file=sys.stderr, flush=True)
             found.append(Process(which))
-            run_process(found[-1], settings.to_dict(), variables, args.row_seconds, told)
+            run_process(found[-1], settings.to_dict(), variables, args.timeout, told)
     text = _save(folder, settings, found, {**about, "finished": True}, plot=not args.no_plot)
     print(text)
     if baseline is not None:
@@ -112,8 +112,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     unknown = [name for name in skip if name not in KNOWN or name in ("load", "read")]
     if unknown:
         raise ConfigError(f"--skip {', '.join(unknown)} is not known; use some of {STAGES}")
-    if args.row_seconds <= 0:
-        raise ConfigError(f"--row-seconds must be more than 0, got {args.row_seconds}")
+    if args.timeout <= 0:
+        raise ConfigError(f"--timeout must be more than 0, got {args.timeout}")
     config = ra.Config(
         index=args.index,
         host_dtype=args.host_dtype,

@@ -133,7 +133,9 @@ def _shared(text: str) -> str:
 
 
 async def through(app: Callable[..., Any], call: Call) -> AsyncIterator[Start | bytes]:
-    """What an ASGI app answers: its start, then pieces of its body. Left early, the app is told that nobody listens."""
+    """What an ASGI app answers: its start, then pieces of its body. If it is left early, the app gets a disconnect
+    message.
+    """
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -253,7 +255,7 @@ async def _passed(pieces: Any) -> AsyncIterator[bytes]:
         yield b"data: " + json.dumps({"error": said}).encode() + b"\n\n"
     finally:
         if not whole:
-            pieces.cancel()  # nobody listens
+            pieces.cancel()  # the client has disconnected
 
 
 def _error(status: int, text: str, headers: dict[str, str] | None = None) -> Response:

@@ -19,7 +19,7 @@ QUANTIZATIONS = ("int8", "int4")
 YARN_FLAG: dict[str, Any] = {
     "type": float,
     "metavar": "FACTOR",
-    "help": "so many times the model's positions, by YaRN, for longer texts (default: the positions it has)",
+    "help": "YaRN factor for texts longer than the model's positions (default: none)",
 }
 """Of `--yarn`, as argparse takes it: of every command that loads a model for texts."""
 HOST_DTYPES = ("auto", "int8")

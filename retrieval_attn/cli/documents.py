@@ -35,7 +35,9 @@ _FORMATS = (
 def add_encoding_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--encoding`."""
     parser.add_argument(
-        "--encoding", metavar="NAME", help="of text files, such as latin-1 (default: UTF-8, or what a file's mark says)"
+        "--encoding",
+        metavar="NAME",
+        help="encoding of text files, such as latin-1 (default: UTF-8, or the byte order mark's)",
     )
 
 

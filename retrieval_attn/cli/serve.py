@@ -37,95 +37,119 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", metavar="N", help="tokens of a prompt with its answer (default: the model's)")
     add_config_arguments(parser)
     add_store_argument(parser)
-    where = parser.add_argument_group("where it listens, and to whom")
+    where = parser.add_argument_group("address and access")
     where.add_argument(
-        "--host", default="127.0.0.1", help="address; others than this machine's need a key (default: %(default)s)"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; any but a loopback address needs a key (default: %(default)s)",
     )
-    where.add_argument("--port", type=int, default=8000, help="0: one that is free (default: %(default)s)")
+    where.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     where.add_argument(
-        "--name", metavar="NAME", help="of the model, for clients (default: MODEL, a folder's last part)"
+        "--name", metavar="NAME", help="model name for clients (default: MODEL, or the last part of its path)"
     )
     where.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="lines KEY, KEY NAME or KEY NAME admin; $RETRIEVAL_ATTN_API_KEY, too, an admin's (default: no keys)",
+        help="file with a line KEY, KEY NAME or KEY NAME admin per key; $RETRIEVAL_ATTN_API_KEY is an admin key "
+        "(default: no keys)",
     )
     where.add_argument(
         "--allowed-host",
         action="append",
         metavar="NAME",
-        help="name of this server in requests without keys, several times; '*': any (default: this machine's names)",
+        help="Host header to accept without keys, repeatable; '*' accepts any (default: names of this machine)",
     )
     where.add_argument(
         "--cors",
         action="append",
         metavar="ORIGIN",
-        help="web pages that may use it from a browser, such as https://chat.example; several times (default: none)",
+        help="origin of web pages that may call the server, such as https://chat.example; repeatable (default: none)",
     )
     where.add_argument(
         "--parse-special",
         action="store_true",
-        help="words of special tokens in prompts of /v1/completions and /tokenize become these tokens (default: they "
-        "are text, as in messages)",
+        help="parse special-token words in prompts of /v1/completions and /tokenize (default: encode them as text)",
     )
     limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in a batch (default: 16)")
     limits.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="requests that are answered at once (default: 16)"
+        "--max-queue", type=int, default=256, metavar="N", help="requests waiting for their first token (%(default)s)"
     )
-    limits.add_argument("--max-queue", type=int, default=256, metavar="N", help="requests that wait (%(default)s)")
-    limits.add_argument("--max-queue-tokens", default="4M", metavar="N", help="of their prompts (%(default)s)")
+    limits.add_argument(
+        "--max-queue-tokens", default="4M", metavar="N", help="prompt tokens of waiting requests (%(default)s)"
+    )
     limits.add_argument(
         "--queue-timeout",
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds to a first token, as expected (%(default)s)",
+        help="refuse a request whose first token is expected later than this many seconds (%(default)s)",
     )
-    limits.add_argument("--max-body", default="64MiB", metavar="SIZE", help="of a request (%(default)s)")
-    limits.add_argument("--max-connections", type=int, default=512, metavar="N", help="of one address (%(default)s)")
+    limits.add_argument("--max-body", default="64MiB", metavar="SIZE", help="bytes of a request body (%(default)s)")
     limits.add_argument(
-        "--max-tokens-default", default="1024", metavar="N", help="where a request does not say (%(default)s)"
+        "--max-connections", type=int, default=512, metavar="N", help="connections per client address (%(default)s)"
     )
-    limits.add_argument("--deadline", type=float, default=600.0, metavar="S", help="seconds to an answer (%(default)s)")
     limits.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, metavar="S", help="seconds, at the end (%(default)s)"
+        "--max-tokens-default",
+        default="1024",
+        metavar="N",
+        help="answer tokens of a request without max_tokens (%(default)s)",
+    )
+    limits.add_argument(
+        "--deadline",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds from a request to its last token (%(default)s)",
+    )
+    limits.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds for running answers at shutdown (%(default)s)",
     )
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--engine",
         choices=("auto", "here", "process"),
         default="auto",
-        help="in the server's process, or in one of its own, which is started again when it fails; auto: the latter "
-        "on a GPU (default: %(default)s)",
+        help="run the engine in the server's process, or in a child process that is restarted if it fails; auto: "
+        "a child process on a GPU (default: %(default)s)",
     )
     engine.add_argument(
-        "--prefix-cache-memory", metavar="SIZE", help="for texts that nobody asks about now (default: an eighth)"
+        "--prefix-cache-memory",
+        metavar="SIZE",
+        help="host memory for idle cached prefixes (default: an eighth of the free memory)",
     )
     engine.add_argument(
         "--prefix-cache-gpu-memory",
         metavar="SIZE",
-        help="for what such texts have on the GPU (default: a quarter of what the model, rows and reading leave)",
+        help="GPU memory for idle cached prefixes (default: a quarter of what weights, batch and prefill leave)",
     )
     engine.add_argument(
         "--cache-generated",
         action="store_true",
-        help="a follow-up turn does not read the answer before it (default: it does)",
+        help="cache the KV of generated answers for follow-up turns (default: prefill them again)",
     )
     engine.add_argument(
         "--generation-config",
         choices=("auto", "none", "vllm"),
         default="auto",
-        help="sampling values for what requests do not say: auto: those of the model's generation_config.json; none, "
-        "vllm: neutral ones, temperature 1 (default: %(default)s)",
+        help="default sampling parameters: auto: the model's generation_config.json; none, vllm: neutral values, "
+        "temperature 1 (default: %(default)s)",
     )
     engine.add_argument(
-        "--paged-prefix-tokens", default="0", metavar="N", help="see Engine(paged_prefix_tokens) (%(default)s)"
+        "--paged-prefix-tokens",
+        default="0",
+        metavar="N",
+        help="keep prompt prefixes of up to N tokens in GPU pages with full attention (%(default)s)",
     )
     engine.add_argument(
         "--warm-up",
         default="16k",
         metavar="N",
-        help="make ready for prompts of so many tokens; 0: do not (%(default)s)",
+        help="compile kernels and capture graphs for prompts of N tokens before listening; 0: do not (%(default)s)",
     )
 
 

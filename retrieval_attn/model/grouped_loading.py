@@ -110,7 +110,7 @@ def _register() -> None:
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    class Config(QuantizationConfigMixin):
+    class GroupedConfig(QuantizationConfigMixin):
         def __init__(self, **options: Any) -> None:
             self.__dict__.update(options)
             self.quant_method = METHOD  # type: ignore[assignment]
@@ -146,5 +146,5 @@ def _register() -> None:
         def is_trainable(self) -> bool:
             return False
 
-    register_quantization_config(METHOD)(Config)
+    register_quantization_config(METHOD)(GroupedConfig)
     register_quantizer(METHOD)(Quantizer)

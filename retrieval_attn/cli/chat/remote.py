@@ -148,7 +148,7 @@ class RemoteBackend(Conversation):
         """See `Talk`."""
         self._client.close()
 
-    def _stream(self, messages: list[Message]) -> _Lines:
+    def _stream(self, messages: list[Message]) -> _ReplyLines:
         sampling = self._sampling
         body: dict[str, Any] = {
             "model": self._model,
@@ -163,7 +163,7 @@ class RemoteBackend(Conversation):
         if self._context is not None:
             body["context"] = self._context
         url = self._endpoint.at("chat/completions")
-        return _Lines(self._client.stream("POST", url, json=body), url)
+        return _ReplyLines(self._client.stream("POST", url, json=body), url)
 
     def _sent(self, messages: list[Message]) -> list[Message]:
         """With the document at the start of the first message."""
@@ -190,7 +190,7 @@ class RemoteBackend(Conversation):
         )
 
 
-class _Lines:
+class _ReplyLines:
     """The lines of a streamed answer, while its `with` block is open: left early, the server stops."""
 
     def __init__(self, opened: Any, url: str) -> None:

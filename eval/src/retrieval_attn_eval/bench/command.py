@@ -12,7 +12,7 @@ __all__ = ["add_arguments", "run"]
 _WHAT = {
     "contexts": (
         "retrieval_attn_eval.bench.contexts.command",
-        "what saving a context costs, and how soon it is back: from RAM, from disk, beside reading it anew",
+        "time and bytes to save a context and to open it from RAM and disk, compared with prefill",
     ),
     "decode": ("retrieval_attn_eval.bench.decode", "milliseconds per token of every method at every context length"),
     "fidelity": (
@@ -22,7 +22,7 @@ _WHAT = {
     "index": ("retrieval_attn_eval.bench.index", "recall, work, time and memory of every index on attention keys"),
     "serve": (
         "retrieval_attn_eval.bench.serve.command",
-        "many requests at once: throughput, first and next tokens beside one after the other and static batches",
+        "throughput and token latency of concurrent requests, compared with sequential and static batches",
     ),
     "session": (
         "retrieval_attn_eval.bench.session.command",

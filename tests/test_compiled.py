@@ -315,8 +315,8 @@ def test_a_forked_process_waits_for_nothing_of_its_parent(tmp_path: Path) -> Non
     """It has none of the threads that would end the waiting."""
     code = f"""
 import os, signal
-from retrieval_attn.compile.jobs import Compilation, Job, _under_way
-job = Job(*{tuple(LONG)!r})
+from retrieval_attn.compile.jobs import Compilation, CompileJob, _under_way
+job = CompileJob(*{tuple(LONG)!r})
 parent = Compilation([job], progress=False)
 child = os.fork()
 if not child:

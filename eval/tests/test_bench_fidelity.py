@@ -109,8 +109,6 @@ def test_more_keys_are_closer_and_all_are_exact(model: Any, text: FedText, refer
     assert attended[1] == pytest.approx(16 + 64 + 50, abs=TOKENS) and attended[3] > text.context
     alone = next(feed_index(model, CONFIG, text, [50], mass_heads=0))
     assert torch.equal(alone.logits, fed[1].logits) and alone.captured is None
-    shares = next(feed_index(model, CONFIG, text, [50 / (1500 - 80)], mass_heads=0))
-    assert kl(reference, shares) == pytest.approx(some, rel=0.2)
 
 
 @contextmanager
@@ -393,7 +391,7 @@ def test_wrong_logits_are_problems(tokenizer: Any) -> None:
     [
         (["--texts", "poetry"], ConfigError, "choose from prose, code, json, uuid, ruler, extract"),
         (["--methods", "flat,magic"], ConfigError, "or a method: streaming_llm"),
-        (["--retrieve", "many"], ConfigError, "write 100, a share"),
+        (["--retrieve", "many"], ConfigError, "write 100, all or auto"),
         (["--retrieve", "0"], ConfigError, "retrieve"),
         (["--lengths", "512"], ConfigError, "nothing is left to retrieve"),
         (["--lengths", "256k"], ContextLengthError, "the model has 131072"),

@@ -192,7 +192,7 @@ def test_late_rows_end(llm: Served) -> None:
     last = calls[-1].request
     room = llm.model.config.max_position_embeddings - last.prompt_tokens
     calls = [*calls[:-1], Call(replace(last, max_tokens=room, stop_ids=frozenset()), 0.0)]
-    with pytest.raises(TimeoutError, match="row-seconds"):
+    with pytest.raises(TimeoutError, match="--timeout"):
         Drive(llm, 2, read_first=False, row_seconds=0.5).serve("engine", calls)
 
 

@@ -194,7 +194,7 @@ def test_all_compile_caches_move_and_models_stay(tmp_path: Path) -> None:
     assert made["KEPT"] == "1" and made["HF_HOME"] == "/models/huggingface" and "/used" not in made.values()
     for name in ("RETRIEVAL_ATTN_CACHE", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME"):
         assert Path(made[name]).parent == tmp_path
-    places = "from retrieval_attn.compile import place; print(place.numba_folder(), place.triton_folder())"
+    places = "from retrieval_attn.compile import cache_dir as place; print(place.numba_folder(), place.triton_folder())"
     environment = cache_environment(tmp_path, {**own_environment(), **used})
     done = subprocess.run([sys.executable, "-c", places], env=environment, capture_output=True, text=True, check=True)
     assert all(Path(name).is_relative_to(tmp_path) for name in done.stdout.split())

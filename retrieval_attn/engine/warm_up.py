@@ -58,7 +58,7 @@ class WarmUp(NamedTuple):
         if tokens is not None and tokens < 1:
             raise ConfigError(f"tokens={tokens!r} must be at least 1, or None")
         if not draws:
-            raise ConfigError("draws must name at least one way to choose, such as RowDraw()")
+            raise ConfigError("draws must name at least one way to choose, such as SamplingParams()")
         return cls(most if rows is None else rows, tokens, tuple(draws), progress)
 
     def run(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: PagedKVPool | None) -> None:

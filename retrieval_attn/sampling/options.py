@@ -1,4 +1,4 @@
-"""Ranges of the options that choose a token, shared by `Sampling` and `RowDraw`. Imports no torch."""
+"""Ranges of the options that choose a token, shared by `Sampling` and `SamplingParams`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class ChoiceOptions(Protocol):
-    """The options that `Sampling` and `RowDraw` have in common."""
+    """The options that `Sampling` and `SamplingParams` have in common."""
 
     @property
     def temperature(self) -> float: ...

@@ -26,7 +26,7 @@ __all__ = ["Service", "caller_of", "service_of"]
 @dataclass(frozen=True)
 class Service:
     """created: when the model was loaded, in seconds since 1970. hosts: None: keys decide who may ask.
-    sampling: fields of `RowDraw` for requests that do not say.
+    sampling: fields of `SamplingParams` for requests that do not say.
     """
 
     settings: Settings

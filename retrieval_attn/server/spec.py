@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,7 +75,7 @@ class EngineSpec:
         self._sampling(llm.model)  # what is wrong with it is said before the engine starts
         limits = default_limits(llm.model, llm.config).sharing(self.prefix_cache_device_bytes)
         if self.rows is not None:
-            limits = type(limits)(**{**vars(limits), "rows": self.rows, "pages": self.rows + limits.ahead})
+            limits = replace(limits, rows=self.rows)
         engine = Engine(
             llm,
             limits=limits,

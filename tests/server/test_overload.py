@@ -57,7 +57,18 @@ def test_what_grows_is_found() -> None:
 @pytest.mark.slow
 def test_a_server_refuses_what_is_too_much_for_it(tmp_path: Path) -> None:
     """Many times what a server can do, for some seconds: too few for percentiles and memory, which an hour shows."""
-    options = ("--store", str(tmp_path), "--warm-up", "0", "--queue-timeout", "1", "--max-queue", "8", "--rows", "4")
+    options = (
+        "--store",
+        str(tmp_path),
+        "--warm-up",
+        "0",
+        "--queue-timeout",
+        "1",
+        "--max-queue",
+        "8",
+        "--max-num-seqs",
+        "4",
+    )
     plan = Plan(minutes=0.05, times=10.0, capacity=4.0, calm_minutes=0.01, documents=1, save=tmp_path / "saved.json")
     with serving(*options) as served:
         numbers: dict[str, Any]

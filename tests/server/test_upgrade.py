@@ -20,7 +20,7 @@ OFFER = {
     "HTTP2-Settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
     "Content-Type": "application/json",
 }
-BODY = json.dumps({"model": "tiny", "prompt": "5 6 7", "max_tokens": 3}).encode()
+BODY = json.dumps({"model": "tiny", "prompt": "5 6 7", "max_tokens": 3, "ignore_eos": True}).encode()
 
 
 @pytest.fixture

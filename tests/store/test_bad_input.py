@@ -227,14 +227,14 @@ def change_record(path: Path, **fields: Any) -> None:
 
 def test_records_of_a_newer_program(store: ContextStore) -> None:
     digest = save(store, "book")
-    change_record(folder_of(store, digest) / "node.json", format=2)
+    change_record(folder_of(store, digest) / "node.json", format=3)
     for use in (store.get, store.chain):
-        with pytest.raises(StoreMismatchError, match="has format 2, this program knows format 1"):
+        with pytest.raises(StoreMismatchError, match="has format 3, this program knows format 2"):
             use(digest)
-    change_record(store.folder / "contexts" / "book.json", format=2)
-    with pytest.raises(StoreMismatchError, match="has format 2"):
+    change_record(store.folder / "contexts" / "book.json", format=3)
+    with pytest.raises(StoreMismatchError, match="has format 3"):
         store.resolve("book")
-    with pytest.raises(StoreMismatchError, match="has format 2"):
+    with pytest.raises(StoreMismatchError, match="has format 3"):
         store.gc()
 
 

@@ -31,7 +31,7 @@ from tools.card.subject import in_ms, llm_of, parser_of, request_of, save_found
 QUESTION = 16
 READ_SECONDS = 1.0
 DRAWS = 100
-SAMPLED = ra.RowDraw(temperature=0.8, top_k=50, top_p=0.95, seed=1)
+SAMPLED = ra.SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1)
 
 
 class Clock:
@@ -90,7 +90,7 @@ def drawing(engine: Any, rows: int) -> list[float]:
     return found[DRAWS // 10 :]
 
 
-def answer(engine: ra.Engine, prompts: Sequence[Sequence[int]], tokens: int, draw: ra.RowDraw) -> None:
+def answer(engine: ra.Engine, prompts: Sequence[Sequence[int]], tokens: int, draw: ra.SamplingParams) -> None:
     """All prompts, at the same time. Raises what went wrong with one."""
     for ticket in [engine.submit(request_of(ids, tokens, draw, last=QUESTION)) for ids in prompts]:
         if (error := ticket.result().error) is not None:
@@ -119,12 +119,14 @@ def main() -> int:
             host_bytes=available_host_bytes(), prefix_cache_device_bytes=None,
         )  # fmt: skip
         with ra.Engine(llm, limits=limits, prefix_cache_bytes=limits.host_bytes * 3 // 4) as engine:
-            engine.warm_up(tokens=args.length + args.tokens, draws=(ra.RowDraw(), SAMPLED), progress=False)
+            engine.warm_up(tokens=args.length + args.tokens, draws=(ra.SamplingParams(), SAMPLED), progress=False)
             read_simply(subject, args.read_window)
             prompts = [subject.ids(args.length) for _ in range(args.rows)]
             with near_reads(args.read_window):
-                answer(engine, prompts, 1, ra.RowDraw())  # all but QUESTION is known from now on: rows come together
-            for name, draw in (("", ra.RowDraw()), ("sampled_", SAMPLED)):
+                answer(
+                    engine, prompts, 1, ra.SamplingParams()
+                )  # all but QUESTION is known from now on: rows come together
+            for name, draw in (("", ra.SamplingParams()), ("sampled_", SAMPLED)):
                 with Clock(args.rows) as clock:
                     answer(engine, prompts, args.tokens, draw)
                 found |= {f"{name}gap_ms": in_ms(clock.gaps), f"{name}step_ms": in_ms(clock.steps)}

@@ -55,7 +55,7 @@ def llm_of(args: argparse.Namespace) -> tuple[Served, Subject]:
     return Served(subject.model, subject.tokenizer, config), subject
 
 
-def request_of(ids: Sequence[int], tokens: int, draw: ra.RowDraw | None = None, last: int = 0) -> ra.Request:
+def request_of(ids: Sequence[int], tokens: int, draw: ra.SamplingParams | None = None, last: int = 0) -> ra.Request:
     """A prompt of its own, and an answer of so many tokens. last: of the prompt, a part for itself: others may continue
     what is before.
     """
@@ -63,7 +63,7 @@ def request_of(ids: Sequence[int], tokens: int, draw: ra.RowDraw | None = None, 
     return ra.Request(
         tuple(tuple(part) for part in (ids[:cut], ids[cut:]) if len(part)),
         max_tokens=tokens,
-        draw=draw or ra.RowDraw(),
+        draw=draw or ra.SamplingParams(),
         stop_ids=frozenset(),
     )
 

@@ -37,12 +37,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, lengths: str) -> None:
     add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB; what needs more does not run")
     add("--sink", type=as_tokens, default=128, metavar="N", help="first tokens always attended (default: %(default)s)")
     add("--window", type=as_tokens, default=512, metavar="N", help="last tokens always attended (default: %(default)s)")
-    add(
-        "--retrieve",
-        default="100",
-        metavar="K",
-        help="keys retrieved: a number, a share, or all (default: %(default)s)",
-    )
+    add("--retrieve", default="100", metavar="K", help="keys retrieved: a number or all (default: %(default)s)")
     add(
         "--tail",
         default="auto",

@@ -37,7 +37,7 @@ from retrieval_attn_eval.bench.keys import read
 __all__ = ["Budget", "Fed", "feed_full", "feed_index", "feed_policies"]
 
 Budget = int | float | str
-"""Keys that a head retrieves, as `Config.retrieve`: a number, a share, "all" or "auto"."""
+"""Keys that a head retrieves, as `Config.retrieve`: a number, "all" or "auto"."""
 
 
 @dataclass(frozen=True)

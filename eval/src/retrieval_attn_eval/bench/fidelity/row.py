@@ -64,7 +64,7 @@ def judged(text: FedText, label: str, fed: Fed, reference: Floats) -> Measured:
 @dataclass(frozen=True)
 class Row:
     """text, length: as asked for; texts: how many of them; context, tokens: read and fed of each, context the mean.
-    method: with its options; budget: keys that a head retrieves: a number, a share, "all", "auto"; None: it has none.
+    method: with its options; budget: keys that a head retrieves: a number, "all", "auto"; None: it has none.
 
     What follows are means over all texts. kl: KL(full || method) in nats, low and high its 95 % interval; entropy: full
     attention's in nats. same: share of tokens with the same likeliest one. attended: tokens per query; captured: share

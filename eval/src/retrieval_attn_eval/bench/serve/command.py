@@ -133,7 +133,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
         args.length = LENGTHS[args.workload]
     check_at_least(1, args, "requests", "question", "tokens", "block", "max_num_seqs")
     check_at_least(0, args, "rate", "peer_tokens", "threads", "exact")
-    for name in ("scale", "speed", "ttft", "itl", "row_seconds"):
+    for name in ("scale", "speed", "ttft", "itl", "timeout"):
         if not 0 < getattr(args, name) < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(args, name)}")
     if not args.rate < float("inf"):

@@ -78,7 +78,7 @@ def calls_of(workload: Workload, lines: Sequence[Line], ids: Ids) -> list[Call]:
 
 def _request(parts: tuple[tuple[int, ...], ...], tokens: int) -> ra.Request:
     """Greedy, of a known number of tokens."""
-    return ra.Request(parts, max_tokens=tokens, draw=ra.RowDraw(), stop_ids=frozenset())
+    return ra.Request(parts, max_tokens=tokens, draw=ra.SamplingParams(), stop_ids=frozenset())
 
 
 def _arrivals(workload: Workload, chance: random.Random) -> list[float]:

@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from retrieval_attn import __version__
@@ -73,14 +73,14 @@ class CommandParser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
 
-def build_parser() -> CommandParser:
-    """The whole command line. Importing and building it loads neither torch nor transformers."""
+def build_parser(found: Mapping[str, tuple[str, str]] | None = None) -> CommandParser:
+    """Build the whole command line, without torch and transformers. found: defaults to `available_commands()`."""
     parser = CommandParser(
         prog="retrieval-attn", description="Long contexts on one ordinary GPU: keys in host memory, retrieved."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, text) in available_commands().items():
+    for name, (module, text) in (available_commands() if found is None else found).items():
         sub = commands.add_parser(name, help=text, description=text)
         importlib.import_module(module).add_arguments(sub)
     return parser
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    parser = build_parser()
+    parser = build_parser(found)
     args, unknown = parser.parse_known_args(given)
     if unknown:
         parser.command(args.command).refuse(unknown)

@@ -219,7 +219,7 @@ def test_a_chunk_that_does_not_fit_is_read_again(model: Any, monkeypatch: pytest
             raise torch.cuda.OutOfMemoryError("ALLOC_FAILED")
         return out
 
-    monkeypatch.setattr(mixer, "forward", short_of_memory)
+    monkeypatch.setitem(mixer.__dict__, "forward", short_of_memory)
     with torch.no_grad():
         got = model(input_ids=ids, past_key_values=ra.RetrievalCache(model, ALL)).logits
     assert failed and out_of_memory(torch.cuda.OutOfMemoryError())
@@ -266,7 +266,7 @@ def test_an_interrupted_extension_is_undone(hybrid: tuple[Any, Any], monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(mlp, "forward", interrupted)
+        patch.setitem(mlp.__dict__, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             context.extend("More of it, and more. " * 5, progress=False)
     assert context.ask("What is it?", max_new_tokens=8).tokens == first.tokens

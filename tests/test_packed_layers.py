@@ -6,7 +6,6 @@ torchao's own weights; `tests/gpu/test_packed_weights.py` has the kernels.
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -22,10 +21,10 @@ from retrieval_attn.model.fused import unpacking
 from retrieval_attn.model.fused.layers import fused_layers
 from retrieval_attn.model.packed import packed_weights
 from retrieval_attn.model.quantization import held_bytes, int4_config
-from tests.graph_cases import CONFIG, Decoded, tiny_model
+from tests.graph_cases import CONFIG, Decoded
 from tests.packed_weights import multiplied, quantise
 from tests.test_fused_layers import launches_of, taken, trials_of
-from tests.tiny_models import LAYERS, random_ids
+from tests.tiny_models import LAYERS, build_model, random_ids
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
@@ -40,7 +39,7 @@ def _as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def quantised(name: str) -> Any:
     """A tiny model that retrieves, bfloat16, the linear modules of its layers in 4 bits."""
-    model = copy.deepcopy(tiny_model(name)).to(torch.bfloat16)
+    model = build_model(name).to(torch.bfloat16)
     for one in model.model.layers.modules():
         if isinstance(one, nn.Linear):
             quantise(one)
@@ -183,7 +182,7 @@ def test_torchaos_own_weights_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatc
     """Quantised by torchao: all layers are taken, and steps as a graph give what the model's modules give."""
     from torchao.quantization import quantize_
 
-    model = copy.deepcopy(tiny_model(name)).to("cuda", torch.bfloat16)
+    model = build_model(name).to("cuda", torch.bfloat16)
     quantize_(model.model.layers, int4_config(torch.device("cuda")))
     ra.enable(model, CONFIG.replace(prefill_chunk=4096))
     for rows in (1, 3, 16):

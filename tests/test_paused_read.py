@@ -207,7 +207,7 @@ def test_an_error_reaches_who_waits(loop: AnswerLoop, monkeypatch: pytest.Monkey
         raise ValueError("a broken layer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.model.model.layers[1].mlp, "forward", broken)
+        patch.setitem(loop.model.model.layers[1].mlp.__dict__, "forward", broken)
         read.go(100)
         with pytest.raises(ValueError, match="a broken layer"):
             read.result(WAIT)

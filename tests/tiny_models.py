@@ -98,6 +98,10 @@ def handed_out(found: Any) -> Iterator[Any]:
     """What a fixture yields from: the shared model `found`, afterwards with its eager attention again."""
     yield found
     ra.disable(found)
+    left = [name for name, one in found.named_modules() if "forward" in one.__dict__]
+    assert not left, (
+        f"{left}: a test left forwards of its own; patch them with monkeypatch.setitem(module.__dict__, ...)"
+    )
     found.set_attn_implementation("eager")
 
 

@@ -11,23 +11,33 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from retrieval_attn import __version__
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.imports import quiet
 
+
+class Command(NamedTuple):
+    """A subcommand: the module with add_arguments(parser) and run(args), and its line of help."""
+
+    module: str
+    text: str
+
+
 COMMANDS = {
-    "read": ("retrieval_attn.cli.read", "read a text file once and save the context"),
-    "ask": ("retrieval_attn.cli.ask", "answer a question about a text file or a saved context"),
-    "serve": ("retrieval_attn.cli.serve", "answer over HTTP, as OpenAI's API does"),
-    "contexts": ("retrieval_attn.cli.contexts", "the saved contexts: list, verify, remove"),
-    "chat": ("retrieval_attn.cli.chat.command", "talk in a terminal, with a model or a server, about a document"),
-    "plan": ("retrieval_attn.cli.plan", "what fits in how much GPU and host memory, before anything is loaded"),
-    "warm": ("retrieval_attn.cli.warm", "compile ahead, once per machine, what a first answer would wait for"),
-    "verify": ("retrieval_attn.cli.verify", "compare a model's retrieval attention with its eager attention"),
+    "read": Command("retrieval_attn.cli.read", "read a text file once and save the context"),
+    "ask": Command("retrieval_attn.cli.ask", "answer a question about a text file or a saved context"),
+    "serve": Command("retrieval_attn.cli.serve", "answer over HTTP, as OpenAI's API does"),
+    "contexts": Command("retrieval_attn.cli.contexts", "the saved contexts: list, verify, remove"),
+    "chat": Command(
+        "retrieval_attn.cli.chat.command", "talk in a terminal, with a model or a server, about a document"
+    ),
+    "plan": Command("retrieval_attn.cli.plan", "what fits in how much GPU and host memory, before anything is loaded"),
+    "warm": Command("retrieval_attn.cli.warm", "compile ahead, once per machine, what a first answer would wait for"),
+    "verify": Command("retrieval_attn.cli.verify", "compare a model's retrieval attention with its eager attention"),
 }
-"""Subcommands of this package: the module with add_arguments(parser) and run(args), and a line of help."""
+"""Subcommands of this package by name."""
 
 COMMAND_GROUP = "retrieval_attn.commands"
 """Entry points of other distributions that add subcommands: modules with add_arguments, run and HELP."""
@@ -73,7 +83,7 @@ class CommandParser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
 
-def build_parser(found: Mapping[str, tuple[str, str]] | None = None) -> CommandParser:
+def build_parser(found: Mapping[str, Command] | None = None) -> CommandParser:
     """Build the whole command line, without torch and transformers. found: defaults to `available_commands()`."""
     parser = CommandParser(
         prog="retrieval-attn", description="Long contexts on one ordinary GPU: keys in host memory, retrieved."
@@ -86,11 +96,11 @@ def build_parser(found: Mapping[str, tuple[str, str]] | None = None) -> CommandP
     return parser
 
 
-def available_commands() -> dict[str, tuple[str, str]]:
+def available_commands() -> dict[str, Command]:
     """Module and help line of every subcommand: this package's, then those of installed distributions by name."""
     found = dict(COMMANDS)
     for point in sorted(importlib.metadata.entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
-        found.setdefault(point.name, (point.module, importlib.import_module(point.module).HELP))
+        found.setdefault(point.name, Command(point.module, importlib.import_module(point.module).HELP))
     return found
 
 
@@ -116,9 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(given)
     if unknown:
         parser.command(args.command).refuse(unknown)
-    module, _ = found[args.command]
     try:
-        return int(importlib.import_module(module).run(args))
+        return int(importlib.import_module(found[args.command].module).run(args))
     except RetrievalAttentionError as error:
         print(f"retrieval-attn {args.command}: {error}", file=sys.stderr)
         return 2

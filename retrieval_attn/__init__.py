@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from retrieval_attn.context import Context
     from retrieval_attn.engine.engine import Engine
     from retrieval_attn.engine.request import Event, Finished, Request
-    from retrieval_attn.engine.sampling_params import SamplingParams
     from retrieval_attn.errors import (
         AdmissionError,
         BackendError,
@@ -53,13 +52,14 @@ if TYPE_CHECKING:
     from retrieval_attn.runner.prefill import prefill_by_layer
     from retrieval_attn.runner.switch import disable, enable
     from retrieval_attn.runner.verify import Report, verify
+    from retrieval_attn.sampling.sampling_params import SamplingParams
     from retrieval_attn.stream import Stream
 
 __version__ = "0.1.0"
 
 _NAMES = {
     "answer": ("Answer", "Sampling", "Stats"),
-    "engine.sampling_params": ("SamplingParams",),
+    "sampling.sampling_params": ("SamplingParams",),
     "engine.engine": ("Engine",),
     "engine.request": ("Event", "Finished", "Request"),
     "attention.cache": ("RetrievalCache",),

@@ -30,8 +30,6 @@ from retrieval_attn.attention.cache import RetrievalCache, form_beside, retrieve
 from retrieval_attn.attention.instruments import audits, tail_shares
 from retrieval_attn.attention.sequence import ids_tensor
 from retrieval_attn.attention.tail_mass import largest_share, mean_share
-from retrieval_attn.engine.penalties import History, PenaltyProcessor, require_known
-from retrieval_attn.engine.sampling_params import SamplingParams, token_logprobs
 from retrieval_attn.engine.text import TextStream, before_stop
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
 from retrieval_attn.memory.host_room import host_shortage
@@ -43,6 +41,8 @@ from retrieval_attn.runner.full_attention import attach_full_kv, release_if_need
 from retrieval_attn.runner.prefill import abandon, finish_prefill
 from retrieval_attn.runner.progress import ReadingBar
 from retrieval_attn.runner.ready import compilation, make_ready, prepared
+from retrieval_attn.sampling.penalties import History, PenaltyProcessor, require_known
+from retrieval_attn.sampling.sampling_params import SamplingParams, token_logprobs
 
 SCORED_TOGETHER = 64
 """Tokens whose scores are computed at once: it takes 16 bytes for each logit."""

@@ -18,14 +18,14 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.step.plan import LayerStep
-from retrieval_attn.engine.decode_graph import DecodeGraph
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.graph_pool import GraphPool
-from retrieval_attn.engine.graph_runner import GraphRunner
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.codes.search import MIN_CLASS
 from retrieval_attn.runner import ready
+from retrieval_attn.runner.decode_graph import DecodeGraph
+from retrieval_attn.runner.graph_pool import GraphPool
+from retrieval_attn.runner.graph_runner import GraphRunner
 from tests.emulation import runtime as emulate
 from tests.graph_cases import DEVICE, FINER, ROARGRAPH
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
@@ -421,7 +421,7 @@ def test_an_interrupt_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_that_cannot_be_had_leave_eager_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from retrieval_attn.engine import graph_pool as bucket_group
+    from retrieval_attn.runner import graph_pool as bucket_group
 
     def full(*given: Any) -> None:
         raise torch.OutOfMemoryError("none")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.engine.decode_graph import DecodeGraph
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.graph_runner import GraphRunner
-from retrieval_attn.engine.graph_sampling import BucketDraw
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import BackendError
+from retrieval_attn.runner.decode_graph import DecodeGraph
+from retrieval_attn.runner.graph_runner import GraphRunner
+from retrieval_attn.runner.graph_sampling import BucketDraw
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.emulation.runtime import EmulatedRuntime
 from tests.graph_cases import DEVICE
 from tests.test_bucket import ROWS

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.engine import graph_runner as bucket
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.graph_runner import GraphRunner
 from retrieval_attn.engine.paged_prefix import PagedKVPool
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.sampling_params import SamplingParams
+from retrieval_attn.runner import graph_runner as bucket
+from retrieval_attn.runner.graph_runner import GraphRunner
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.test_bucket_draw import DRAWS, check_draws, check_mixture, check_penalties, requests

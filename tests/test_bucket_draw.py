@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.graph_runner import GraphRunner
 from retrieval_attn.engine.output_queue import OutputQueue
 from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.engine.request_handle import RequestHandle
-from retrieval_attn.engine.sampler import SampledToken, Sampler
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.engine.text import TextStream
 from retrieval_attn.runner.graph.memory import StepMemory
+from retrieval_attn.runner.graph_runner import GraphRunner
+from retrieval_attn.sampling.sampler import SampledToken, Sampler
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.test_engine import alone, ids, llm_of, same
 from tests.test_rows import read
 from tests.tiny_models import build_model

@@ -12,15 +12,15 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.paged_prefix import PagedPrefix
-from retrieval_attn.engine import graph_runner as bucket
-from retrieval_attn.engine.decode_graph import DecodeGraph
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.graph_runner import GraphRunner
 from retrieval_attn.engine.paged_prefix import PagedKVPool
 from retrieval_attn.engine.request import Request
 from retrieval_attn.gpu.shared.plan import LEVELS, SharedPlan
+from retrieval_attn.runner import graph_runner as bucket
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps
+from retrieval_attn.runner.decode_graph import DecodeGraph
+from retrieval_attn.runner.graph_runner import GraphRunner
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.test_engine import CONFIG, ids, llm_of, same

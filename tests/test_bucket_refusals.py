@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.engine import eager_fallbacks as bucket_refusals
-from retrieval_attn.engine.graph_runner import GraphRunner
+from retrieval_attn.runner import eager_fallbacks as bucket_refusals
 from retrieval_attn.runner.graph.watch import KnownModel
+from retrieval_attn.runner.graph_runner import GraphRunner
 from tests.test_bucket import Rows
 from tests.test_rows import Pair, read
 from tests.tiny_models import build_model

@@ -8,9 +8,9 @@ import pytest
 
 import retrieval_attn.attention.layer_kv as held_module
 from retrieval_attn.attention.layer_kv import LayerKV
-from retrieval_attn.engine import graph_slot as bucket_row
-from retrieval_attn.engine.graph_slot import GraphSlot
 from retrieval_attn.offload.work import HostWork
+from retrieval_attn.runner import graph_slot as bucket_row
+from retrieval_attn.runner.graph_slot import GraphSlot
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.tiny_models import build_model

@@ -12,10 +12,10 @@ import torch
 
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.graph_runner import GraphRunner
-from retrieval_attn.engine.graph_states import BucketStates
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.rows import step as eager_step
+from retrieval_attn.runner.graph_runner import GraphRunner
+from retrieval_attn.runner.graph_states import BucketStates
+from retrieval_attn.runner.rows import step as eager_step
 from tests.emulation import runtime as emulate
 from tests.test_bucket import GraphFailure, Rows
 from tests.test_engine import CONFIG, alone, ids, llm_of, same

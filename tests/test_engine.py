@@ -21,13 +21,9 @@ import retrieval_attn as ra
 from retrieval_attn import answer_loop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.cpu import segment
-from retrieval_attn.engine import graph_runner as bucket
 from retrieval_attn.engine import prefill_worker as readings
-from retrieval_attn.engine import sampler as chooser
 from retrieval_attn.engine.engine import READ_TOKENS, Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
-from retrieval_attn.engine.rows import step
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.errors import (
     AdmissionError,
@@ -38,6 +34,10 @@ from retrieval_attn.errors import (
     RowsFailedError,
 )
 from retrieval_attn.offload import page_lock
+from retrieval_attn.runner import graph_runner as bucket
+from retrieval_attn.runner.rows import step
+from retrieval_attn.sampling import sampler as chooser
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import QUESTION, Loaded, needle_text, random_ids, tiny_model
 from tools.engine_actions import watched

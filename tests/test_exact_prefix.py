@@ -20,11 +20,11 @@ from retrieval_attn.attention.rollback import Rollback
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.request import Finished, Request
-from retrieval_attn.engine.rows import step
 from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.errors import AdmissionError, CacheMismatchError, ConfigError, InputDataError
 from retrieval_attn.gpu.shared import partials
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
+from retrieval_attn.runner.rows import step
 from tests.test_engine import CONFIG, ids, llm_of, same
 from tests.test_hybrid import new_model
 from tests.test_packed import alone, loop_of, together

@@ -24,7 +24,6 @@ from retrieval_attn.engine import batched_prefill as packed
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.gate import ReadCancelled
 from retrieval_attn.engine.prefill_request import SHORT_TOKENS, BatchedPrefill, PrefillRequest, packable
-from retrieval_attn.engine.rows import step
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import transfer
@@ -34,6 +33,7 @@ from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.traffic import Traffic
 from retrieval_attn.offload.upload import UploadSpan
 from retrieval_attn.runner.forget import forget_tokens
+from retrieval_attn.runner.rows import step
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.test_hybrid import new_model
 from tests.test_rows import BASE, Pair, steps

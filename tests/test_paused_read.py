@@ -20,11 +20,11 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.gate import ReadCancelled
-from retrieval_attn.engine.rows import step
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import PromptState
 from retrieval_attn.runner.prefill import wrapped_chunk
+from retrieval_attn.runner.rows import step
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

@@ -23,9 +23,9 @@ from transformers import DynamicCache
 import retrieval_attn as ra
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.rows import step
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
+from retrieval_attn.runner.rows import step
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import VOCABULARY, build_model, random_ids
 

@@ -18,10 +18,10 @@ from retrieval_attn.attention import decode_batch as together
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.engine.rows import step
 from retrieval_attn.errors import BackendError, CacheMismatchError, RowsFailedError, ShapeError
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import forward
+from retrieval_attn.runner.rows import step
 from tests.test_hybrid import CONFIGS as HYBRIDS
 from tests.test_hybrid import new_model
 from tests.tiny_models import CONFIGS, LAYERS, build_model, random_ids
@@ -255,7 +255,7 @@ def test_rows_that_are_left_at_the_end_of_python_say_nothing() -> None:
     code = (
         "from tests.tiny_models import random_ids, tiny_model\n"
         "import torch, retrieval_attn as ra\n"
-        "from retrieval_attn.engine.rows import step\n"
+        "from retrieval_attn.runner.rows import step\n"
         "model = tiny_model('llama')\n"
         "ra.enable(model)\n"
         "caches = [ra.RetrievalCache(model, ra.Config(sink=4, window=24, spill=8, retrieve=6)) for _ in range(2)]\n"

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 import retrieval_attn as ra
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.model.bundled import model_path
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server.prompts import Prompts
 from retrieval_attn.template import PromptTemplate
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.engine import decode_graph as bucket_graph
 from retrieval_attn.engine import warm_up
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.errors import ConfigError, ContextLengthError, EngineFullError
 from retrieval_attn.gpu.codes import search
+from retrieval_attn.runner import decode_graph as bucket_graph
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.emulation.runtime import EmulatedRuntime
 from tests.graph_cases import DEVICE
 from tests.test_engine import CONFIG, alone, ids, llm_of, same

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from tools.engine_actions import Actions, watched
 from tools.engine_schedules import Library, llm_of
 

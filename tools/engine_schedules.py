@@ -28,8 +28,8 @@ from tqdm import tqdm
 import retrieval_attn as ra
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.store import ContextStore
 from tools.engine_actions import Actions, watched
 

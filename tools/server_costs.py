@@ -26,9 +26,9 @@ import httpx
 
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.llm import LLM
 from retrieval_attn.model.bundled import BUNDLED
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server.prompts import Prompts
 from tests.server.process import WORDS, Served, serving
 

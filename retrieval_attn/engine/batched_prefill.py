@@ -19,10 +19,10 @@ from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.prefill_batch import Lanes, PrefillTokens, RowRead, read_together
 from retrieval_attn.attention.retrieval import RetrievalLayer, reads_plainly
 from retrieval_attn.engine.gate import ReadCancelled
-from retrieval_attn.engine.rows import RowsCache, RowsLayer
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.model.hooks import KVView, MaskSpec
+from retrieval_attn.runner.rows import RowsCache, RowsLayer
 
 __all__ = ["PackedCache"]
 

@@ -6,24 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Counts", "StepClock", "TierTokens"]
-
-
-class StepClock:
-    """Seconds of a step. host: the host searched and attended. device: forwards and replays ran, `host` among them.
-
-    A device computes its own part of a layer while the host works: `host` is at least what it waited for. Belongs to
-    the thread that steps.
-    """
-
-    def __init__(self) -> None:
-        self.host = self.device = 0.0
-
-    def take(self) -> tuple[float, float]:
-        """What it shows, host and device; it begins anew."""
-        shown = self.host, self.device
-        self.host = self.device = 0.0
-        return shown
+__all__ = ["Counts", "TierTokens"]
 
 
 class TierTokens(NamedTuple):
@@ -44,15 +27,21 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        self.clock = StepClock()
         self.steps = self.filled = self.spills = self.damaged = 0
         self.seconds = self.host = self.waiting = 0.0
         self.hits, self.hit_tokens = TierTokens(), TierTokens()
         self._lock = threading.Lock()
 
-    def stepped(self, rows: int, spills: int, seconds: float) -> None:
-        """A step of so many rows is over; what of it the host and the model had is on the clock."""
-        host, device = self.clock.take()
+    def add_step(self, rows: int, spills: int, seconds: float, host: float, device: float) -> None:
+        """Count one decode step.
+
+        Args:
+            rows: sequences in the step.
+            spills: sequences with a full window whose oldest block was evicted.
+            seconds: duration of the step.
+            host: seconds of it in which the host searched and attended.
+            device: seconds of it in forwards and graph replays, `host` included.
+        """
         self.steps += 1
         self.filled += rows
         self.spills += spills

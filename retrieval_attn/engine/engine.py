@@ -2,7 +2,7 @@
 
 One thread plans and steps (Orca's iteration-level scheduling); long prompts are read between steps, cell by cell; what
 requests begin with is read once, and kept in a tree for those that come later (RadixAttention). Steps are replays of
-graphs on a GPU, where they can be (`engine/graph_runner.py`), and eager elsewhere.
+graphs on a GPU, where they can be (`runner/graph_runner.py`), and eager elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from retrieval_attn.engine.request import Reason, Request
 from retrieval_attn.engine.request_admission import RequestAdmission, retry_without_damaged
 from retrieval_attn.engine.request_handle import RequestHandle
 from retrieval_attn.engine.running_request import RunningRequest, damage_of
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.engine.saved_text import SavedTexts
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.engine.sizes import Sizes
@@ -50,6 +49,7 @@ from retrieval_attn.memory.shared_room import prefix_cache_device_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.offload.transfer import host_format
 from retrieval_attn.runner.full_kv_pages import let_go
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.saving.save import Saved, template_digest
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate, Question

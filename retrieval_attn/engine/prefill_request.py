@@ -21,11 +21,11 @@ from retrieval_attn.attention.rollback import Rollback
 from retrieval_attn.engine.batched_prefill import PackedCache
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill, let_go, read_batch, settling, undo
 from retrieval_attn.engine.gate import Gate, GatedRead, ReadCancelled
-from retrieval_attn.engine.rows import position_groups
 from retrieval_attn.model.rope import counting_as
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import PromptState
 from retrieval_attn.runner.prefill import finish_prefill
+from retrieval_attn.runner.rows import position_groups
 
 __all__ = ["SHORT_TOKENS", "BatchedPrefill", "PrefillRequest", "packable", "paused"]
 

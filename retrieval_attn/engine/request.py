@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from retrieval_attn.engine.request_needs import PRIORITIES, Priority
-from retrieval_attn.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.runner.decode import TokenScore
 from retrieval_attn.sampling.options import is_encodable, is_int
+from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
 
 __all__ = ["Event", "Finished", "Reason", "Request"]
 

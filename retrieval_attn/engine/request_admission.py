@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.engine.output_queue import OutputQueue
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
-from retrieval_attn.engine.penalties import require_known
 from retrieval_attn.engine.prefix_handle import text_mark
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request import Request
@@ -18,6 +17,7 @@ from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.engine.saved_text import SavedTexts
 from retrieval_attn.errors import RetrievalAttentionError, StoreDamagedError
 from retrieval_attn.model.weights import weight_state
+from retrieval_attn.sampling.penalties import require_known
 
 __all__ = ["RequestAdmission", "retry_without_damaged"]
 

@@ -22,7 +22,6 @@ from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.opening import Opening
 from retrieval_attn.engine.output_queue import OutputQueue
 from retrieval_attn.engine.paged_prefix import PageAllocation
-from retrieval_attn.engine.penalties import History
 from retrieval_attn.engine.prefill_request import SHORT_TOKENS, PrefillRequest, packable, paused
 from retrieval_attn.engine.prefix_handle import PrefixHandle, text_mark
 from retrieval_attn.engine.radix_cache import RadixCache
@@ -34,6 +33,7 @@ from retrieval_attn.errors import CacheMismatchError, RetrievalAttentionError, S
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import require_same, weight_state
 from retrieval_attn.runner.decode import PromptState, TokenScore
+from retrieval_attn.sampling.penalties import History
 
 __all__ = ["RunningRequest"]
 

@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.engine.counts import Counts
-from retrieval_attn.engine.graph_runner import GraphRunner, Stepped
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.output_queue import OutputQueue
 from retrieval_attn.engine.running_request import RunningRequest, damage_of
-from retrieval_attn.engine.sampler import SampledToken, Sampler
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import NotFiniteError
+from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
+from retrieval_attn.runner.rows import StepClock
+from retrieval_attn.sampling.sampler import SampledToken, Sampler
+from retrieval_attn.sampling.sampling_params import SamplingParams
 
 __all__ = ["Decoded", "Stepper"]
 
@@ -44,7 +45,8 @@ class Stepper:
     def __init__(self, model: PreTrainedModel, limits: Limits, outbox: OutputQueue, fail: Fail, counts: Counts) -> None:
         """outbox: of the rows; it is sent while graphs run. counts: is told of the steps."""
         self._chooser = Sampler(limits.rows, model.device)
-        self._runner = GraphRunner(model, limits.rows, counts.clock)
+        self._clock = StepClock()
+        self._runner = GraphRunner(model, limits.rows, self._clock)
         self._outbox, self._fail = outbox, fail
         self._counts = counts
 
@@ -80,7 +82,7 @@ class Stepper:
             else:
                 tokens.append(number)
         seconds = time.perf_counter() - began
-        self._counts.stepped(len(rows), sum(map(_spilled, rows.values())), seconds)
+        self._counts.add_step(len(rows), sum(map(_spilled, rows.values())), seconds, *self._clock.take())
         return Decoded(ended, tokens, seconds, len(stepped.choices) == len(rows))
 
     @torch.no_grad()
@@ -104,7 +106,7 @@ class Stepper:
                     raise error
         finally:
             self._runner.clear_slot()
-            self._counts.clock.take()  # these were nobody's steps
+            self._clock.take()  # a rehearsal is not counted
 
     def close(self) -> None:
         """Give all rows windows of their own, and let go of graphs."""

@@ -21,11 +21,11 @@ from retrieval_attn.compile.progress import ProgressBar
 from retrieval_attn.config import Config
 from retrieval_attn.engine.chunked_prefill import read_batch
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, EngineFullError
 from retrieval_attn.gpu.memory import count_graphs
 from retrieval_attn.runner.graph.host_row_gather import Reads
+from retrieval_attn.sampling.sampling_params import SamplingParams
 
 __all__ = ["DRAWS", "WarmUp", "WarmUps"]
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from retrieval_attn import errors
 from retrieval_attn.engine.request import Event, Finished, Request
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.runner.decode import TokenScore
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server.failure import EngineLostError
 
 __all__ = [

@@ -105,7 +105,7 @@ class EngineSpec:
 
     def _sampling(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the values that the model's generation config sets. Raises ConfigError for one out of its range."""
-        from retrieval_attn.engine.sampling_params import SamplingParams
+        from retrieval_attn.sampling.sampling_params import SamplingParams
 
         if self.generation_config != "auto" or model.generation_config is None:
             return {}

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from retrieval_attn.answer import Sampling
-from retrieval_attn.engine.penalties import History, Penalties, PenaltyProcessor
-from retrieval_attn.engine.sampler import Sampler
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.sampling.penalties import History, Penalties, PenaltyProcessor
+from retrieval_attn.sampling.sampler import Sampler
+from retrieval_attn.sampling.sampling_params import SamplingParams
 
 VOCABULARY = 40
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), max_size=30)

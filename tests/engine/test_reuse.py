@@ -17,9 +17,9 @@ from retrieval_attn.attention.cache import RetrievalCache, seal
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.prefix_handle import HeldAnswer, text_mark
 from retrieval_attn.engine.request import Finished, Request
-from retrieval_attn.engine.rows import step
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.model.weights import weight_state
+from retrieval_attn.runner.rows import step
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.emulation.emulated import emulated

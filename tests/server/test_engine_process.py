@@ -20,8 +20,8 @@ import pytest
 from retrieval_attn import errors
 from retrieval_attn.config import Config
 from retrieval_attn.engine.request import Event, Finished, Request
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.model.bundled import model_path
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server import ipc as frames
 from retrieval_attn.server import remote
 from retrieval_attn.server.client import LocalEngine

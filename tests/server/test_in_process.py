@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from retrieval_attn.engine import sampler as chooser
+from retrieval_attn.sampling import sampler as chooser
 from tests.server.inside import Inside, body_of, sent
 
 TRIES = 120

@@ -83,11 +83,8 @@ def test_steps_spills_and_tiers(tmp_path: Path) -> None:
 def test_the_share_of_waiting() -> None:
     """What the model did not take of a step, and what the host took of the model's time, is waiting."""
     counts = Counts()
-    counts.clock.host, counts.clock.device = 9.0, 9.0
-    counts.clock.take()  # a warm-up's
     for host, device, seconds in ((0.25, 0.75, 1.0), (0.0, 1.0, 1.0)):
-        counts.clock.host, counts.clock.device = host, device
-        counts.stepped(2, 1, seconds)
+        counts.add_step(2, 1, seconds, host, device)
     plain = counts.plain
     assert (plain["steps"], plain["spills"], counts.filled) == (2, 2, 4)
     assert (plain["step_seconds"], plain["host_seconds"], plain["waiting_seconds"]) == (2.0, 0.25, 0.5)

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from pydantic import ValidationError
 
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.model.bundled import model_path
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server.request_bodies import CompletionBody
 from retrieval_attn.server.spec import EngineSpec
 from tests.server.process import Served, serving

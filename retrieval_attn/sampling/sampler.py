@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retrieval_attn.engine.penalties import History, Penalties
-from retrieval_attn.engine.sampling_params import SamplingParams, SamplingState, choose
+from retrieval_attn.sampling.penalties import History, Penalties
+from retrieval_attn.sampling.sampling_params import SamplingParams, SamplingState, choose
 
 __all__ = ["SampledToken", "Sampler"]
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.generation import LogitsProcessor
 
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.sampling.sampling_params import SamplingParams
 
 __all__ = ["History", "Penalties", "PenaltyProcessor", "penalized", "require_known"]
 

@@ -20,12 +20,6 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.host_attention import retrieved_keys
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
-from retrieval_attn.engine.graph_sampling import BucketDraw, GraphSampling
-from retrieval_attn.engine.graph_slot import GraphSlot, GroupBuffers, copy_ahead_share
-from retrieval_attn.engine.graph_states import BucketStates
-from retrieval_attn.engine.overlapped_step import Inputs, OverlappedStep, can_go_ahead, columns_of
-from retrieval_attn.engine.sampler import SampledToken
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import BackendError, CacheMismatchError, CaptureError, UnsupportedModelError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.runtime import Runtime
@@ -35,6 +29,12 @@ from retrieval_attn.runner.graph.decoder import GraphDecoder, StepKind, attendin
 from retrieval_attn.runner.graph.host import HostResources, HostRow, HostStep, Retrieve, held_by
 from retrieval_attn.runner.graph.slot import Buffers
 from retrieval_attn.runner.graph.states import GraphState
+from retrieval_attn.runner.graph_sampling import BucketDraw, GraphSampling
+from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, copy_ahead_share
+from retrieval_attn.runner.graph_states import BucketStates
+from retrieval_attn.runner.overlapped_step import Inputs, OverlappedStep, can_go_ahead, columns_of
+from retrieval_attn.sampling.sampler import SampledToken
+from retrieval_attn.sampling.sampling_params import SamplingParams
 
 __all__ = ["DecodeGraph", "Inputs"]
 

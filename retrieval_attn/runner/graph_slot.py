@@ -19,7 +19,6 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.layer_kv import prepare_spill
 from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.engine.graph_states import RowStates, StateBuffers
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.index.task import descriptor as words
 from retrieval_attn.offload.build import event_now
@@ -29,6 +28,7 @@ from retrieval_attn.runner.graph.decoder import attending
 from retrieval_attn.runner.graph.host import code_shape, held_by
 from retrieval_attn.runner.graph.pages import prefix_of
 from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, window_of
+from retrieval_attn.runner.graph_states import RowStates, StateBuffers
 
 __all__ = ["GraphSlot", "GroupBuffers", "StepCosts", "copy_ahead_share"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.attention.sequence import has_position
-from retrieval_attn.engine.graph_sampling import GraphSampling
-from retrieval_attn.engine.graph_slot import GraphSlot
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.runner.graph.decoder import CapturedStep, StepKind
+from retrieval_attn.runner.graph_sampling import GraphSampling
+from retrieval_attn.runner.graph_slot import GraphSlot
+from retrieval_attn.sampling.sampling_params import SamplingParams
 
 __all__ = ["Inputs", "OverlappedStep", "can_go_ahead", "columns_of"]
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from retrieval_attn.engine.philox import WORD, row_noise
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.sampling.options import LEAST_TEMPERATURE, Bias, GivenBias, bias_pairs, check, is_int
+from retrieval_attn.sampling.philox import WORD, row_noise
 
 MAX_LOGPROBS = 20
 WEIGHT = 2.0**40

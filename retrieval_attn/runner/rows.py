@@ -24,8 +24,6 @@ from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.reread import goes_on
 from retrieval_attn.attention.retrieval import RetrievalLayer, decodes_plainly
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.engine.counts import StepClock
-from retrieval_attn.engine.row_states import RowsState
 from retrieval_attn.errors import CacheMismatchError, RowsFailedError, ShapeError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.scoring import Scoring
@@ -36,8 +34,30 @@ from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import forward
+from retrieval_attn.runner.row_states import RowsState
+
+__all__ = ["RowsCache", "RowsLayer", "StepClock", "position_groups", "require_rows", "step"]
 
 _plans: weakref.WeakKeyDictionary[PreTrainedModel, StepPlans] = weakref.WeakKeyDictionary()
+
+
+class StepClock:
+    """Measures parts of a step for the thread that runs it.
+
+    Attributes:
+        host: seconds in which the host searched and attended.
+        device: seconds of forwards and graph replays, `host` included. A device computes its part of a layer while
+            the host works, so `host` is an upper bound of the time that the device waited.
+    """
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+
+    def take(self) -> tuple[float, float]:
+        """Return `host` and `device`, and reset both to 0."""
+        shown = self.host, self.device
+        self.host = self.device = 0.0
+        return shown
 
 
 @torch.no_grad()

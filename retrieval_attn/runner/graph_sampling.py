@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.engine.sampler import SampledToken
-from retrieval_attn.engine.sampling_params import MAX_LOGPROBS, DrawMode, SamplingParams, SamplingState, choose
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.runner.graph.memory import StepMemory
+from retrieval_attn.sampling.sampler import SampledToken
+from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, DrawMode, SamplingParams, SamplingState, choose
 
 __all__ = ["BucketDraw", "GraphSampling"]
 

@@ -3,7 +3,7 @@
 There is a graph for 1, 2, 4, ... rows; a step takes the smallest that has room for its rows. All graphs read and write
 the same window buffers. A row of these is a page of constant size: it holds all that a sequence has on the device but
 for codes of its keys, so admission by pages is exact. A row joins by copies of its windows and leaves the same way.
-Caches that no graph serves are stepped eagerly beside it (`engine/rows.py`), until what refused them has changed.
+Caches that no graph serves are stepped eagerly beside it (`runner/rows.py`), until what refused them has changed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,12 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import has_position
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.engine.counts import StepClock
-from retrieval_attn.engine.eager_fallbacks import EagerFallbacks
-from retrieval_attn.engine.graph_pool import GraphPool
-from retrieval_attn.engine.rows import require_rows
-from retrieval_attn.engine.rows import step as eager_step
-from retrieval_attn.engine.sampler import SampledToken
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.decode import note_eager
+from retrieval_attn.runner.eager_fallbacks import EagerFallbacks
 from retrieval_attn.runner.graph.decoder import attending
 from retrieval_attn.runner.graph.memory import ordinary_tensors
 from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, prefix_of
@@ -45,6 +39,11 @@ from retrieval_attn.runner.graph.signature import cache_batch_key
 from retrieval_attn.runner.graph.slot import window_of
 from retrieval_attn.runner.graph.support import cache_refusal
 from retrieval_attn.runner.graph.watch import look_at
+from retrieval_attn.runner.graph_pool import GraphPool
+from retrieval_attn.runner.rows import StepClock, require_rows
+from retrieval_attn.runner.rows import step as eager_step
+from retrieval_attn.sampling.sampler import SampledToken
+from retrieval_attn.sampling.sampling_params import SamplingParams
 
 __all__ = ["GraphRunner", "Stepped"]
 

@@ -15,20 +15,20 @@ from transformers import PreTrainedModel
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.paged_prefix import PagedLayers
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.engine.counts import StepClock
-from retrieval_attn.engine.decode_graph import DecodeGraph
-from retrieval_attn.engine.graph_slot import GraphSlot, GroupBuffers, StepCosts
-from retrieval_attn.engine.graph_states import StateBuffers
-from retrieval_attn.engine.sampler import SampledToken
-from retrieval_attn.engine.sampling_params import SamplingParams
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.decode_graph import DecodeGraph
 from retrieval_attn.runner.graph.decoder import StepKind, attending
 from retrieval_attn.runner.graph.host import HostResources
 from retrieval_attn.runner.graph.pages import levels_for
 from retrieval_attn.runner.graph.slot import slot_buffers
+from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StepCosts
+from retrieval_attn.runner.graph_states import StateBuffers
+from retrieval_attn.runner.rows import StepClock
+from retrieval_attn.sampling.sampler import SampledToken
+from retrieval_attn.sampling.sampling_params import SamplingParams
 
 __all__ = ["GraphPool"]
 

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from retrieval_attn.memory.plan import Plan, plan
     from retrieval_attn.runner.generate import generate
     from retrieval_attn.runner.prefill import prefill_by_layer
-    from retrieval_attn.runner.switch import disable, enable
-    from retrieval_attn.runner.verify import Report, verify
+    from retrieval_attn.runner.switch import Report, disable, enable, verify
     from retrieval_attn.sampling.sampling_params import SamplingParams
     from retrieval_attn.stream import Stream
 
@@ -67,8 +66,7 @@ _NAMES = {
     "context": ("Context",),
     "runner.generate": ("generate",),
     "runner.prefill": ("prefill_by_layer",),
-    "runner.switch": ("disable", "enable"),
-    "runner.verify": ("Report", "verify"),
+    "runner.switch": ("Report", "disable", "enable", "verify"),
     "llm": ("LLM",),
     "memory.plan": ("Plan", "plan"),
     "stream": ("Stream",),

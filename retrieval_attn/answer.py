@@ -7,7 +7,14 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.sampling.options import LEAST_TEMPERATURE, GivenBias, bias_pairs, check, is_encodable, is_int
+from retrieval_attn.sampling.sampling_params import (
+    LEAST_TEMPERATURE,
+    GivenBias,
+    bias_pairs,
+    check,
+    is_encodable,
+    is_int,
+)
 
 
 @dataclass(frozen=True)

@@ -30,19 +30,20 @@ from retrieval_attn.attention.cache import RetrievalCache, form_beside, retrieve
 from retrieval_attn.attention.instruments import audits, tail_shares
 from retrieval_attn.attention.sequence import ids_tensor
 from retrieval_attn.attention.tail_mass import largest_share, mean_share
-from retrieval_attn.engine.text import TextStream, before_stop
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
 from retrieval_attn.memory.host_room import host_shortage
 from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
+from retrieval_attn.prompt.text_stream import TextStream, before_stop
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import Generated, PromptState, TokenChoice, TokenScore, forward, positions, run
 from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
 from retrieval_attn.runner.prefill import abandon, finish_prefill
 from retrieval_attn.runner.progress import ReadingBar
 from retrieval_attn.runner.ready import compilation, make_ready, prepared
-from retrieval_attn.sampling.penalties import History, PenaltyProcessor, require_known
-from retrieval_attn.sampling.sampling_params import SamplingParams, token_logprobs
+from retrieval_attn.sampling.choose import token_logprobs
+from retrieval_attn.sampling.sampler import History, PenaltyProcessor, require_known
+from retrieval_attn.sampling.sampling_params import SamplingParams
 
 SCORED_TOGETHER = 64
 """Tokens whose scores are computed at once: it takes 16 bytes for each logit."""

@@ -23,8 +23,7 @@ from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.runner import full_attention as beside
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps
-from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
-from retrieval_attn.runner.full_kv_pages import FullKVPages, kept_pages, let_go
+from retrieval_attn.runner.full_attention import FullKVPages, attach_full_kv, kept_pages, let_go, release_if_needed
 from retrieval_attn.runner.graph import registry
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids
 

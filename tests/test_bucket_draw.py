@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.output_queue import OutputQueue
-from retrieval_attn.engine.request import Event, Finished, Request
-from retrieval_attn.engine.request_handle import RequestHandle
-from retrieval_attn.engine.text import TextStream
+from retrieval_attn.engine.request import Event, Finished, Request, RequestHandle
+from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.runner.graph.memory import StepMemory
 from retrieval_attn.runner.graph_runner import GraphRunner
 from retrieval_attn.sampling.sampler import SampledToken, Sampler

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from retrieval_attn.runner import eager_fallbacks as bucket_refusals
-from retrieval_attn.runner.graph.watch import KnownModel
+from retrieval_attn.runner import graph_runner as bucket_refusals
+from retrieval_attn.runner.graph.signature import KnownModel
 from retrieval_attn.runner.graph_runner import GraphRunner
 from tests.test_bucket import Rows
 from tests.test_rows import Pair, read

@@ -14,7 +14,7 @@ from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
 from retrieval_attn.runner.graph_runner import GraphRunner
-from retrieval_attn.runner.graph_states import BucketStates
+from retrieval_attn.runner.graph_slot import BucketStates
 from retrieval_attn.runner.rows import step as eager_step
 from tests.emulation import runtime as emulate
 from tests.test_bucket import GraphFailure, Rows

@@ -19,8 +19,7 @@ import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.engine.engine import Engine, default_limits
-from retrieval_attn.engine.request import Finished, Request
-from retrieval_attn.engine.request_handle import RequestHandle
+from retrieval_attn.engine.request import Finished, Request, RequestHandle
 from retrieval_attn.engine.request_needs import State
 from retrieval_attn.errors import EngineFullError, MemoryPlanError
 from retrieval_attn.runner import graph_runner as bucket

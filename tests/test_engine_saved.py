@@ -22,7 +22,7 @@ from retrieval_attn.errors import (
     StoreMismatchError,
     UnknownContextError,
 )
-from retrieval_attn.saving import deferred_verify as late_check
+from retrieval_attn.saving import save as late_check
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model

@@ -18,9 +18,9 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.rollback import Rollback
 from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.request import Finished, Request
-from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.errors import AdmissionError, CacheMismatchError, ConfigError, InputDataError
 from retrieval_attn.gpu.shared import partials
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS

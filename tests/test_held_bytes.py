@@ -8,8 +8,8 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache, pack
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.engine.prefix_entry import PrefixEntry
-from retrieval_attn.engine.sizes import Sizes
+from retrieval_attn.engine.node import Sizes
+from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.gpu.attention.window import WindowCache
 from tests.tiny_models import random_ids, tiny_model
 

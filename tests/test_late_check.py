@@ -12,8 +12,8 @@ import pytest
 import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.model.identity import identity_of
-from retrieval_attn.saving import deferred_verify as late_check
-from retrieval_attn.saving.deferred_verify import DeferredVerify
+from retrieval_attn.saving import save as late_check
+from retrieval_attn.saving.save import DeferredVerify
 from retrieval_attn.store import ContextStore, SavedNode, node
 from tests.tiny_models import QUESTION, Loaded, needle_text
 

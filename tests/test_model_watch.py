@@ -14,8 +14,8 @@ from torch import nn
 
 import retrieval_attn as ra
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.runner.graph import watch
-from retrieval_attn.runner.graph.watch import ModelWatch
+from retrieval_attn.runner.graph import signature
+from retrieval_attn.runner.graph.signature import ModelWatch
 from tests.graph_cases import CONFIG, Decoded
 from tests.test_bucket import Rows
 from tests.tiny_models import build_model
@@ -68,13 +68,13 @@ def test_changes_are_seen(change: Callable[[Any], None]) -> None:
 def test_rows_that_join_look_closely_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And again once somebody put a hook into the model, which a graph would not call."""
     seen: list[Any] = []
-    close = watch.model_refusal
+    close = signature.model_refusal
 
     def looked(model: Any) -> str | None:
         seen.append(model)
         return close(model)
 
-    monkeypatch.setattr(watch, "model_refusal", looked)
+    monkeypatch.setattr(signature, "model_refusal", looked)
     rows = Rows(build_model("llama31"), [60, 150, 90, 120])
     rows.steps(rows.pairs[:1], 2)
     rows.steps(rows.pairs[:3], 2)
@@ -89,8 +89,8 @@ def test_rows_that_join_look_closely_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_model_that_is_dropped_is_freed() -> None:
     """What was looked at stays alive for as long as the model."""
     model = ra.enable(build_model("llama31"), CONFIG)
-    look = watch.look_at(model)
-    assert watch.look_at(model) is look and watch.look_at(copy.deepcopy(model)) is not look
+    look = signature.look_at(model)
+    assert signature.look_at(model) is look and signature.look_at(copy.deepcopy(model)) is not look
     weight, alive = weakref.ref(first_layer(model).mlp.up_proj.weight), weakref.ref(model)
     del model
     gc.collect()
@@ -101,13 +101,13 @@ def test_a_model_that_is_dropped_is_freed() -> None:
 def test_answers_look_closely_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that is bound to a graph finds the model as it was; a hook that came since is seen."""
     seen: list[Any] = []
-    close = watch.model_signature
+    close = signature.model_signature
 
     def looked(model: Any) -> tuple[Any, ...]:
         seen.append(model)
         return close(model)
 
-    monkeypatch.setattr(watch, "model_signature", looked)
+    monkeypatch.setattr(signature, "model_signature", looked)
     model = ra.enable(build_model("llama31"), CONFIG)
     assert [Decoded(model, True, new=3).steps.replays for _ in range(3)] == [3, 3, 3] and len(seen) == 1
     first_layer(model).mlp.register_forward_hook(lambda *_: None)

@@ -21,9 +21,9 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.shared_prefix import LEAST_SHARED, runs_of
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.engine import batched_prefill as packed
+from retrieval_attn.engine.batched_prefill import SHORT_TOKENS, BatchedPrefill, PrefillRequest, packable
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.gate import ReadCancelled
-from retrieval_attn.engine.prefill_request import SHORT_TOKENS, BatchedPrefill, PrefillRequest, packable
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import transfer

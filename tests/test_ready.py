@@ -17,10 +17,9 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.runner import ready
 from retrieval_attn.runner.graph import registry
-from retrieval_attn.runner.graph.ahead import LayerLaunches
 from retrieval_attn.runner.graph.decoder import GraphDecoder
 from retrieval_attn.runner.graph.memory import StepMemory
-from retrieval_attn.runner.preparation import THREADS, Preparation
+from retrieval_attn.runner.ready import THREADS, LayerLaunches, Preparation
 from tests.test_compiled import COUNT_COMPILED
 from tests.test_structure import ROOT
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.engine.prefix_entry import PrefixEntry
+from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.gpu.codes.host_row_gather import HostRowGather, RowShape
 from retrieval_attn.index.code_layout import KEY_SHARE, PLANNED

@@ -13,7 +13,7 @@ import pytest
 
 import retrieval_attn as ra
 from retrieval_attn.errors import StoreDamagedError, UnsupportedModelError
-from retrieval_attn.saving import deferred_verify as late_check
+from retrieval_attn.saving import save as late_check
 from retrieval_attn.store import ContextStore
 from retrieval_attn.store.bundle import _PREFIX
 from tests.tiny_models import Loaded

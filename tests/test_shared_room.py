@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.config import Config
-from retrieval_attn.engine import prefix_entry as held
+from retrieval_attn.engine import prefix_handle as held
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import ConfigError

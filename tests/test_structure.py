@@ -126,7 +126,7 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
     "name",
     [
         "retrieval_attn",
-        "retrieval_attn.engine.pages",
+        "retrieval_attn.sampling.sampling_params",
         "retrieval_attn.engine.scheduler",
         "retrieval_attn.engine.radix_cache",
         "retrieval_attn.cpu.host_attend",

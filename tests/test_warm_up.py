@@ -10,8 +10,8 @@ import pytest
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.engine import warm_up
 from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.errors import ConfigError, ContextLengthError, EngineFullError
 from retrieval_attn.gpu.codes import search
 from retrieval_attn.runner import decode_graph as bucket_graph

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.engine import saved_text
+from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request_needs import State
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput
-from retrieval_attn.engine.sizes import Sizes
 
 __all__ = ["Actions", "watched"]
 

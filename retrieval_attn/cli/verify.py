@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
 
     tokens = parse_tokens(args.tokens, "--tokens")
     from retrieval_attn.model.loading import load_model
-    from retrieval_attn.runner.verify import verify
+    from retrieval_attn.runner.switch import verify
 
     model = load_model(args.model, device=args.device, dtype=args.dtype)
     report = verify(model, tokens=tokens)

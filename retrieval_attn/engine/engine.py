@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -24,39 +24,107 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
-from retrieval_attn.engine.context_prefetcher import ContextPrefetcher
 from retrieval_attn.engine.counts import Counts
+from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.output_queue import OutputQueue
-from retrieval_attn.engine.paged_prefix import PagedKVPool
+from retrieval_attn.engine.node import Sizes
+from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.prefill_worker import PrefillWorker
-from retrieval_attn.engine.prefix_entry import PrefixEntry
+from retrieval_attn.engine.prefix_handle import PrefixEntry, text_mark
 from retrieval_attn.engine.radix_cache import RadixCache, TreeStats
-from retrieval_attn.engine.request import Reason, Request
-from retrieval_attn.engine.request_admission import RequestAdmission, retry_without_damaged
-from retrieval_attn.engine.request_handle import RequestHandle
+from retrieval_attn.engine.request import Reason, Request, RequestHandle
+from retrieval_attn.engine.request_needs import RequestNeeds
 from retrieval_attn.engine.running_request import RunningRequest, damage_of
-from retrieval_attn.engine.saved_text import SavedTexts
+from retrieval_attn.engine.saved_text import ContextPrefetcher, SavedTexts
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
-from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.engine.warm_up import DRAWS, WarmUp, WarmUps
-from retrieval_attn.errors import ConfigError, EngineFullError, InputDataError, RetrievalAttentionError
+from retrieval_attn.errors import (
+    ConfigError,
+    EngineFullError,
+    InputDataError,
+    RetrievalAttentionError,
+    StoreDamagedError,
+)
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.shared_room import prefix_cache_device_bytes
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.transfer import host_format
-from retrieval_attn.runner.full_kv_pages import let_go
+from retrieval_attn.runner.full_attention import let_go
+from retrieval_attn.sampling.sampler import require_known
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.saving.save import Saved, template_digest
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate, Question
 
-__all__ = ["Engine", "default_limits"]
+__all__ = ["Engine", "RequestAdmission", "default_limits", "retry_without_damaged"]
 
 log = logging.getLogger(__name__)
+
+
+class RequestAdmission:
+    """Of one engine. Any thread."""
+
+    def __init__(
+        self, loop: AnswerLoop, outbox: OutputQueue, saved: SavedTexts, shared: tuple[RadixCache | None, PagedKVPool |
+        None], require_room: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """saved: contexts that requests name. shared: what prompts begin with. require_room: raises ContextLengthError
+        for more tokens than the model has positions for.
+        """
+        self._loop, self._outbox, self._saved = loop, outbox, saved
+        self._tree, self._exact = shared
+        self._require_room = require_room
+
+    def row(self, request: Request, ticket: RequestHandle, before: RunningRequest | None = None) -> RunningRequest:
+        """before: had the request until files of its saved context were found damaged. Raises ContextLengthError,
+        AdmissionError, InputDataError for a logit bias of an unknown token, and for a saved context what `LLM.open`
+        raises.
+        """
+        require_known(request.draw, self._loop.vocabulary)
+        saved = None if request.context is None else self._saved.find(request.context, lost=before is not None)
+        held = 0 if saved is None else saved.tokens - saved.forgotten_tokens
+        self._require_room(held + request.prompt_tokens + request.max_tokens)
+        paged = self._exact is not None and saved is None and request.prompt_logprobs is None
+        pages = PageAllocation(self._exact, request.parts) if self._exact is not None and paged else None
+        return RunningRequest(request, ticket, self._loop, self._outbox, saved, pages, before)
+
+    def whole_ids(self, document: Sequence[int], context: str | None) -> list[int]:
+        """The ids by which the tree has a text now; context: the name of the saved one that it continues. Raises as
+        `row` for that.
+        """
+        before: Sequence[int] = () if context is None else self._saved.find(context).ids.tolist()
+        model, tokens = self._loop.model, len(document) + max(0, len(before) - 1)
+        return [*text_mark(model, weight_state(model), tokens).tolist(), *before, *document]
+
+    def job(self, number: str, row: RunningRequest) -> RequestNeeds:
+        """The row as the scheduler sees it."""
+        request, opened = row.request, 0 if row.lost else row.prompt_tokens - row.request.prompt_tokens
+        # a row that may be read again has all of its text for itself then
+        alone = self._tree is None or request.prompt_logprobs is not None or row.changes_factors
+        known = 0 if self._tree is None or alone else row.sharing.known_tokens(self._tree)
+        # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
+        tokens = row.prompt_tokens + 1
+        return RequestNeeds(number, tokens, request.max_tokens, 0, opened, known, request.owner, request.priority)
+
+
+def retry_without_damaged(
+    row: RunningRequest, error: BaseException, intake: RequestAdmission, enter: Callable[[RunningRequest], None]
+) -> bool:
+    """Whether another row has the request from now on, which reads what this one found in damaged files. Once."""
+    if not isinstance(error, StoreDamagedError) or row.request.context is None or row.before is not None:
+        return False
+    try:
+        enter(intake.row(row.request, row.ticket, row))
+    except RetrievalAttentionError as refusal:
+        log.warning("request %s cannot begin again: %s", row.ticket.id, refusal)
+        return False
+    row.ended = True
+    return True
+
 
 ROWS = 16
 """Rows of a step, unless limits say otherwise."""

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from retrieval_attn.engine.latency_margin import LatencyMargin
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.scheduled_request import ScheduledRequest
+from retrieval_attn.engine.resource_pool import ScheduledRequest
 
-__all__ = ["PrefillBudget", "kind_of"]
+__all__ = ["LatencyMargin", "PrefillBudget", "kind_of"]
+
+
+LATE_SHARE = 0.005
+"""Of ticks that may take longer than expected and the margin: half of what a 99th percentile allows, for the first
+ones come before the margin is known."""
+STRIDE = 1 / 8
+"""Of the time between two tokens, what the margin grows by at most, so that one long tick tells little."""
+
+
+class LatencyMargin:
+    """Seconds beyond what is expected that all but LATE_SHARE of ticks stay within.
+
+    It grows where a tick exceeded it, and shrinks a little with every other one, so that both come to rest where so
+    few exceed it (a stochastic gradient of the quantile's loss). Nothing is assumed of how times are distributed.
+    """
+
+    def __init__(self, inter_token_seconds: float) -> None:
+        self._stride = STRIDE * inter_token_seconds
+        self.seconds = 0.0
+
+    def learn(self, expected: float, took: float) -> None:
+        """A tick took so many seconds where so many were expected."""
+        over = took - expected - self.seconds
+        if over > 0:
+            self.seconds += min(over, self._stride)
+        else:
+            self.seconds = max(self.seconds - LATE_SHARE * self._stride, 0.0)
+
 
 LEAST_SHARE = 1 / 8
 """Of a step's time, what readings get beside it even where the step alone takes longer than it should."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from retrieval_attn.config import Config
+from retrieval_attn.engine.batched_prefill import BatchedPrefill, PrefillRequest, paused
 from retrieval_attn.engine.counts import Counts
-from retrieval_attn.engine.prefill_request import BatchedPrefill, PrefillRequest, paused
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request_needs import State
 from retrieval_attn.engine.running_request import RunningRequest, found_tokens

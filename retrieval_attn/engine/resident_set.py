@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from retrieval_attn.engine.node import Node, Payload
-from retrieval_attn.engine.sizes import Sizes
+from retrieval_attn.engine.node import Node, Payload, Sizes
 
 __all__ = ["ResidentSet", "worth"]
 

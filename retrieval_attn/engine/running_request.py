@@ -15,25 +15,22 @@ from torch import Tensor
 from retrieval_attn.answer_loop import AnswerLoop, token_scores
 from retrieval_attn.attention.cache import RetrievalCache, seal
 from retrieval_attn.config import Config
+from retrieval_attn.engine.batched_prefill import SHORT_TOKENS, PrefillRequest, packable, paused
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.counts import TierTokens
-from retrieval_attn.engine.detokenizer import Detokenizer, Summary
+from retrieval_attn.engine.detokenizer import Detokenizer, OutputQueue, Summary
 from retrieval_attn.engine.ids import Ids, int32_row
-from retrieval_attn.engine.opening import Opening
-from retrieval_attn.engine.output_queue import OutputQueue
 from retrieval_attn.engine.paged_prefix import PageAllocation
-from retrieval_attn.engine.prefill_request import SHORT_TOKENS, PrefillRequest, packable, paused
 from retrieval_attn.engine.prefix_handle import PrefixHandle, text_mark
 from retrieval_attn.engine.radix_cache import RadixCache
-from retrieval_attn.engine.request import Reason, Request
-from retrieval_attn.engine.request_handle import RequestHandle
-from retrieval_attn.engine.saved_text import OpenedText, SavedText
-from retrieval_attn.engine.text import TextStream
+from retrieval_attn.engine.request import Reason, Request, RequestHandle
+from retrieval_attn.engine.saved_text import OpenedText, Opening, SavedText
 from retrieval_attn.errors import CacheMismatchError, RetrievalAttentionError, StoreDamagedError
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import require_same, weight_state
+from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.runner.decode import PromptState, TokenScore
-from retrieval_attn.sampling.penalties import History
+from retrieval_attn.sampling.sampler import History
 
 __all__ = ["RunningRequest"]
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.sequence import attended_columns
 from retrieval_attn.config import Config
 from retrieval_attn.engine.counts import Counts
+from retrieval_attn.engine.gate import ReadCancelled
 from retrieval_attn.engine.ids import Ids
-from retrieval_attn.engine.opening import Opening
 from retrieval_attn.errors import StoreDamagedError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.model.weights import WeightState, weight_state
@@ -31,11 +32,59 @@ from retrieval_attn.saving.save import (
     open_chain,
     saved_chain,
 )
-from retrieval_attn.store import ContextStore
+from retrieval_attn.store import ContextStore, Shelf
 
-__all__ = ["OpenedText", "SavedText", "SavedTexts"]
+__all__ = ["ContextPrefetcher", "OpenedText", "Opening", "SavedText", "SavedTexts"]
 
 log = logging.getLogger(__name__)
+
+
+Result = TypeVar("Result")
+
+
+class Opening(Generic[Result]):
+    """Work in a thread of its own, from now on, that can be cancelled between layers."""
+
+    def __init__(self, work: Callable[[Callable[[], None]], Result], name: str) -> None:
+        """work: calls what it is given after each layer. name: of the thread."""
+        self._work = work
+        self._cancelled, self._done = threading.Event(), threading.Event()
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """There is a result or an error."""
+        return self._done.is_set()
+
+    def result(self) -> Result:
+        """Wait for the end. Raises what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def cancel(self) -> None:
+        """End before the next layer, and wait for that: no thread is left."""
+        self._cancelled.set()
+        self._thread.join()
+        self._result = None
+
+    def _look(self) -> None:
+        if self._cancelled.is_set():
+            raise ReadCancelled
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work(self._look)
+        except BaseException as error:  # raised to who waits
+            self._error = error
+        finally:
+            self._done.set()
+
 
 WHOLE_BYTES = 256 << 20
 """Contexts with so many or fewer are compared with all their checksums before an answer; larger ones beside it."""
@@ -197,3 +246,40 @@ class SavedTexts:
             self._identity, self._weights = identity_of(self._loop.model, self._loop.tokenizer), now
             self._known.clear()
         return self._identity
+
+
+class ContextPrefetcher:
+    """Any thread. Nothing is read, and no thread is there, until a request waits behind others."""
+
+    def __init__(self, store: Callable[[], ContextStore], ram_bytes: int) -> None:
+        """store: asked when it is first needed. ram_bytes: of saved contexts in the system's cache."""
+        self._store, self._ram_bytes = store, ram_bytes
+        self._shelf: Shelf | None = None
+        self._names: dict[str, str] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def add(self, number: str, name: str) -> None:
+        """Request `number` waits for the context `name`; those that waited before come before it."""
+        with self._lock:
+            if self._closed:
+                return
+            known = name in self._names.values()
+            self._names[number] = name
+            if known:
+                return
+            if self._shelf is None:
+                self._shelf = Shelf(self._store(), ram_bytes=self._ram_bytes)
+            self._shelf.expect(list(dict.fromkeys(self._names.values())))
+
+    def remove(self, number: str) -> None:
+        """It has its turn, or is gone. Unknown numbers are passed over."""
+        with self._lock:
+            self._names.pop(number, None)
+
+    def close(self) -> None:
+        """No thread is left."""
+        with self._lock:
+            self._closed, shelf = True, self._shelf
+        if shelf is not None:
+            shelf.close()

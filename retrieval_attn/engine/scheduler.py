@@ -18,8 +18,7 @@ from retrieval_attn.engine.fairness import FairQueue
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.prefill_budget import PrefillBudget
 from retrieval_attn.engine.request_needs import RequestNeeds, State
-from retrieval_attn.engine.resource_pool import ResourcePool
-from retrieval_attn.engine.scheduled_request import ScheduledRequest
+from retrieval_attn.engine.resource_pool import ResourcePool, ScheduledRequest
 from retrieval_attn.errors import AdmissionError, EngineFullError
 
 __all__ = ["StepResult", "Scheduler", "SchedulerOutput"]

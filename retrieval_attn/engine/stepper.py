@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.engine.counts import Counts
+from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.output_queue import OutputQueue
 from retrieval_attn.engine.running_request import RunningRequest, damage_of
 from retrieval_attn.errors import NotFiniteError
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped

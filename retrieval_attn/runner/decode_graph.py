@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -19,26 +20,67 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.host_attention import retrieved_keys
 from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.sequence import has_position
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.errors import BackendError, CacheMismatchError, CaptureError, UnsupportedModelError
 from retrieval_attn.gpu.attention.scoring import Scoring
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 from retrieval_attn.runner.graph.capture import capture
-from retrieval_attn.runner.graph.decoder import GraphDecoder, StepKind, attending
+from retrieval_attn.runner.graph.decoder import CapturedStep, GraphDecoder, StepKind, attending
 from retrieval_attn.runner.graph.host import HostResources, HostRow, HostStep, Retrieve, held_by
 from retrieval_attn.runner.graph.slot import Buffers
 from retrieval_attn.runner.graph.states import GraphState
 from retrieval_attn.runner.graph_sampling import BucketDraw, GraphSampling
-from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, copy_ahead_share
-from retrieval_attn.runner.graph_states import BucketStates
-from retrieval_attn.runner.overlapped_step import Inputs, OverlappedStep, can_go_ahead, columns_of
+from retrieval_attn.runner.graph_slot import BucketStates, GraphSlot, GroupBuffers, copy_ahead_share
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
-__all__ = ["DecodeGraph", "Inputs"]
+__all__ = ["DecodeGraph", "Inputs", "OverlappedStep", "can_go_ahead", "columns_of"]
 
 log = logging.getLogger(__name__)
+
+
+Inputs = Mapping[int, tuple[int, int]]
+"""Token and position of rows, by place."""
+
+
+class OverlappedStep(NamedTuple):
+    """See the module: for these inputs, of rows that choose so. graph: what was launched, of this kind. drawing: where
+    it leaves what they chose; None: it is not drawn. over: a mark behind all of it, see `Runtime.mark`.
+    """
+
+    inputs: Inputs
+    draws: Mapping[int, SamplingParams] | None
+    kind: StepKind
+    graph: CapturedStep
+    drawing: GraphSampling | None
+    over: object
+
+    def serves(self, inputs: Inputs, draws: Mapping[int, SamplingParams] | None, kind: StepKind) -> bool:
+        """Whether it is the step that is asked for, or that of more rows: what the others got does not count."""
+        if draws is None or self.draws is None or kind != self.kind:
+            return False
+        return all(
+            self.inputs.get(place) == own and self.draws.get(place) == draws.get(place) for place, own in inputs.items()
+        )
+
+
+def can_go_ahead(row: GraphSlot, under_way: int = 0) -> bool:
+    """Whether its next step needs nothing but the token that its last one chose. under_way: steps that are not over
+    before it.
+    """
+    cache, tokens = row.cache, under_way + 1
+    if cache is None or row.stale or row.room < tokens:
+        return False
+    return has_position(cache.batch, cache.max_positions, tokens)
+
+
+def columns_of(inputs: Inputs, size: int) -> Tensor:
+    """int64 (2, size), tokens and positions, zeros in places that nobody has."""
+    found = torch.zeros(2, size, dtype=torch.int64)
+    found[:, list(inputs)] = torch.tensor(list(inputs.values()), dtype=torch.int64).T
+    return found
 
 
 class DecodeGraph:

@@ -24,8 +24,7 @@ from retrieval_attn.runner.graph.decoder import StepKind, attending
 from retrieval_attn.runner.graph.host import HostResources
 from retrieval_attn.runner.graph.pages import levels_for
 from retrieval_attn.runner.graph.slot import slot_buffers
-from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StepCosts
-from retrieval_attn.runner.graph_states import StateBuffers
+from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StateBuffers, StepCosts
 from retrieval_attn.runner.rows import StepClock
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams

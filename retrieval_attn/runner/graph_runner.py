@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,24 +31,71 @@ from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.decode import note_eager
-from retrieval_attn.runner.eager_fallbacks import EagerFallbacks
 from retrieval_attn.runner.graph.decoder import attending
 from retrieval_attn.runner.graph.memory import ordinary_tensors
 from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, prefix_of
 from retrieval_attn.runner.graph.registry import runtime_for
-from retrieval_attn.runner.graph.signature import cache_batch_key
+from retrieval_attn.runner.graph.signature import cache_batch_key, look_at
 from retrieval_attn.runner.graph.slot import window_of
 from retrieval_attn.runner.graph.support import cache_refusal
-from retrieval_attn.runner.graph.watch import look_at
 from retrieval_attn.runner.graph_pool import GraphPool
 from retrieval_attn.runner.rows import StepClock, require_rows
 from retrieval_attn.runner.rows import step as eager_step
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
-__all__ = ["GraphRunner", "Stepped"]
+__all__ = ["EagerFallbacks", "GraphRunner", "RETRY_STEPS", "Stepped"]
 
 log = logging.getLogger(__name__)
+
+
+RETRY_STEPS = 256
+"""Steps from one look at what refused a cache to the next. A row that joins may cost the others a capture."""
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """situation: as it was then. until: the step at which it is looked at again."""
+
+    situation: object
+    until: int
+
+
+class EagerFallbacks:
+    """See the module. No cache is kept alive."""
+
+    def __init__(self) -> None:
+        self._caches: weakref.WeakKeyDictionary[RetrievalCache, _Refused] = weakref.WeakKeyDictionary()
+        self._step = 0
+
+    def __contains__(self, cache: RetrievalCache) -> bool:
+        return cache in self._caches
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def count_step(self) -> None:
+        """A step begins."""
+        self._step += 1
+
+    def note(self, cache: RetrievalCache, situation: object) -> None:
+        """No graph serves this cache as things are. situation: all that may change that; equal while nothing did."""
+        self._caches[cache] = _Refused(situation, self._step + RETRY_STEPS)
+
+    def stands(self, cache: RetrievalCache, situation: Callable[[], object]) -> bool:
+        """Whether a cache that was refused still is. situation: as it is now; asked once in RETRY_STEPS steps."""
+        known = self._caches.get(cache)
+        if known is None:
+            return False
+        if self._step < known.until:
+            return True
+        now = situation()
+        if now == known.situation:
+            self.note(cache, now)
+            return True
+        del self._caches[cache]
+        return False
+
 
 FAILURES = 3
 """Replays in a row that fail before there are no more."""

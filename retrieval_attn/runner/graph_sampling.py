@@ -16,8 +16,9 @@ from torch import Tensor
 from retrieval_attn.gpu.capture.exchange import Replay
 from retrieval_attn.gpu.capture.runtime import Runtime
 from retrieval_attn.runner.graph.memory import StepMemory
+from retrieval_attn.sampling.choose import DrawMode, SamplingState, choose
 from retrieval_attn.sampling.sampler import SampledToken
-from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, DrawMode, SamplingParams, SamplingState, choose
+from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
 
 __all__ = ["BucketDraw", "GraphSampling"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.decode_batch import DecodeTokens, StepPlans, decode_batch
@@ -34,9 +34,35 @@ from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import forward
-from retrieval_attn.runner.row_states import RowsState
 
 __all__ = ["RowsCache", "RowsLayer", "StepClock", "position_groups", "require_rows", "step"]
+
+
+class RowsState(LinearAttentionLayer):
+    """The rows' states joined along the batch; transformers updates them in place, `give_back` hands each row its own.
+
+    The rows keep the states from before until then.
+    """
+
+    def __init__(self, layers: Items[StateLayer]) -> None:
+        """Raises CacheMismatchError where one row has a state and another has none."""
+        first = layers[0]
+        super().__init__(first.number_of_states)
+        self._layers = list(layers)
+        states: list[dict[tuple[str, int], Any]] = [layer.confirmed_states() for layer in layers]
+        if any(one.keys() != states[0].keys() for one in states):
+            raise CacheMismatchError("Some rows have a state of a linear-attention layer and others none: read first.")
+        plain = {name: value for name, value in vars(first).items() if name not in ("graph", "number_of_states")}
+        vars(self).update({name: dict(value) if isinstance(value, dict) else value for name, value in plain.items()})
+        for name, number in states[0]:
+            getattr(self, name)[number] = torch.cat([one[name, number] for one in states])
+
+    def give_back(self) -> None:
+        """The forward is over: every row's layer has the state that it has come to."""
+        for row, layer in enumerate(self._layers):
+            for (name, number), own in layer.states():
+                own.copy_(getattr(self, name)[number][row : row + 1])
+
 
 _plans: weakref.WeakKeyDictionary[PreTrainedModel, StepPlans] = weakref.WeakKeyDictionary()
 

@@ -16,7 +16,7 @@ from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.multimodal import text_attention
 from retrieval_attn.runner.attention import set_attention
 from retrieval_attn.runner.prefill import unwrap_layers, wrap_layers
-from retrieval_attn.runner.support import require_supported
+from retrieval_attn.runner.support import Report, compare, mark_verified, require_supported
 
 _STATE = "_retrieval_attn_state"
 
@@ -107,3 +107,14 @@ _GENERATE_HOOKS = {
     "init_continuous_batching": _refuse_batching,
 }
 """Methods of transformers' generate() that are replaced while a model is enabled, and what calls them instead."""
+
+
+def verify(model: PreTrainedModel, tokens: int = 64, decode_steps: int = 2) -> Report:
+    """Compare eager full attention with retrieval over all keys on `tokens` random tokens; see `compare`.
+
+    A model that passes is not verified again when a cache is made for it.
+    """
+    model = unwrapped(model)
+    report = compare(model, unchecked_cache, tokens, decode_steps)
+    mark_verified(model, report)
+    return report

@@ -1,28 +1,65 @@
-"""Choosing the next token of every row: temperature, top-k, top-p, min-p, seed and logprobs of a row's own.
-
-What a row draws depends on its logits, its `SamplingParams` and its position alone: not on the other rows, on their
-number, on the row's place among them, or on what was drawn before. Therefore the noise comes from a counter
-(`philox.py`), and sums that decide something are sums of integers, whose order does not matter.
-"""
+"""Ranges of the options that choose a token, shared by `Sampling` and `SamplingParams`. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import numbers
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from retrieval_attn.errors import ConfigError
 
-from retrieval_attn.errors import ConfigError, ShapeError
-from retrieval_attn.gpu.decode.kernels import kernels_for
-from retrieval_attn.sampling.options import LEAST_TEMPERATURE, Bias, GivenBias, bias_pairs, check, is_int
-from retrieval_attn.sampling.philox import WORD, row_noise
+__all__ = [
+    "LEAST_TEMPERATURE",
+    "MAX_LOGPROBS",
+    "PENALTY_RANGE",
+    "REPETITION_RANGE",
+    "Bias",
+    "ChoiceOptions",
+    "GivenBias",
+    "SamplingParams",
+    "bias_pairs",
+    "check",
+]
 
+LEAST_TEMPERATURE = 1e-5
+"""A lower temperature counts as 0: scores divided by it could exceed the range of float32."""
+REPETITION_RANGE = (0.01, 100.0)
+PENALTY_RANGE = (-2.0, 2.0)
+BIAS_LIMIT = 100.0
+MAX_TOKEN_ID = 2**31 - 1
 MAX_LOGPROBS = 20
-WEIGHT = 2.0**40
-"""The largest weight of a row as an integer; weights below it keep 40 bits. 2^22 of them fit into an int64."""
+_RANGES = {
+    "top_p": (0.0, 1.0, "1 keeps every token, 0 the likeliest alone"),
+    "min_p": (0.0, 1.0, "0 keeps every token"),
+    "repetition_penalty": (*REPETITION_RANGE, "1 changes nothing"),
+    "presence_penalty": (*PENALTY_RANGE, "0 changes nothing"),
+    "frequency_penalty": (*PENALTY_RANGE, "0 changes nothing"),
+}
+"""Least and greatest value of an option, and a note about its neutral value."""
+
+Bias = tuple[tuple[int, float], ...]
+GivenBias = Mapping[int, float] | Mapping[str, float] | Bias
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+
+
+class ChoiceOptions(Protocol):
+    """The options that `Sampling` and `SamplingParams` have in common."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -79,212 +116,62 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether a penalty or a bias changes scores; see `penalties.py`."""
+        """Whether a penalty or a bias changes scores; see `sampler.py`."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalties or bool(self.logit_bias)
 
 
-class DrawMode(NamedTuple):
-    """What the host knows of all rows of a step; a graph that was captured for it serves rows that need no more.
+def check(options: ChoiceOptions) -> None:
+    """Raise ConfigError for an option of the wrong type or out of its range."""
+    if not is_number(options.temperature) or not 0 <= options.temperature < math.inf:
+        raise ConfigError(f"temperature must be a number >= 0 (0 is greedy), got {options.temperature!r}.")
+    for name, limits in _RANGES.items():
+        _require(name, getattr(options, name), *limits)
 
-    sample: a row draws; otherwise choosing costs an argmax. filters: a row that draws leaves tokens out. logprobs: the
-    most that a row asks for; None: no row asks even for the chosen token's.
+
+def bias_pairs(given: object) -> Bias:
+    """Return `logit_bias` as pairs of token id and bias, sorted by id.
+
+    given: a mapping from token ids, integers or their decimal strings, to numbers in [-100, 100], such pairs, or None.
+    Raises ConfigError for anything else, and for an id that is given twice.
     """
-
-    sample: bool = False
-    filters: bool = False
-    logprobs: int | None = None
-
-
-class Chosen(NamedTuple):
-    """What `choose` found, on the logits' device.
-
-    ids: int64 (rows,), 0 in failed rows. failed: bool (rows,): rows whose logits hold NaN, or whose largest is
-    infinite. logprobs: float32 (rows,) of the chosen tokens, natural logarithms, of the logits before temperature and
-    filters. top_ids int64, top_logprobs float32: (rows, n), likeliest first. The last three are None where the mode
-    has no logprobs. NaN in failed rows.
-    """
-
-    ids: Tensor
-    failed: Tensor
-    logprobs: Tensor | None = None
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
+    items: Iterable[Any] = given.items() if isinstance(given, Mapping) else given if isinstance(given, Iterable) else ()
+    if given is not None and (not isinstance(given, Mapping | tuple | list)):
+        raise ConfigError(f"logit_bias must map token ids to numbers, got {given!r}.")
+    found: dict[int, float] = {}
+    for item in items:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise ConfigError(f"logit_bias must have pairs of a token id and a number, got {item!r}.")
+        key, value = item
+        token = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
+        if not is_int(token) or not 0 <= token <= MAX_TOKEN_ID:
+            raise ConfigError(f"logit_bias has the key {key!r}; keys are token ids, such as 42 or '42'.")
+        if token in found:
+            raise ConfigError(f"logit_bias has the token {token} twice; give one bias for each token.")
+        _require(f"the logit_bias of token {token}", value, -BIAS_LIMIT, BIAS_LIMIT, "0 changes nothing")
+        found[token] = float(value)
+    return tuple(sorted(found.items()))
 
 
-class SamplingState:
-    """The `SamplingParams` of every row in tensors that stay where they are, so that a captured graph reads what is
-    new.
-
-    A row that was never written is greedy. mode: what all rows together need.
-    """
-
-    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
-        """Raises ConfigError for fewer than one row."""
-        if not is_int(rows) or rows < 1:
-            raise ConfigError(f"a DrawTable needs at least 1 row, got {rows!r}.")
-        self._draws = [SamplingParams()] * rows
-        self.mode = DrawMode()
-        device = torch.device(device)
-        page_locked = device.type == "cuda"
-        self._numbers_cpu = torch.zeros(rows, 3, dtype=torch.float64, pin_memory=page_locked)
-        self._words_cpu = torch.zeros(rows, 3, dtype=torch.int64, pin_memory=page_locked)
-        self._numbers_cpu[:, 1] = 1.0
-        self._numbers_view, self._words_view = self._numbers_cpu.numpy(), self._words_cpu.numpy()
-        self._numbers = self._numbers_cpu.to(device, copy=True)
-        self._words = self._words_cpu.to(device, copy=True)
-
-    def __len__(self) -> int:
-        return len(self._draws)
-
-    def write(self, slot: int, draw: SamplingParams) -> None:
-        """Row `slot` chooses by `draw` from the next step on.
-
-        On a GPU the copy is queued on the current stream and waits for nothing. The same slot may be written again
-        once that copy has run. Raises IndexError for a slot outside [0, rows).
-        """
-        if not 0 <= slot < len(self._draws):
-            raise IndexError(f"slot {slot} of a DrawTable of {len(self._draws)} rows")
-        self._draws[slot] = draw
-        self.mode = _mode(self._draws)
-        seed = draw.seed % 2**64
-        temperature = 0.0 if draw.greedy else float(draw.temperature)
-        self._numbers_view[slot] = temperature, draw.top_p, draw.min_p
-        self._words_view[slot] = draw.top_k, seed & WORD, seed >> 32
-        self._numbers[slot].copy_(self._numbers_cpu[slot], non_blocking=True)
-        self._words[slot].copy_(self._words_cpu[slot], non_blocking=True)
-
-    def clear(self, slot: int) -> None:
-        """Row `slot` is free: greedy, which costs least. Raises IndexError as `write` does."""
-        self.write(slot, SamplingParams())
-
-    def options(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Of the first `rows` rows, on the device: float64 (rows, 3) temperature, top-p, min-p; int64 (rows, 3) top-k
-        and the low and high 32 bits of the seed.
-        """
-        return self._numbers[:rows], self._words[:rows]
-
-    def columns(self, rows: int) -> _Columns:
-        """The same, one tensor (rows,) for each."""
-        (temperature, top_p, min_p), (top_k, seed_low, seed_high) = (part.unbind(1) for part in self.options(rows))
-        return _Columns(temperature.float(), top_p, min_p.float(), top_k, seed_low, seed_high)
+def is_encodable(text: str) -> bool:
+    """Return whether `text` is valid Unicode, without lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def _mode(draws: Sequence[SamplingParams]) -> DrawMode:
-    asked = max((draw.logprobs for draw in draws), default=0)
-    return DrawMode(
-        any(not draw.greedy for draw in draws), any(draw.filters for draw in draws), asked if asked else None
-    )
+def is_int(value: object) -> bool:
+    """Return whether `value` is an integer and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-class _Columns(NamedTuple):
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    top_k: Tensor
-    seed_low: Tensor
-    seed_high: Tensor
+def is_number(value: object) -> bool:
+    """Return whether `value` is a real number and not a bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def choose(
-    logits: Tensor, draws: SamplingState, positions: Tensor, mode: DrawMode | None = None, scores: Tensor | None = None
-) -> Chosen:
-    """The next token of every row.
-
-    logits: float32 (rows, vocabulary), row r for slot r of `draws`, the numbers of a row side by side; not changed.
-    positions: int64 (rows,) >= 0 of the tokens that are chosen. mode: None takes `draws.mode`; who replays a captured
-    graph gives the mode that it was captured for, which must cover the table's. scores: the logits after penalties and
-    biases, in the same form: tokens are chosen from these, and log-probabilities are of `logits`. None: the logits.
-    No row waits for the host and no shape depends on data, so a CUDA graph can record it. A failed row changes nothing
-    in the others. Raises ShapeError for other shapes and dtypes, and for more rows than `draws` has.
-    """
-    _require_shapes(logits, draws, positions)
-    mode = draws.mode if mode is None else mode
-    kernels = _kernels(logits) if mode.sample else None
-    scores = logits if scores is None else scores
-    if mode.sample:
-        most = scores.amax(dim=1)
-    else:
-        most, ids = scores.max(dim=1)
-    failed = ~torch.isfinite(most)
-    if kernels is not None:
-        ids = torch.zeros_like(positions)
-        kernels.choose(scores, most, draws.options(len(logits)), positions, ids)
-    elif mode.sample:
-        ids = _perturbed(scores, draws.columns(len(logits)), positions, mode.filters).argmax(dim=1)
-    ids = ids.masked_fill(failed, 0)
-    if mode.logprobs is None:
-        return Chosen(ids, failed)
-    most = most if scores is logits else logits.amax(dim=1)
-    return Chosen(ids, failed, *_logprobs(logits, most, ids, failed, mode.logprobs))
-
-
-def token_logprobs(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of given tokens, as `choose` computes them for the tokens that it chooses.
-
-    logits: float32 (rows, vocabulary). ids: int64 (rows,). count: of the likeliest tokens. Returns logprobs (rows,),
-    and top_ids and top_logprobs (rows, n), see `Chosen`.
-    """
-    most = logits.amax(dim=1)
-    logprobs, top_ids, top = _logprobs(logits, most, ids, ~torch.isfinite(most), count)
-    return logprobs, top_ids, top
-
-
-def _logprobs(logits: Tensor, most: Tensor, ids: Tensor, failed: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    lse = most + (_weights(logits, most).sum(dim=1).double() / WEIGHT).log().float()
-    lse = lse.masked_fill(failed, math.nan)
-    chosen = logits.gather(1, ids[:, None]).squeeze(1) - lse
-    top, top_ids = logits.topk(min(count, logits.shape[1]), dim=1)
-    return chosen, top_ids, top - lse[:, None]
-
-
-def _require_shapes(logits: Tensor, draws: SamplingState, positions: Tensor) -> None:
-    fits = logits.ndim == 2 and logits.dtype == torch.float32 and logits.shape[1] > 0 and logits.stride(1) == 1
-    if not fits:
-        raise ShapeError(
-            "logits must be float32 (rows, vocabulary) with the numbers of a row side by side, got "
-            f"{logits.dtype} {tuple(logits.shape)} with strides {logits.stride()}; call .float().contiguous()."
-        )
-    if positions.shape != logits.shape[:1] or positions.dtype != torch.int64:
-        raise ShapeError(
-            f"positions must be int64 ({len(logits)},), one for each row of the logits, got {positions.dtype} "
-            f"{tuple(positions.shape)}."
-        )
-    if len(logits) > len(draws):
-        raise ShapeError(f"{len(logits)} rows of logits for a DrawTable of {len(draws)} rows; make a larger one.")
-
-
-def _kernels(logits: Tensor) -> Any:
-    """The Triton kernels where they run on these logits, else None: then it is operations of torch, slower."""
-    return kernels_for(logits, "draw_triton")
-
-
-def _perturbed(logits: Tensor, row: _Columns, positions: Tensor, filters: bool) -> Tensor:
-    """Scores (rows, vocabulary) whose argmax is a draw from the softmax (the Gumbel-max rule); greedy rows: logits."""
-    greedy = row.temperature == 0
-    scaled = logits / torch.where(greedy, 1.0, row.temperature)[:, None]
-    noise = row_noise((row.seed_low, row.seed_high), positions, logits.shape[1])
-    scores = scaled + noise.masked_fill_(greedy[:, None], 0.0)
-    return scores.masked_fill(~_kept(scaled, row), -math.inf) if filters else scores
-
-
-def _kept(scaled: Tensor, row: _Columns) -> Tensor:
-    """Which tokens top-k, top-p and min-p leave to each row: bool (rows, vocabulary). One sort serves all."""
-    ordered = scaled.sort(dim=1, descending=True).values
-    last = ordered.shape[1] - 1
-    place = torch.where(row.top_k > 0, row.top_k - 1, last).clamp(max=last)
-    least = ordered.gather(1, place[:, None])
-    most = ordered[:, :1]
-    weights = _weights(ordered, most.squeeze(1)).masked_fill_(ordered < least, 0)
-    total = weights.sum(dim=1)
-    # a token stays while the tokens before it do not have the share yet; ceil: comparing integers is exact
-    share = torch.where(row.top_p < 1, (total.double() * row.top_p).ceil().long(), total + 1)
-    before = weights.cumsum(dim=1) - weights
-    nucleus = (before < share[:, None]).sum(dim=1) - 1
-    least = torch.maximum(least, ordered.gather(1, nucleus.clamp(0, last)[:, None]))
-    return (scaled >= least) & (torch.exp(scaled - most) >= row.min_p[:, None])
-
-
-def _weights(scores: Tensor, most: Tensor) -> Tensor:
-    """exp(score - most) as integers, the largest 2^40: sums of integers do not depend on their order."""
-    return (torch.exp(scores - most[:, None]) * WEIGHT).long()
+def _require(name: str, value: Any, low: float, high: float, note: str) -> None:
+    if not is_number(value) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}; {note}.")

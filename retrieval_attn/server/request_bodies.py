@@ -10,8 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from retrieval_attn.sampling.options import BIAS_LIMIT, PENALTY_RANGE, REPETITION_RANGE
-from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
+from retrieval_attn.sampling.sampling_params import (
+    BIAS_LIMIT,
+    MAX_LOGPROBS,
+    PENALTY_RANGE,
+    REPETITION_RANGE,
+    SamplingParams,
+)
 
 __all__ = ["ChatBody", "CompletionBody", "ForkBody", "KeepBody", "Message", "MoreBody", "SampledBody", "TokenizeBody"]
 

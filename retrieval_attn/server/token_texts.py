@@ -14,7 +14,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from retrieval_attn.engine.request import Event
-from retrieval_attn.engine.text import REPLACEMENT, TextStream, byte_of, decoding
+from retrieval_attn.prompt.text_stream import REPLACEMENT, TextStream, byte_of, decoding
 
 __all__ = ["AnswerTokens", "Candidate", "TokenReader", "TokenTexts"]
 

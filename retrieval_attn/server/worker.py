@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.request import Event, Finished
-from retrieval_attn.engine.request_handle import RequestHandle
+from retrieval_attn.engine.request import Event, Finished, RequestHandle
 from retrieval_attn.server.client import KEEPERS, OPENERS, plain_stats
 from retrieval_attn.server.ipc import Plain, frame_of, ids_from, item_of, plain_error, receive_frame, request_from
 from retrieval_attn.server.saving import keep

@@ -12,14 +12,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from transformers.generation import LogitsProcessorList, MinPLogitsWarper
 
 import retrieval_attn as ra
-from retrieval_attn.sampling.sampling_params import (
-    MAX_LOGPROBS,
-    Chosen,
-    DrawMode,
-    SamplingParams,
-    SamplingState,
-    choose,
-)
+from retrieval_attn.sampling.choose import Chosen, DrawMode, SamplingState, choose
+from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
 
 DRAWS = [
     SamplingParams(),
@@ -151,7 +145,7 @@ def test_filters_keep_what_transformers_keeps(ties: bool) -> None:
 
 def kept_by(logits: Tensor, draw: SamplingParams) -> Tensor:
     """Which tokens of logits (1, vocabulary) can be drawn: among equal ones, all, by drawing often."""
-    from retrieval_attn.sampling import sampling_params as module
+    from retrieval_attn.sampling import choose as module
 
     return module._kept(logits / draw.temperature, table([draw]).columns(1))[0]
 

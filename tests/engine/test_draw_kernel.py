@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.sampling import sampling_params as module
-from retrieval_attn.sampling.sampling_params import DrawMode, SamplingParams, SamplingState, choose
+from retrieval_attn.sampling import choose as module
+from retrieval_attn.sampling.choose import DrawMode, SamplingState, choose
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.gpu.test_decode_kernels import INTERPRETED
 
 EVERYTHING = DrawMode(sample=True, filters=True, logprobs=5)

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from retrieval_attn.engine.pages import PageCounts, PagePool
+from retrieval_attn.engine.paged_prefix import PageCounts, PagePool
 from retrieval_attn.errors import ConfigError, OutOfPagesError, ReleasedError, ShapeError
 
 

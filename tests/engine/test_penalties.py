@@ -17,8 +17,7 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 
 from retrieval_attn.answer import Sampling
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.sampling.penalties import History, Penalties, PenaltyProcessor
-from retrieval_attn.sampling.sampler import Sampler
+from retrieval_attn.sampling.sampler import History, Penalties, PenaltyProcessor, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
 VOCABULARY = 40

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from retrieval_attn.engine.inflight_prefills import PrefillClaim
-from retrieval_attn.engine.match import Match
-from retrieval_attn.engine.node import Node
-from retrieval_attn.engine.radix_cache import RadixCache
-from retrieval_attn.engine.sizes import Sizes
+from retrieval_attn.engine.node import Node, Sizes
+from retrieval_attn.engine.radix_cache import Match, RadixCache
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 from tests.engine.tree_reference import Bytes
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_python import PreTrainedTokenizer
 
-from retrieval_attn.engine.text import MAX_TOKENS, TextStream
+from retrieval_attn.prompt.text_stream import MAX_TOKENS, TextStream
 
 TEXT = "the quick brown fox 😀 jumps — über 日本語 don't do 's . , ' n't ok it's 👩‍👩 \N{REPLACEMENT CHARACTER} end"
 SPECIAL = ["<s>", "</s>", "<unk>"]

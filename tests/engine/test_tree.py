@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from retrieval_attn.engine.ids import common, int32_row
-from retrieval_attn.engine.node import Namespace, Node, Place
+from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
-from retrieval_attn.engine.sizes import Sizes
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 from tests.engine.tree_reference import Bytes
 

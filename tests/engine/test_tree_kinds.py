@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from retrieval_attn.engine.node import Node
+from retrieval_attn.engine.node import Node, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
-from retrieval_attn.engine.sizes import Sizes
 from tests.engine.tree_reference import Bytes
 
 

@@ -9,10 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from retrieval_attn.engine.lease import Lease
-from retrieval_attn.engine.node import Namespace, Node, Place
-from retrieval_attn.engine.radix_cache import RadixCache
-from retrieval_attn.engine.sizes import Sizes
+from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
+from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.errors import ConfigError, ReleasedError
 from tests.engine.tree_reference import Bytes, Record, Reference
 

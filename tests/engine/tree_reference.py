@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from retrieval_attn.engine.node import Namespace, Node
-from retrieval_attn.engine.sizes import Sizes
+from retrieval_attn.engine.node import Namespace, Node, Sizes
 
 
 @dataclass

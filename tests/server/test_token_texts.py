@@ -11,7 +11,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from retrieval_attn.engine.request import Event, Finished
-from retrieval_attn.engine.text import TextStream
+from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.server.formatting import ChatForm, Form, TextForm
 from retrieval_attn.server.token_texts import TokenTexts
 from tests.engine.test_text import KINDS, TEXT, byte_letters

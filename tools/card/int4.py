@@ -29,7 +29,7 @@ from retrieval_attn.model.fused.layers import fused_layers
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.model.quantization import held_bytes
 from retrieval_attn.offload.host_table import move_table
-from retrieval_attn.runner.full_kv_pages import kept_pages
+from retrieval_attn.runner.full_attention import kept_pages
 from retrieval_attn.runner.graph import capture, registry
 from retrieval_attn_eval.bench.methods import parse
 from retrieval_attn_eval.bench.session.card import watch

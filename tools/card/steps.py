@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 import retrieval_attn as ra
+from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.engine import default_limits
-from retrieval_attn.engine.output_queue import OutputQueue
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.offload.host_table import move_table

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
 from retrieval_attn.engine.prefill_budget import PrefillBudget, kind_of
-from retrieval_attn.engine.scheduled_request import ScheduledRequest
+from retrieval_attn.engine.resource_pool import ScheduledRequest
 from tools.card.subject import in_ms
 
 __all__ = ["Ticks"]

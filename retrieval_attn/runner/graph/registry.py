@@ -22,9 +22,8 @@ from retrieval_attn.runner.graph.binding import Binding, expected_kind
 from retrieval_attn.runner.graph.decoder import GraphDecoder
 from retrieval_attn.runner.graph.launch import Launcher
 from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, prefix_of
-from retrieval_attn.runner.graph.signature import signature
+from retrieval_attn.runner.graph.signature import look_at, signature
 from retrieval_attn.runner.graph.support import cache_refusal
-from retrieval_attn.runner.graph.watch import look_at
 
 KEPT_DECODERS = 2
 """Decoders that a model keeps for later caches, each with its window buffers and graphs; the oldest goes."""

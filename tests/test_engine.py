@@ -124,7 +124,7 @@ def test_a_document_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
             other = Request((document, ids(9, 50)), 5, namespace="somebody")
             assert engine.submit(other).result().cached_tokens == 0
             shared = engine.stats["shared"]
-            assert (shared.nodes, shared.reading, shared.waiting) == (2, 0, 0)
+            assert (shared.prefix_entries_resident, shared.reading, shared.waiting) == (2, 0, 0)
     finally:
         hook.remove()
     for request, one in zip(asked, found, strict=True):
@@ -280,7 +280,11 @@ def test_a_text_that_another_goes_on_with() -> None:
                 assert same(found, alone(llm, request)) and found.cached_tokens == (len(document) if known else 0)
                 engine.check()
                 sizes.append(engine.stats["shared"].nbytes)
-            assert engine.stats["shared"].nodes == 2 and sizes[1] > sizes[0] and sizes[1:] == sizes[1:2] * 3
+            assert (
+                engine.stats["shared"].prefix_entries_resident == 2
+                and sizes[1] > sizes[0]
+                and sizes[1:] == sizes[1:2] * 3
+            )
 
 
 def test_who_waits_for_a_read_gives_it_its_own_time() -> None:
@@ -321,7 +325,7 @@ def test_prefixes_are_given_up_for_what_needs_the_memory() -> None:
             engine.submit(Request((ids(400, number), ids(5, 90)), 3)).result()
             engine.check()
         shared = engine.stats["shared"]
-    assert shared.evicted and shared.nbytes <= 300_000 and shared.nodes < 8
+    assert shared.evicted and shared.nbytes <= 300_000 and shared.prefix_entries_resident < 8
 
 
 def test_one_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +407,7 @@ def test_what_is_answered_leaves_nothing_behind() -> None:
         for ticket in tickets:
             ticket.result()
         engine.submit(Request(((5,),), 1)).result()  # the ticks after the last end have passed
-        assert caches() - before <= engine.stats["shared"].nodes + 1
+        assert caches() - before <= engine.stats["shared"].prefix_entries_resident + 1
         assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-read")]
     del engine, tickets, ticket
     assert caches() == before

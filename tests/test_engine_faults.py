@@ -196,7 +196,7 @@ def test_a_crowd_with_one_question() -> None:
         assert sum(count for count in forwards if count > 512) == 1_500
         assert {one.tokens for one in found} == {alone(llm, request).tokens}
         assert sorted({one.cached_tokens for one in found}) == [0, 1_500]
-        assert engine.stats["shared"].nodes == 1
+        assert engine.stats["shared"].prefix_entries_resident == 1
 
 
 def test_mixed_load_leaves_nothing() -> None:

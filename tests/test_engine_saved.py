@@ -89,7 +89,7 @@ def test_answers_are_those_of_the_opened_context(loaded: Loaded, store: ContextS
         with Engine(llm, store=store) as engine:
             tickets = [engine.ask_saved("book", one, max_tokens=16) for one in questions]
             found.extend(ticket.result() for ticket in tickets)
-            assert engine.stats["shared"].nodes == 1
+            assert engine.stats["shared"].prefix_entries_resident == 1
             engine.check()
 
     longest = max(forwards(llm, ask))
@@ -149,7 +149,7 @@ def test_given_up_and_opened_again(store: ContextStore, openings: list[str]) -> 
             engine.check()
         second = engine.submit(request).result()
         shared = engine.stats["shared"]
-        assert shared.nodes == 1 and shared.evicted == 3
+        assert shared.prefix_entries_resident == 1 and shared.evicted == 3
         read(llm, 420, 7).save("book0", store=store)
         third = engine.submit(request).result()
     assert first.tokens == second.tokens and openings == ["book0", "book1", "book2", "book0", "book0"]

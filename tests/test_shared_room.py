@@ -119,17 +119,23 @@ def test_an_engine_keeps_to_each_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         assert ask_all(engine, 6) == expected
         whole = engine.stats["shared"]
-        assert (whole.nodes, whole.evicted) == (6, 0) and whole.device_nbytes and whole.host_nbytes
+        assert (whole.prefix_entries_resident, whole.evicted) == (6, 0) and whole.device_nbytes and whole.host_nbytes
         assert engine._scheduler._places.outside_bytes == whole.host_nbytes
     limits = replace(default_limits(llm.model, llm.config), prefix_cache_device_bytes=whole.device_nbytes * 5 // 12)
     with Engine(llm, limits=limits, prefix_cache_bytes=1 << 26) as engine:
         assert ask_all(engine, 6) == expected
         shared = engine.stats["shared"]
-        assert (shared.nodes, shared.evicted) == (2, 4) and shared.device_nbytes <= whole.device_nbytes * 5 // 12
+        assert (shared.prefix_entries_resident, shared.evicted) == (
+            2,
+            4,
+        ) and shared.device_nbytes <= whole.device_nbytes * 5 // 12
     with Engine(llm, prefix_cache_bytes=whole.host_nbytes * 5 // 12) as engine:
         assert ask_all(engine, 6) == expected
         shared = engine.stats["shared"]
-        assert (shared.nodes, shared.evicted) == (2, 4) and shared.host_nbytes <= whole.host_nbytes * 5 // 12
+        assert (shared.prefix_entries_resident, shared.evicted) == (
+            2,
+            4,
+        ) and shared.host_nbytes <= whole.host_nbytes * 5 // 12
     with Engine(llm, limits=replace(limits, prefix_cache_device_bytes=0), prefix_cache_bytes=1 << 26) as engine:
         assert ask_all(engine, 6) == expected
-        assert engine.stats["shared"].nodes == 0
+        assert engine.stats["shared"].prefix_entries_resident == 0

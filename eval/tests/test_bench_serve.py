@@ -168,7 +168,7 @@ def test_texts_decide_the_trees_room(llm: Served) -> None:
     with drive._engine("engine", calls) as engine:
         drive._read(engine, calls)
         held = engine.stats["shared"]
-    assert held.nodes == 5 and sum(room) / 3 < held.nbytes <= sum(room)
+    assert held.prefix_entries_resident == 5 and sum(room) / 3 < held.nbytes <= sum(room)
     assert sum(tree_bytes(calls[:1], llm.model, llm.config)) == sum(room) // 5
     small = Drive(llm, 2, read_first=True, row_seconds=100, shared=(held.nbytes // 2, None))
     answers, _, _ = small.serve("engine", calls)

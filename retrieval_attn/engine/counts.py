@@ -1,4 +1,4 @@
-"""Counts: what an engine's steps took and what its requests found, since its start. Imports no torch."""
+"""Counts of an engine since its start: decode steps, prefix-cache hits, damaged blocks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Counts", "TierTokens"]
 
 
 class TierTokens(NamedTuple):
-    """Tokens of a prompt that were there, by where: in an engine's pages, in memory, or in a store's files."""
+    """Prompt tokens with cached KV, by tier: in an engine's pages, in host memory, or in the files of a store."""
 
     device: int = 0
     memory: int = 0
@@ -18,61 +18,67 @@ class TierTokens(NamedTuple):
 
 
 class Counts:
-    """steps, filled: how many there were, and rows in all. seconds: of steps. host: of these, the host searched and
-    attended. waiting: these, and those in which no forward and no replay ran. spills: rows whose full window moved
-    tokens to the host, in a step each. hits, hit_tokens: requests that found something in a tier, and what. damaged:
-    blocks of saved contexts.
+    """Counts of one engine. Any thread may read them and call `note_damage`; the engine's thread calls the rest.
 
-    Any thread may read and call `note_damage`; all else belongs to the engine's.
+    Attributes:
+        steps: decode steps.
+        rows: running sequences of all steps together.
+        window_evictions: evictions of a full window's oldest block, one per sequence and step.
+        damaged: blocks of saved contexts with a wrong checksum.
+        seconds: duration of all steps.
+        host: seconds of steps in which the host searched and attended.
+        host_stall: upper bound of the seconds of steps in which the device was idle: `host`, and the time outside
+            forwards and graph replays.
+        hits, hit_tokens: requests with a cached prefix, and its tokens, by tier.
     """
 
     def __init__(self) -> None:
-        self.steps = self.filled = self.spills = self.damaged = 0
-        self.seconds = self.host = self.waiting = 0.0
+        self.steps = self.rows = self.window_evictions = self.damaged = 0
+        self.seconds = self.host = self.host_stall = 0.0
         self.hits, self.hit_tokens = TierTokens(), TierTokens()
         self._lock = threading.Lock()
 
-    def add_step(self, rows: int, spills: int, seconds: float, host: float, device: float) -> None:
+    def add_step(self, rows: int, window_evictions: int, seconds: float, host: float, device: float) -> None:
         """Count one decode step.
 
         Args:
             rows: sequences in the step.
-            spills: sequences with a full window whose oldest block was evicted.
+            window_evictions: sequences with a full window whose oldest block was evicted.
             seconds: duration of the step.
             host: seconds of it in which the host searched and attended.
             device: seconds of it in forwards and graph replays, `host` included.
         """
         self.steps += 1
-        self.filled += rows
-        self.spills += spills
+        self.rows += rows
+        self.window_evictions += window_evictions
         self.seconds += seconds
         self.host += host
-        self.waiting += host + max(0.0, seconds - device)
+        self.host_stall += host + max(0.0, seconds - device)
 
-    def found(self, tokens: TierTokens) -> None:
-        """A request has its prompt, of which so many tokens were there."""
-        self.hits = TierTokens(*_sums(self.hits, [int(count > 0) for count in tokens]))
-        self.hit_tokens = TierTokens(*_sums(self.hit_tokens, tokens))
+    def add_request(self, cached: TierTokens) -> None:
+        """Count a request whose prompt is prefilled; `cached`: its prompt tokens with cached KV."""
+        self.hits = TierTokens(*_sums(self.hits, [int(count > 0) for count in cached]))
+        self.hit_tokens = TierTokens(*_sums(self.hit_tokens, cached))
 
     def note_damage(self, blocks: int) -> None:
-        """So many blocks of a saved context do not have their checksums."""
+        """Count damaged blocks of a saved context."""
         with self._lock:
             self.damaged += blocks
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Numbers alone; host_seconds is part of waiting_seconds, and that of step_seconds."""
+        """Counts as JSON values. host_seconds are part of host_stall_seconds, and these of step_seconds."""
         return {
             "steps": self.steps,
             "step_seconds": self.seconds,
             "host_seconds": self.host,
-            "waiting_seconds": self.waiting,
-            "spills": self.spills,
+            "host_stall_seconds": self.host_stall,
+            "window_evictions": self.window_evictions,
             "hits": self.hits._asdict(),
             "hit_tokens": self.hit_tokens._asdict(),
             "damaged_blocks": self.damaged,
         }
 
 
-def _sums(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    return [a + b for a, b in zip(one, other, strict=True)]
+def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(first, second, strict=True)]

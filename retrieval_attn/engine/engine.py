@@ -31,7 +31,7 @@ from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.prefill_worker import PrefillWorker
 from retrieval_attn.engine.prefix_handle import PrefixEntry, text_mark
-from retrieval_attn.engine.radix_cache import RadixCache, TreeStats
+from retrieval_attn.engine.radix_cache import PrefixCacheStats, RadixCache
 from retrieval_attn.engine.request import Reason, Request, RequestHandle
 from retrieval_attn.engine.request_needs import RequestNeeds
 from retrieval_attn.engine.running_request import RunningRequest, damage_of
@@ -302,11 +302,23 @@ class Engine:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """waiting, rows: now; filled: share of slots filled in steps; shared: the tree's counts; and `Counts.plain`."""
+        """Return the engine's counts.
+
+        waiting, rows: requests in the queue and running sequences, now. slot_utilization: share of slots in use, mean
+        over the decode steps. shared: counts of the prefix cache. The rest is `Counts.plain`.
+        """
         with self._changed:
-            filled = self._counts.filled / max(1, self._counts.steps * self._limits.rows)
-            now = {"waiting": self._scheduler.waiting, "rows": self._scheduler.filled, "filled": filled}
-            return {**now, **self._counts.plain, "shared": TreeStats() if self._tree is None else self._tree.stats}
+            utilization = self._counts.rows / max(1, self._counts.steps * self._limits.rows)
+            now = {
+                "waiting": self._scheduler.waiting,
+                "rows": self._scheduler.slots_in_use,
+                "slot_utilization": utilization,
+            }
+            return {
+                **now,
+                **self._counts.plain,
+                "shared": PrefixCacheStats() if self._tree is None else self._tree.stats,
+            }
 
     def check(self) -> None:
         """Raise AssertionError unless pages, bytes, slots and references add up."""

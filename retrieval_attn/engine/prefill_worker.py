@@ -114,7 +114,7 @@ class PrefillWorker:
                 self._note_shared(number, self._rows[number])
                 if self._rows[number].is_read:
                     done.append(number)
-                    self._counts.found(found_tokens(self._rows[number]))
+                    self._counts.add_request(found_tokens(self._rows[number]))
         if reading and not busy and alone and not done:
             time.sleep(CLAIM_SECONDS)
         total = sum(cells.values())

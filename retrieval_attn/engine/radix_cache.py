@@ -22,7 +22,7 @@ from retrieval_attn.engine.node import Branches, Namespace, Node, Payload, Place
 from retrieval_attn.engine.resident_set import ResidentSet
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 
-__all__ = ["Lease", "Match", "RadixCache", "TreeStats", "ending", "longest"]
+__all__ = ["Lease", "Match", "RadixCache", "PrefixCacheStats", "ending", "longest"]
 
 
 class Lease:
@@ -124,39 +124,50 @@ def _walk(root: Node, ids: Ids, namespace: Namespace, visit: Callable[[Node, int
                 stack += node.branches.behind(name, tokens, rest)
 
 
-class TreeStats(NamedTuple):
-    """nodes: in the tree. asked, hits: matches, and those that found something; tokens_* as well.
+class PrefixCacheStats(NamedTuple):
+    """Counts of a prefix cache.
 
-    nbytes: of nodes, and of these on the host, on a GPU and in pages (see `Sizes`). evicted, evicted_bytes:
-    since the beginning. reading, waiting: texts that are read now, and claims that wait.
+    Attributes:
+        prefix_entries_resident: nodes of the tree.
+        nbytes: bytes of all entries.
+        host_nbytes, device_nbytes, page_nbytes: bytes in host memory, on GPUs and in KV pages.
+        prefix_lookups, prefix_tokens_queried: lookups, and tokens of the prompts that were looked up.
+        hits, tokens_hit: lookups that found a cached prefix, and tokens of these prefixes.
+        evicted, evicted_bytes: evicted entries and their bytes.
+        reading, waiting: prefills in flight, and claims that wait for them.
     """
 
-    nodes: int = 0
+    prefix_entries_resident: int = 0
     nbytes: int = 0
     host_nbytes: int = 0
     device_nbytes: int = 0
     page_nbytes: int = 0
-    asked: int = 0
+    prefix_lookups: int = 0
     hits: int = 0
-    tokens_asked: int = 0
+    prefix_tokens_queried: int = 0
     tokens_hit: int = 0
     evicted: int = 0
     evicted_bytes: int = 0
     reading: int = 0
     waiting: int = 0
 
-    def asked_for(self, tokens: int, hit: int) -> TreeStats:
-        """With one more match."""
+    def add_lookup(self, tokens: int, hit: int) -> PrefixCacheStats:
+        """Return the counts with one more lookup.
+
+        Args:
+            tokens: length of the prompt.
+            hit: length of its cached prefix.
+        """
         return self._replace(
-            asked=self.asked + 1,
+            prefix_lookups=self.prefix_lookups + 1,
             hits=self.hits + (hit > 0),
-            tokens_asked=self.tokens_asked + tokens,
+            prefix_tokens_queried=self.prefix_tokens_queried + tokens,
             tokens_hit=self.tokens_hit + hit,
         )
 
-    def gave_up(self, nodes: int, nbytes: int) -> TreeStats:
-        """With one more eviction."""
-        return self._replace(evicted=self.evicted + nodes, evicted_bytes=self.evicted_bytes + nbytes)
+    def add_eviction(self, entries: int, nbytes: int) -> PrefixCacheStats:
+        """Return the counts with more evicted entries."""
+        return self._replace(evicted=self.evicted + entries, evicted_bytes=self.evicted_bytes + nbytes)
 
 
 class RadixCache:
@@ -184,7 +195,7 @@ class RadixCache:
         self._pending = InflightPrefills(share_tokens)
         self._count = 0
         self._last_number = 0
-        self._counts = TreeStats()
+        self._counts = PrefixCacheStats()
 
     def __len__(self) -> int:
         """Nodes, the root not counted."""
@@ -196,12 +207,12 @@ class RadixCache:
         return self._residents.sizes
 
     @property
-    def stats(self) -> TreeStats:
+    def stats(self) -> PrefixCacheStats:
         """Counts of one moment."""
         with self._lock:
             host, device, pages = sizes = self._residents.sizes
             return self._counts._replace(
-                nodes=self._count,
+                prefix_entries_resident=self._count,
                 nbytes=sizes.total,
                 host_nbytes=host,
                 device_nbytes=device,
@@ -227,7 +238,7 @@ class RadixCache:
         with self._lock:
             found = longest(self.root, given[:-1], namespace)
             if not again:
-                self._counts = self._counts.asked_for(len(given), found.length)
+                self._counts = self._counts.add_lookup(len(given), found.length)
             return found._replace(lease=self._lease(found.node)) if leased else found
 
     def insert(
@@ -298,7 +309,7 @@ class RadixCache:
                 self._residents.drop(node)
                 dropped += 1
                 self._prune(node)
-            self._counts = self._counts.gave_up(dropped, freed.total)
+            self._counts = self._counts.add_eviction(dropped, freed.total)
         return freed
 
     def check(self) -> None:

@@ -99,8 +99,8 @@ class Scheduler:
         return len(self._queues[True]) + len(self._queues[False])
 
     @property
-    def filled(self) -> int:
-        """Slots taken."""
+    def slots_in_use(self) -> int:
+        """Slots with a running sequence."""
         return len(self._places.seated())
 
     def state(self, job: str) -> State:

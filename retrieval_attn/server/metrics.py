@@ -15,7 +15,7 @@ FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 
 TOKEN_SECONDS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 PREFIX_CACHE = {
-    "nodes": ("prefix_cache_entries", "Entries of the prefix cache"),
+    "prefix_entries_resident": ("prefix_cache_entries", "Entries of the prefix cache"),
     "nbytes": ("prefix_cache_bytes", "Bytes of the prefix cache"),
     "host_nbytes": ("prefix_cache_host_bytes", "Bytes of the prefix cache in host memory"),
     "device_nbytes": ("prefix_cache_device_bytes", "Bytes of the prefix cache in GPU memory"),
@@ -25,7 +25,7 @@ PREFIX_CACHE = {
 PREFIX_CACHE_EVENTS = {
     "evicted": ("prefix_cache_evictions", "Prefix-cache entries evicted"),
     "evicted_bytes": ("prefix_cache_evicted_bytes", "Bytes of prefix-cache entries evicted"),
-    "tokens_asked": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    "prefix_tokens_queried": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
     "tokens_hit": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
 }
 """Counters, in the same form."""
@@ -33,11 +33,11 @@ ENGINE = {
     "steps": ("engine_steps", "Decode steps; each generates one token of every running sequence"),
     "step_seconds": ("engine_step_seconds", "Seconds of decode steps"),
     "host_seconds": ("engine_host_seconds", "Seconds of decode steps in which the host searched or attended"),
-    "waiting_seconds": (
+    "host_stall_seconds": (
         "host_stall_seconds",
         "Upper bound of the seconds of decode steps in which the device was idle or stalled on the host",
     ),
-    "spills": ("window_evictions", "Evictions of a full window's oldest block to the host"),
+    "window_evictions": ("window_evictions", "Evictions of a full window's oldest block to the host"),
 }
 TIERS = {
     "hits": ("tier_hits", "Requests with a cached prefix, by tier"),
@@ -124,7 +124,7 @@ class Metrics:
         if stats is not None:
             self._running.set(stats["rows"])
             self._waiting.set(stats["waiting"])
-            self._utilization.set(stats["filled"])
+            self._utilization.set(stats["slot_utilization"])
             self._damaged.follow(stats["damaged_blocks"])
             for name, counter in self._engine.items():
                 counter.follow(stats[name])

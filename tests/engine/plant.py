@@ -163,7 +163,7 @@ class Plant:
         assert len(self.started) - len(self.parked) <= limits.rows + limits.ahead
         assert len(self.rows) <= limits.rows
         ready = [n for n in self.started - self.rows - self.parked if self.scheduler.state(n) is State.READY]
-        assert not ready or self.scheduler.filled == limits.rows, "a slot is free and a job is ready"
+        assert not ready or self.scheduler.slots_in_use == limits.rows, "a slot is free and a job is ready"
         reads = [name for name, _ in plan.read]
         assert len(set(reads)) == len(reads)
         assert all(cells > 0 and name in self.started for name, cells in plan.read)

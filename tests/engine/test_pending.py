@@ -206,7 +206,7 @@ def test_random_requests_all_end_and_read_only_what_is_needed() -> None:
                 assert waiting[-1][1].length > found.length, f"seed {seed}: it waited for nothing"
             found.lease.release()
             tree.check()
-        assert not waiting and tree.stats.asked == 12
+        assert not waiting and tree.stats.prefix_lookups == 12
         assert tree.stats.reading == tree.stats.waiting == tree.root.refs == 0
         if not faults:
             assert reads <= len({tuple(text) for text in texts}), f"seed {seed}"

@@ -253,8 +253,8 @@ def test_stats_count_requests_once() -> None:
     tree.match(TEXT, "a")
     tree.match(TEXT, "a", again=True)
     stats = tree.stats
-    assert (stats.nodes, stats.nbytes) == (1, 10)
-    assert (stats.asked, stats.hits, stats.tokens_asked, stats.tokens_hit) == (3, 1, 600, 199)
+    assert (stats.prefix_entries_resident, stats.nbytes) == (1, 10)
+    assert (stats.prefix_lookups, stats.hits, stats.prefix_tokens_queried, stats.tokens_hit) == (3, 1, 600, 199)
 
 
 def test_every_operation_waits_for_the_one_that_another_thread_does() -> None:

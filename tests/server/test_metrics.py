@@ -86,8 +86,8 @@ def test_the_share_of_waiting() -> None:
     for host, device, seconds in ((0.25, 0.75, 1.0), (0.0, 1.0, 1.0)):
         counts.add_step(2, 1, seconds, host, device)
     plain = counts.plain
-    assert (plain["steps"], plain["spills"], counts.filled) == (2, 2, 4)
-    assert (plain["step_seconds"], plain["host_seconds"], plain["waiting_seconds"]) == (2.0, 0.25, 0.5)
+    assert (plain["steps"], plain["window_evictions"], counts.rows) == (2, 2, 4)
+    assert (plain["step_seconds"], plain["host_seconds"], plain["host_stall_seconds"]) == (2.0, 0.25, 0.5)
 
 
 def test_counters_go_on_when_an_engine_begins_anew() -> None:
@@ -96,12 +96,12 @@ def test_counters_go_on_when_an_engine_begins_anew() -> None:
     stats: dict[str, Any] = {
         "rows": 0,
         "waiting": 0,
-        "filled": 0.0,
+        "slot_utilization": 0.0,
         "shared": dict.fromkeys([*PREFIX_CACHE, *PREFIX_CACHE_EVENTS], 0),
         **Counts().plain,
     }
-    for spills, total in ((3, 3), (5, 5), (0, 5), (2, 7)):
-        text = metrics.text({**stats, "spills": spills}, 0).decode()
+    for evictions, total in ((3, 3), (5, 5), (0, 5), (2, 7)):
+        text = metrics.text({**stats, "window_evictions": evictions}, 0).decode()
         assert f"retrieval_attn:window_evictions_total {total}.0" in text
 
 

@@ -55,7 +55,11 @@ class Filled:
         now = time.perf_counter() - self._began
         unsubmitted = sum(arrival <= now for arrival in self._arrivals) - self.submitted
         stats = self._engine.stats
-        return unsubmitted + stats["waiting"] > 0, stats["steps"], stats["filled"] * stats["steps"] * self._slots
+        return (
+            unsubmitted + stats["waiting"] > 0,
+            stats["steps"],
+            stats["slot_utilization"] * stats["steps"] * self._slots,
+        )
 
     def _look(self) -> None:
         before = self._counts()

@@ -74,10 +74,8 @@ class Context:
         self._loop = AnswerLoop(self.model, tokenizer)
         self._cache = RetrievalCache(self.model, self.config)
         self._changing = threading.RLock()
-        self.kept, self._whole = (
-            SavedLineage(),
-            True,
-        )  # False while text is appended, for good if it could not be undone
+        self.kept = SavedLineage()
+        self._whole = True  # False while text is appended, and after an interruption that could not be undone
 
     @property
     def _ids(self) -> Sequence[int]:
@@ -122,8 +120,8 @@ class Context:
         Raises InputDataError for an empty text or a context that was read already, ContextLengthError. StoreError, if
         saving failed: the context was read all the same.
         """
-        _require_empty(self)
-        ids = _checked(self, self.template.context_ids(text) if isinstance(text, str) else text)
+        self._require_empty()
+        ids = self._checked(self.template.context_ids(text) if isinstance(text, str) else text)
         saving = None
         if save is not None:
             saving = ReadingSave(as_store(store), save, self.model, self.tokenizer, self._cache, ids)
@@ -137,7 +135,7 @@ class Context:
             raise
         self._whole = True
         if saving is not None:
-            saving.finish(self.kept, _described(self), wait=wait, progress=progress)
+            saving.finish(self.kept, self._described(), wait=wait, progress=progress)
         return self
 
     @_alone
@@ -145,8 +143,8 @@ class Context:
         self, name: str, *, store: ContextStore | str | Path | None = None, progress: bool = True, **overrides: Any
     ) -> Context:
         """Take up a saved context in place of reading a text; see `LLM.open`. Returns self."""
-        _require_empty(self)
-        template, place = _described(self)["template"], (as_store(store), name, self.model, self.tokenizer)
+        self._require_empty()
+        template, place = self._described()["template"], (as_store(store), name, self.model, self.tokenizer)
         self._cache, self.kept = open_saved(*place, self.config, overrides, progress, template)
         self.config = self._cache.config
         return self
@@ -157,7 +155,7 @@ class Context:
         self._require_whole()
         if not self._ids:
             return self.read(text, progress=progress)
-        ids = _checked(self, self.template.plain_ids(text) if isinstance(text, str) else text)
+        ids = self._checked(self.template.plain_ids(text) if isinstance(text, str) else text)
         before, rewritten, self._whole = Rollback(self._cache), self._cache.batch.rewritten, False
         try:
             self._append(ids, progress)
@@ -197,7 +195,7 @@ class Context:
         self._require_whole()
         if not self._ids:
             raise InputDataError("The context is empty; call read(text) before save().")
-        return self.kept.save(as_store(store), name, self.model, self.tokenizer, self._cache, _described(self), wait)
+        return self.kept.save(as_store(store), name, self.model, self.tokenizer, self._cache, self._described(), wait)
 
     @_alone
     def fork(self) -> Context:
@@ -232,7 +230,7 @@ class Context:
         Raises InputDataError, ConfigError.
         """
         asked = [self.template.question_ids(question, raw)]
-        return _answer(self, asked, question_attention, Sampling.of(sampling, options), on_text)[0]
+        return self._answer(asked, question_attention, Sampling.of(sampling, options), on_text)[0]
 
     def ask_many(
         self,
@@ -247,7 +245,7 @@ class Context:
         if isinstance(questions, str | bytes) or not isinstance(questions, Sequence) or not questions:
             raise InputDataError(f"ask_many needs a non-empty list of questions, got {questions!r}; use ask() for one.")
         asked = [self.template.question_ids(question, raw) for question in questions]
-        return _answer(self, asked, question_attention, Sampling.of(sampling, options))
+        return self._answer(asked, question_attention, Sampling.of(sampling, options))
 
     def continue_with(
         self,
@@ -261,7 +259,7 @@ class Context:
 
         question_attention: see `ask`.
         """
-        return _answer(self, [_checked(self, ids)], question_attention, Sampling.of(sampling, options))[0]
+        return self._answer([self._checked(ids)], question_attention, Sampling.of(sampling, options))[0]
 
     def stream(
         self,
@@ -277,9 +275,28 @@ class Context:
         It can be left at any time: generating then stops. Raises InputDataError, ConfigError.
         """
         asked, chosen = self.template.question_ids(question, raw), Sampling.of(sampling, options)
-        return stream_after(self, asked, chosen, question_attention)
+        return self.stream_with(asked, chosen, question_attention=question_attention)
 
-    # -- inside -------------------------------------------------------------------------------------
+    def stream_with(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        question_attention: QuestionAttention | None = None,
+        **options: Any,
+    ) -> Stream:
+        """Stream the continuation of token ids: `continue_with` as an iterator over pieces of text.
+
+        Raises InputDataError, ConfigError.
+        """
+        asked, chosen = [checked_ids(ids, self._loop.vocabulary)], Sampling.of(sampling, options)
+        with self._changing:
+            self._require_answerable(asked, question_attention, chosen)
+
+        def work(on_text: Callable[[str], None], cancelled: threading.Event) -> Answer:
+            return self._answer(asked, question_attention, chosen, on_text, cancelled)[0]
+
+        return Stream(work)
 
     def _append(self, ids: list[int], progress: bool) -> None:
         self._cache.require_room(len(ids))
@@ -296,109 +313,93 @@ class Context:
             )
         require_same_weights(self._cache)
 
+    def _answer(
+        self,
+        asked: list[list[int]],
+        question_attention: QuestionAttention | None,
+        sampling: Sampling,
+        on_text: Callable[[str], None] | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> list[Answer]:
+        """Answer questions, given as token ids, in one batch; one by one if their rotary factors may differ."""
+        expected = ExpectedTokens(max(map(len, asked), default=0) + sampling.max_new_tokens, len(asked))
+        with self._changing:
+            self._require_answerable(asked, question_attention, sampling)
+            tokens, batch = len(self._ids), self._loop.batch(asked, before=self._ids)
+            total = tokens + expected.tokens
+            one_by_one = len(asked) > 1 and _may_change(self._cache, total)
+            prefills_again = not goes_on(self._cache, total)  # no cached key is used then
+            retrieves = one_by_one or prefills_again
+            fork = None if retrieves else attach_full_kv(self.model, self._cache, expected)
+            plain = self._cache.fork() if fork is None and not one_by_one else None
+        if one_by_one:
+            return [self._answer([one], question_attention, sampling, on_text, cancelled)[0] for one in asked]
 
-def stream_after(
-    context: Context, ids: Sequence[int], sampling: Sampling, question_attention: QuestionAttention | None = None
-) -> Stream:
-    """`Context.continue_with` as a stream: pieces of the text that `ids`, taken as they are, go on with.
+        def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
+            _set_question_attention(cache, question_attention)
+            if len(asked) > 1:
+                cache.batch_repeat_interleave(len(asked))
+            return self._loop.answer(cache, batch, sampling, emit, cancelled)
 
-    Raises InputDataError, ConfigError.
-    """
-    asked = [list(ids)]
-    with context._changing:
-        _require_answerable(context, asked, question_attention, sampling)
+        try:
+            found = None if fork is None else answer_with_full_attention(self.model, fork, answers, on_text)
+            if found is not None:
+                return found
+            fork = None  # frees its pages
+            return answers(self._fork_at(tokens) if plain is None else plain, on_text)
+        except UnsupportedModelError:
+            self.kept.wait()  # damaged keys give NaN too: StoreDamagedError is raised for them
+            raise
 
-    def work(on_text: Callable[[str], None], cancelled: threading.Event) -> Answer:
-        return _answer(context, asked, question_attention, sampling, on_text, cancelled)[0]
+    def _fork_at(self, tokens: int) -> RetrievalCache:
+        """Fork the cache. Raises CacheMismatchError unless it still holds `tokens` tokens."""
+        with self._changing:
+            self._require_whole()
+            if len(self._ids) != tokens:
+                raise CacheMismatchError(
+                    f"The context had {tokens:,} tokens when it was asked and has {len(self._ids):,} now: ask again, "
+                    "and extend a fork while questions run."
+                )
+            return self._cache.fork()
 
-    return Stream(work)
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        """Return token ids as a list. Raises InputDataError for none, and for ids outside the vocabulary."""
+        checked = checked_ids(ids, self._loop.vocabulary)
+        if not checked:
+            raise InputDataError("The text has no tokens; give a non-empty string or list of token ids.")
+        return checked
 
+    def _described(self) -> dict[str, Any]:
+        """Return the facts that are saved with the context's name."""
+        digest = template_digest(self.template.opening, self.template.middle, self.template.closing)
+        return described(digest, self.num_tokens, self.read_seconds, self.model)
 
-def _answer(
-    context: Context,
-    asked: list[list[int]],
-    question_attention: QuestionAttention | None,
-    sampling: Sampling,
-    on_text: Callable[[str], None] | None = None,
-    cancelled: threading.Event | None = None,
-) -> list[Answer]:
-    ahead = ExpectedTokens(max(map(len, asked), default=0) + sampling.max_new_tokens, len(asked))
-    with context._changing:
-        _require_answerable(context, asked, question_attention, sampling)
-        tokens, batch = len(context._ids), context._loop.batch(asked, before=context._ids)
-        total = tokens + ahead.tokens
-        apart = len(asked) > 1 and _may_change(context._cache, total)
-        retrieves = apart or not goes_on(context._cache, total)  # else all is read again, and no key of it is used
-        fork = None if retrieves else attach_full_kv(context.model, context._cache, ahead)
-        plain = context._cache.fork() if fork is None and not apart else None
-    if apart:
-        return [_answer(context, [one], question_attention, sampling, on_text, cancelled)[0] for one in asked]
+    def _require_answerable(
+        self, asked: list[list[int]], question_attention: QuestionAttention | None, sampling: Sampling
+    ) -> None:
+        """Raise if questions cannot be answered; open the files of a saved context otherwise."""
+        self._require_whole()
+        if not self._ids:
+            raise InputDataError("The context is empty; call read(text) first.")
+        if not all(asked):
+            raise InputDataError("A question has no tokens; ask a non-empty question.")
+        if question_attention is not None:
+            require_question_attention(question_attention)
+        self._cache.require_room(max(map(len, asked)) + sampling.max_new_tokens)
+        self.kept.hold()
 
-    def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
-        _set_question_attention(cache, question_attention)
-        if len(asked) > 1:
-            cache.batch_repeat_interleave(len(asked))
-        return context._loop.answer(cache, batch, sampling, emit, cancelled)
-
-    try:
-        found = None if fork is None else answer_with_full_attention(context.model, fork, answers, on_text)
-        if found is not None:
-            return found
-        fork = None  # its pages are free for what follows
-        return answers(_fork_at(context, tokens) if plain is None else plain, on_text)
-    except UnsupportedModelError:
-        context.kept.wait()  # damaged keys give NaN, too: then StoreDamagedError is raised
-        raise
-
-
-def _fork_at(context: Context, tokens: int) -> RetrievalCache:
-    """A fork of the context's cache, if it still has so many tokens."""
-    with context._changing:
-        context._require_whole()
-        if len(context._ids) != tokens:
-            raise CacheMismatchError("Text was added to this context while it was asked; ask again.")
-        return context._cache.fork()
+    def _require_empty(self) -> None:
+        """Raise InputDataError for a context with tokens."""
+        self._require_whole()
+        if self._ids:
+            raise InputDataError(
+                f"This context holds {len(self._ids)} tokens already; use extend() to append, or a new Context."
+            )
 
 
 def _may_change(cache: RetrievalCache, tokens: int) -> bool:
     """Whether rows of a batch of texts of up to so many tokens, which share rotary factors, may need different ones."""
     return cache.rope is not None and cache.rope.may_change(tokens)
-
-
-def _checked(context: Context, ids: Sequence[int]) -> list[int]:
-    checked = checked_ids(ids, context._loop.vocabulary)
-    if not checked:
-        raise InputDataError("The text has no tokens; give a non-empty string or list of token ids.")
-    return checked
-
-
-def _described(context: Context) -> dict[str, Any]:
-    """What is kept beside a saved context's name."""
-    template = context.template
-    digest = template_digest(template.opening, template.middle, template.closing)
-    return described(digest, context.num_tokens, context.read_seconds, context.model)
-
-
-def _require_answerable(
-    context: Context, asked: list[list[int]], question_attention: QuestionAttention | None, sampling: Sampling
-) -> None:
-    context._require_whole()
-    if not context._ids:
-        raise InputDataError("The context is empty; call read(text) first.")
-    if not all(asked):
-        raise InputDataError("A question has no tokens; ask a non-empty question.")
-    if question_attention is not None:
-        require_question_attention(question_attention)
-    context._cache.require_room(max(map(len, asked)) + sampling.max_new_tokens)
-    context.kept.hold()
-
-
-def _require_empty(context: Context) -> None:
-    context._require_whole()
-    if context._ids:
-        raise InputDataError(
-            f"This context holds {len(context._ids)} tokens already; use extend() to append, or a new Context."
-        )
 
 
 def as_store(given: ContextStore | str | Path | None) -> ContextStore:

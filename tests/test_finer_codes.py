@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.context import stream_after
 from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape
 from retrieval_attn.gpu.codes.streamer import STAGED_LAYERS
@@ -41,7 +40,7 @@ def ids_of(context: ra.Context, tokens: int) -> list[int]:
 
 
 def answer(context: ra.Context, question: list[int]) -> list[str]:
-    return list(stream_after(context, question, ra.Sampling(max_new_tokens=12), "retrieval"))
+    return list(context.stream_with(question, ra.Sampling(max_new_tokens=12), question_attention="retrieval"))
 
 
 def finer_indexes(context: ra.Context) -> list[Any]:

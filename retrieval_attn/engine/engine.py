@@ -34,7 +34,7 @@ from retrieval_attn.engine.prefix_handle import PrefixEntry, text_mark
 from retrieval_attn.engine.radix_cache import PrefixCacheStats, RadixCache
 from retrieval_attn.engine.request import Reason, Request, RequestHandle
 from retrieval_attn.engine.request_needs import RequestNeeds
-from retrieval_attn.engine.running_request import RunningRequest, damage_of
+from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.engine.saved_text import ContextPrefetcher, SavedTexts
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.engine.stepper import Stepper
@@ -396,7 +396,7 @@ class Engine:
             row = self._rows[number]
             self._expected.remove(number)
             reason: Reason = "length" if len(row.tokens) >= row.request.max_tokens else "cancelled"
-            if reason == "length" and (damage := damage_of(row)) is not None:
+            if reason == "length" and (damage := row.damage()) is not None:
                 self._fail(number, damage, failed)
             row.finish(reason)
             self._rows.pop(number).leave(self._answers)

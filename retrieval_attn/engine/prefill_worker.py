@@ -12,7 +12,7 @@ from retrieval_attn.engine.batched_prefill import BatchedPrefill, PrefillRequest
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request_needs import State
-from retrieval_attn.engine.running_request import RunningRequest, found_tokens
+from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.engine.scheduler import Scheduler
 
 __all__ = ["Progress", "PrefillWorker"]
@@ -114,7 +114,7 @@ class PrefillWorker:
                 self._note_shared(number, self._rows[number])
                 if self._rows[number].is_read:
                     done.append(number)
-                    self._counts.add_request(found_tokens(self._rows[number]))
+                    self._counts.add_request(self._rows[number].cached_by_tier)
         if reading and not busy and alone and not done:
             time.sleep(CLAIM_SECONDS)
         total = sum(cells.values())

@@ -181,7 +181,7 @@ class RunningRequest:
         if not self.tokens:
             self._first = time.perf_counter() if not told or self.before is None else self.before._first
         if len(self.tokens) < len(told) and token != told[len(self.tokens)]:
-            self.finish("error", contradiction(self))
+            self.finish("error", self._contradiction())
             return True
         if token in self._stops:
             return True
@@ -225,6 +225,37 @@ class RunningRequest:
     def require_weights(self) -> None:
         """Raise CacheMismatchError if the model has other weights, or acting adapters, than when this was submitted."""
         require_same(self.weights, weight_state(self._loop.model), f"Request {self.ticket.id} was submitted")
+
+    @property
+    def cached_by_tier(self) -> TierTokens:
+        """Prompt tokens with cached KV, by tier."""
+        paged_prefix = None if self.cache is None else self.cache.batch.exact
+        known = self.cached_tokens - self._brought
+        paged = 0 if paged_prefix is None else min(paged_prefix.tokens, known)
+        return TierTokens(paged, known - paged, self._brought)
+
+    def damage(self) -> RetrievalAttentionError | None:
+        """Return the error of damaged KV: damaged files of its saved context, or weights that changed since it was
+        computed. None for intact KV and for a request that has ended.
+        """
+        if self.ended:
+            return None
+        try:
+            if self._opened is not None:
+                self._opened.require_whole()
+            self.require_weights()
+        except (StoreDamagedError, CacheMismatchError) as error:
+            return error
+        return None
+
+    def _contradiction(self) -> StoreDamagedError:
+        """Return the error of an answer that differs, after a retry without damaged files, from tokens already sent."""
+        assert self.before is not None
+        sent, name = len(self.before.tokens), self.request.context
+        return StoreDamagedError(
+            f"The saved context {name!r} has damaged files, found after {sent} tokens of this answer were sent; "
+            "without the damage the answer differs. Send the request again: the context's text was prefilled again."
+        )
 
     @property
     def _known(self) -> int:
@@ -295,36 +326,3 @@ def _score_pieces(ids: Ids, vocabulary: int) -> list[Ids]:
     """
     tokens = max(1, SCORED_BYTES // (4 * vocabulary))
     return np.array_split(ids, -(-len(ids) // tokens))
-
-
-def found_tokens(row: RunningRequest) -> TierTokens:
-    """Of a row's prompt, the tokens that were there, by where they were."""
-    exact = None if row.cache is None else row.cache.batch.exact
-    known = row.cached_tokens - row._brought
-    paged = 0 if exact is None else min(exact.tokens, known)
-    return TierTokens(paged, known - paged, row._brought)
-
-
-def damage_of(row: RunningRequest) -> RetrievalAttentionError | None:
-    """What went wrong so far with the keys of a row: damaged files that they come from, or weights of the model that
-    changed since they were computed; None: nothing, or it has ended.
-    """
-    if row.ended:
-        return None
-    try:
-        if row._opened is not None:
-            row._opened.require_whole()
-        row.require_weights()
-    except (StoreDamagedError, CacheMismatchError) as error:
-        return error
-    return None
-
-
-def contradiction(row: RunningRequest) -> StoreDamagedError:
-    """Why a row cannot go on where the one before it was."""
-    assert row.before is not None
-    told, name = len(row.before.tokens), row.request.context
-    return StoreDamagedError(
-        f"The saved context {name!r} is damaged, which was found after {told} tokens of this answer: without the "
-        "damage they are others. Ask again; its text has been read again."
-    )

@@ -14,7 +14,7 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.running_request import RunningRequest, damage_of
+from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.errors import NotFiniteError
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
 from retrieval_attn.runner.rows import StepClock
@@ -73,7 +73,7 @@ class Stepper:
             if choice is None:
                 self._fail(number, NotFiniteError("the model gave logits that are not finite"), failed)
             elif row.chosen(*choice):
-                damage = damage_of(row)
+                damage = row.damage()
                 if damage is not None:
                     self._fail(number, damage, failed)
                     continue

@@ -14,7 +14,6 @@ import numpy as np
 
 import retrieval_attn as ra
 from retrieval_attn.cli.model_args import index_fields
-from retrieval_attn.context import stream_after
 from retrieval_attn.memory.units import parse_bytes
 from retrieval_attn_eval.bench.serve.drive import Served
 from retrieval_attn_eval.bench.session.flags import add_model_flags, add_running_flags
@@ -73,7 +72,9 @@ def answered(context: ra.Context, ids: list[int], tokens: int) -> dict[str, Any]
     found: dict[str, Any] = {}
     for _ in range(ANSWERS):
         times = [time.perf_counter()]
-        for _ in stream_after(context, ids[:QUESTION], ra.Sampling(max_new_tokens=tokens), "retrieval"):
+        for _ in context.stream_with(
+            ids[:QUESTION], ra.Sampling(max_new_tokens=tokens), question_attention="retrieval"
+        ):
             times.append(time.perf_counter())
         found.setdefault("first_answer_ms", 1000 * (times[-1] - times[0]))
         found["first_ms"] = 1000 * (times[1] - times[0])

@@ -10,7 +10,7 @@ from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.cli.chat.backend import Message
 from retrieval_attn.cli.chat.conversation import Conversation
 from retrieval_attn.cli.chat.prompt import ChatPrompt, agreeing
-from retrieval_attn.context import Context, stream_after
+from retrieval_attn.context import Context
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.llm import LLM
 from retrieval_attn.memory.units import show_bytes
@@ -62,7 +62,7 @@ class LocalBackend(Conversation):
         self._last, began = None, time.perf_counter()
         context = self._context(ids[:-1])
         pieces: list[str] = []
-        with stream_after(context, ids[-1:], self._sampling) as stream:
+        with context.stream_with(ids[-1:], self._sampling) as stream:
             try:
                 for piece in stream:
                     if not pieces:

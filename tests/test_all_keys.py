@@ -23,7 +23,13 @@ from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.runner import full_attention as beside
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps
-from retrieval_attn.runner.full_attention import FullKVPages, attach_full_kv, kept_pages, let_go, release_if_needed
+from retrieval_attn.runner.full_attention import (
+    FullKVPages,
+    attach_full_kv,
+    kept_pages,
+    release_full_kv,
+    release_if_needed,
+)
 from retrieval_attn.runner.graph import registry
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids
 
@@ -129,7 +135,7 @@ def test_where_there_is_no_room_or_no_gain(roomy: dict[str, float]) -> None:
     shape = model_shape(model.config, None)
 
     def form() -> bool | None:
-        let_go(model)
+        release_full_kv(model)
         fork = attach_full_kv(model, cache)
         return None if fork is None else paged(fork).layers.int8
 
@@ -405,7 +411,7 @@ def test_memory_of_an_answer_is_given_back(needle_model_path: str) -> None:
     assert kept.layers.pages * PAGE_TOKENS >= 32_000 and not kept.in_use
     release_if_needed(llm.model)
     assert kept_pages(llm.model) is kept
-    let_go(llm.model)
+    release_full_kv(llm.model)
     del kept
     gc.collect()
     assert torch.cuda.memory_allocated() < held[0]

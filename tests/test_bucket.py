@@ -24,8 +24,7 @@ from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.codes.search import MIN_CLASS
 from retrieval_attn.runner import ready
 from retrieval_attn.runner.decode_graph import DecodeGraph
-from retrieval_attn.runner.graph_pool import GraphPool
-from retrieval_attn.runner.graph_runner import GraphRunner
+from retrieval_attn.runner.graph_runner import GraphPool, GraphRunner
 from tests.emulation import runtime as emulate
 from tests.graph_cases import DEVICE, FINER, ROARGRAPH
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
@@ -154,7 +153,7 @@ def test_rows_join_leave_and_lose_tokens(kind: str) -> None:
     # one for each size that there was, and once more where the codes grew; none for who joins or leaves
     assert found.captures <= 4
     if kind.startswith("device"):
-        kinds = [kind for bucket in found._group.buckets.values() for kind in bucket.decoder.graphs]  # type: ignore[union-attr]
+        kinds = [kind for bucket in found._pool.graphs.values() for kind in bucket.decoder.graphs]  # type: ignore[union-attr]
         assert {kind.max_coded_keys for kind in kinds} == {MIN_CLASS}
     rows.check_books()
 
@@ -163,7 +162,7 @@ def test_the_device_is_told_where_codes_and_clusters_of_its_rows_lie() -> None:
     """Of each row, after every step: kernels read it. Breaks if a row that changed is not bound, or not uploaded."""
     rows = Rows(build_model("llama", head_dim=64, max_position_embeddings=8192), [300, 500, 900], **DEVICE)
     for _ in rows.come_and_go(random.Random(4), 20, {6: 1}):
-        bucket: Any = None if rows.runner._group is None else rows.runner._group._bucket
+        bucket: Any = None if rows.runner._pool is None else rows.runner._pool._graph
         for slot in [] if bucket is None else bucket.decoder.slots:
             for host in slot.hosts:
                 codes, clusters = host._search, host._mass
@@ -213,7 +212,7 @@ def test_rows_with_other_numbers_by_heads_are_in_one_graph(index: str) -> None:
     for _ in rows.come_and_go(random.Random(index), 24, {8: 1, 16: 3}):
         pass
     assert rows.runner.reason == "" and rows.runner.captures <= 4 and rows.runner.replays >= 25
-    assert {id(cache) for cache in (pair.row for pair in rows.pairs)} & set(rows.runner._group.rows)  # type: ignore[union-attr]
+    assert {id(cache) for cache in (pair.row for pair in rows.pairs)} & set(rows.runner._pool.rows)  # type: ignore[union-attr]
     assert whole.row in rows.runner._refusals and len(rows.runner._refusals) == 1
     rows.check_books()
 
@@ -247,7 +246,7 @@ def test_the_others_change_no_bit() -> None:
             for token in range(10):
                 places = [cache.get_seq_length() for cache in present]
                 found.append(runner.step(present, [token + 9] * len(present), places)[1].clone())
-            assert set(runner._group.buckets) == {1, 4}  # type: ignore[union-attr]
+            assert set(runner._pool.graphs) == {1, 4}  # type: ignore[union-attr]
             seen.append(found)
         for found in seen[1:]:
             assert all(torch.equal(mine, first) for mine, first in zip(found, seen[0], strict=True))
@@ -280,7 +279,7 @@ def test_a_smaller_graph_takes_over_what_stays() -> None:
     rows.steps(rows.pairs, 2)
     last = rows.pairs[-1:]
     rows.steps(last, 36)
-    assert set(rows.runner._group.buckets) == {1, 8}  # type: ignore[union-attr]
+    assert set(rows.runner._pool.graphs) == {1, 8}  # type: ignore[union-attr]
     rows.steps(rows.pairs, 2)
     assert rows.runner.captures == 2
     rows.check_books()
@@ -322,7 +321,7 @@ class GraphFailure:
 
     @staticmethod
     def of(runner: GraphRunner) -> Any:
-        (bucket,) = runner._group.buckets.values()  # type: ignore[union-attr]
+        (bucket,) = runner._pool.graphs.values()  # type: ignore[union-attr]
         (graph,) = bucket.decoder.graphs.values()
         return graph.replay
 
@@ -340,7 +339,7 @@ def test_replays_that_always_fail_are_given_up(
     rows.steps(rows.pairs, 2)
 
 
-@pytest.mark.parametrize("where", ["_plan", "_take_bucket", "replay"])
+@pytest.mark.parametrize("where", ["_plan", "_select_graph", "replay"])
 def test_whatever_goes_wrong_leaves_eager_steps(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -421,7 +420,7 @@ def test_an_interrupt_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_that_cannot_be_had_leave_eager_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from retrieval_attn.runner import graph_pool as bucket_group
+    from retrieval_attn.runner import graph_runner as bucket_group
 
     def full(*given: Any) -> None:
         raise torch.OutOfMemoryError("none")
@@ -429,7 +428,7 @@ def test_windows_that_cannot_be_had_leave_eager_steps(
     rows = Rows(build_model("llama"), [100, 200])
     monkeypatch.setattr(bucket_group, "slot_buffers", full)
     rows.steps(rows.pairs, 3)
-    assert rows.runner.replays == 0 and "no memory for the windows of 8 rows" in caplog.text
+    assert rows.runner.replays == 0 and "no memory for the windows of 8 sequences" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, DEVICE], ids=["auto", "device"])
@@ -486,5 +485,5 @@ def test_log_lines_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
         runner = GraphRunner(model, 2)
         caches = [read(model, 60, 0), read(model, 60, 0, retrieve=9)]
         runner.step(caches, [5, 5], [60, 60])
-    assert "decoding eagerly, without a CUDA graph: rows of a batch differ" in caplog.text
+    assert "decoding eagerly, without a CUDA graph: the sequences of the batch differ" in caplog.text
     assert isinstance(ra.Config().retrieve, int)

@@ -13,7 +13,7 @@ from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError
 from retrieval_attn.runner.decode_graph import DecodeGraph
 from retrieval_attn.runner.graph_runner import GraphRunner
-from retrieval_attn.runner.graph_sampling import BucketDraw
+from retrieval_attn.runner.graph_sampling import GraphSampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.emulation.runtime import EmulatedRuntime
 from tests.graph_cases import DEVICE
@@ -48,7 +48,7 @@ class Answers:
         caches = [self.caches[number] for number in members]
         inputs = [(self.tokens[number][-1], self.caches[number].get_seq_length()) for number in members]
         draws = [self.draws[number] for number in members]
-        stepped = self.runner.advance(caches, inputs, draws, ahead=self.ahead)
+        stepped = self.runner.advance(caches, inputs, draws, overlap=self.ahead)
         assert not stepped.apart and not stepped.errors
         choices = [stepped.choices[place] for place in range(len(members))]
         for number, choice in zip(members, choices, strict=True):
@@ -63,8 +63,8 @@ class Answers:
 
     @property
     def bucket(self) -> DecodeGraph:
-        assert self.runner._group is not None and self.runner._group._bucket is not None
-        return self.runner._group._bucket
+        assert self.runner._pool is not None and self.runner._pool._graph is not None
+        return self.runner._pool._graph
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def gone_ahead(self: DecodeGraph, *given: Any) -> None:
         launch_next(self, *given)
-        if self._ahead is not None:
+        if self._overlapped is not None:
             seen[-1] = "ahead"
 
     monkeypatch.setattr(DecodeGraph, "launch_next", gone_ahead)
@@ -109,7 +109,7 @@ def test_who_comes_and_goes() -> None:
         members = [number for number in range(count) if chance.random() < 0.9] or [0]
         if chance.random() < 0.2:
             chance.shuffle(members)
-        ahead += rows.runner._group is not None and rows.bucket._ahead is not None
+        ahead += rows.runner._pool is not None and rows.bucket._overlapped is not None
         assert rows.step(members) == others.step(members)
         if chance.random() < 0.1:
             cropped = chance.randrange(count)
@@ -143,7 +143,7 @@ def test_the_same_rows_wait_for_one_launch_a_step(launches: list[str]) -> None:
     assert launches == ["launched", *["ahead"] * 9]
     rows.step([0, 1, 2])
     assert launches[10:] == ["undone", "launched", "ahead"]
-    rows.runner.clear_slot()
+    rows.runner.clear()
     assert launches[13:] == ["undone"] and rows.runner.replays == 10
 
 
@@ -172,7 +172,7 @@ def test_the_next_step_is_launched_before_one_is_over(monkeypatch: pytest.Monkey
         chosen = rows.step([0, 1])
         assert seen == (["launched", "over"] if left > 1 else ["over"]), left
         assert chosen == others.step([0, 1])
-    assert rows.bucket._ahead is None
+    assert rows.bucket._overlapped is None
 
 
 @pytest.mark.parametrize("what", ["token", "draw"])
@@ -195,9 +195,9 @@ def test_another_row_in_the_same_place_is_another() -> None:
         one.draws = [SamplingParams(logprobs=3)] * 2
         one.step([0])
         one.tokens[1] = one.tokens[0][-1:]
-    assert rows.bucket._ahead is not None
+    assert rows.bucket._overlapped is not None
     inputs = {0: (rows.tokens[1][-1], rows.caches[1].get_seq_length())}
-    assert dict(rows.bucket._ahead.inputs) == inputs
+    assert dict(rows.bucket._overlapped.inputs) == inputs
     assert rows.step([1]) == others.step([1])
     for _ in range(5):
         assert rows.step([1]) == others.step([1])
@@ -209,11 +209,11 @@ def test_not_where_the_host_has_a_part(options: dict[str, Any]) -> None:
     for _ in range(3):
         if options.get("graph") is False:
             inputs = [(7, one.get_seq_length()) for one in rows.caches]
-            assert len(rows.runner.advance(rows.caches, inputs, DRAWS[:2], ahead=True).apart) == 2
-            assert rows.runner._group is None
+            assert len(rows.runner.advance(rows.caches, inputs, DRAWS[:2], overlap=True).apart) == 2
+            assert rows.runner._pool is None
             continue
         assert rows.step([0, 1]) == others.step([0, 1])
-        assert rows.bucket._ahead is None
+        assert rows.bucket._overlapped is None
 
 
 def test_not_where_states_would_move() -> None:
@@ -221,23 +221,23 @@ def test_not_where_states_would_move() -> None:
     rows = Answers(new_model("qwen3_next"), [600, 700], True, **ROOMY)
     for _ in range(3):
         rows.step([0, 1])
-        assert rows.bucket._ahead is None
+        assert rows.bucket._overlapped is None
 
 
 def test_a_launch_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the step is asked for; what came before counts."""
     rows, others = both([400, 500], **ROOMY)
     assert rows.step([0, 1]) == others.step([0, 1])
-    prepare = BucketDraw.prepare
+    prepare = GraphSampler.prepare
     failed: list[bool] = []
 
     def fails(self: Any, *given: Any) -> bool:
-        if self is rows.bucket.draw and rows.bucket._ahead is None and not failed and len(rows.tokens[0]) == 3:
+        if self is rows.bucket.draw and rows.bucket._overlapped is None and not failed and len(rows.tokens[0]) == 3:
             failed.append(True)
             raise BackendError("no")
         return prepare(self, *given)
 
-    monkeypatch.setattr(BucketDraw, "prepare", fails)
+    monkeypatch.setattr(GraphSampler, "prepare", fails)
     for _ in range(4):
         assert rows.step([0, 1]) == others.step([0, 1])
     assert rows.runner.reason == ""

@@ -82,7 +82,7 @@ def check_mixture(model: Any) -> None:
         places, fed = [mine[row].get_seq_length() for row in rows], [tokens[row] for row in rows]
         logits = plain.step([theirs[row] for row in rows], fed, places)
         inputs = list(zip(fed, places, strict=True))
-        stepped = drawing.advance([mine[row] for row in rows], inputs, asked, ahead=bool(step % 2))
+        stepped = drawing.advance([mine[row] for row in rows], inputs, asked, overlap=bool(step % 2))
         drawn = [number for number, draw in enumerate(asked) if draw is not None]
         apart = [number for number, draw in enumerate(asked) if draw is None]
         assert (list(stepped.choices), list(stepped.apart), stepped.errors) == (drawn, apart, {})
@@ -218,8 +218,8 @@ def test_an_engine_tells_beside_its_replays(monkeypatch: pytest.MonkeyPatch) -> 
         events = [list(ticket) for ticket in tickets]
         found = [ticket.result() for ticket in tickets]
         replays = engine._stepper._runner.replays
-    assert replays > 8 and "retrieval_attn-outbox" in threads
-    assert not any(thread.name == "retrieval_attn-outbox" for thread in threading.enumerate())
+    assert replays > 8 and "retrieval_attn-output" in threads
+    assert not any(thread.name == "retrieval_attn-output" for thread in threading.enumerate())
     for request, one, told in zip(requests(), found, events, strict=True):
         assert same(one, alone(llm, request)), request
         assert "".join(event.text for event in told) == one.text
@@ -255,27 +255,27 @@ def test_text_that_cannot_be_made_ends_its_request_alone(
     assert again.reason == "length" and all(len(one.tokens) == 12 for one in found if one.error is None)
 
 
-def test_an_outbox_keeps_the_order() -> None:
+def test_the_output_queue_keeps_the_order() -> None:
     """At once while there is no thread; behind what the thread has to tell once there is."""
-    outbox, told = OutputQueue(), list[int]()
+    outputs, told = OutputQueue(), list[int]()
     gate = threading.Event()
-    outbox.put(lambda: told.append(0))
-    outbox.send()
+    outputs.put(lambda: told.append(0))
+    outputs.flush()
     assert told == [0]
-    outbox.put(gate.wait)  # type: ignore[arg-type]
-    outbox.send_beside()
+    outputs.put(gate.wait)  # type: ignore[arg-type]
+    outputs.flush_async()
     for number in range(1, 50):
-        outbox.put(lambda number=number: told.append(number))  # type: ignore[misc]
-        (outbox.send, outbox.send_beside)[number % 2]()
+        outputs.put(lambda number=number: told.append(number))  # type: ignore[misc]
+        (outputs.flush, outputs.flush_async)[number % 2]()
     assert told == [0]
-    outbox.put(lambda: told.append(50))
+    outputs.put(lambda: told.append(50))
     gate.set()
-    outbox.close()
+    outputs.close()
     assert told == list(range(51))
 
 
 def test_events_are_told_in_the_order_of_their_tokens() -> None:
-    """Whatever was told by the engine's thread, and what by the outbox."""
+    """Whatever was told by the engine's thread, and what by the outputs."""
     llm = llm_of()
     with Engine(llm, prefix_cache_bytes=0) as engine:
         for _ in range(3):  # each ends with nobody beside it, and begins anew without graphs

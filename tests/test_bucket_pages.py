@@ -172,7 +172,7 @@ def test_a_row_over_many_spans() -> None:
     rows.steps(rows.pairs[:1], 2)
     rows.steps(rows.pairs, 2)
     rows.steps(rows.pairs[:1], 34)
-    kinds = {size: set(one.decoder.graphs) for size, one in rows.runner._group.buckets.items()}  # type: ignore[union-attr]
+    kinds = {size: set(one.decoder.graphs) for size, one in rows.runner._pool.graphs.items()}  # type: ignore[union-attr]
     assert {size: {kind.levels for kind in one} for size, one in kinds.items()} == {1: {4, 8}, 2: {8}}
     rows.check_books()
 
@@ -196,7 +196,7 @@ def test_pages_of_another_engine_are_stepped_beside_it(caplog: pytest.LogCapture
     rows = rows_of(model, [cache for _ in range(2) for cache in trees(model, PagedKVPool(1000, 40))[:2]])
     rows.steps(rows.pairs, 2)
     assert (rows.runner.replays, rows.runner.captures) == (2, 1)
-    assert caplog.text.count("have pages of several engines") == 1
+    assert caplog.text.count("use pages of several engines") == 1
     other = rows_of(model, trees(model, PagedKVPool(1000, 40))[:1])
     rows.runner.step([rows.pairs[0].row], [5], [rows.pairs[0].row.get_seq_length()])
     rows.runner.step([other.pairs[0].row], [5], [other.pairs[0].row.get_seq_length()])
@@ -248,7 +248,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
         engine.check()
         assert runners[0].replays > 5 and runners[0].reason == "" and eager == []
-        kinds = [kind for one in runners[0]._group.buckets.values() for kind in one.decoder.graphs]  # type: ignore[union-attr]
+        kinds = [kind for one in runners[0]._pool.graphs.values() for kind in one.decoder.graphs]  # type: ignore[union-attr]
         assert any(kind.levels for kind in kinds)
     monkeypatch.setattr(GraphRunner, "_replayed", lambda *given: None)
     for request, one, again in zip(requests, found, with_engine(llm, requests, **settings), strict=True):

@@ -29,7 +29,7 @@ def replayed(rows: Rows, pairs: list[Pair], count: int) -> list[int]:
     for _ in range(count):
         before = rows.runner.replays
         rows.steps(pairs, 1)
-        found.append(0 if rows.runner.replays == before else len(rows.runner._group.rows))  # type: ignore[union-attr]
+        found.append(0 if rows.runner.replays == before else len(rows.runner._pool.rows))  # type: ignore[union-attr]
     return found
 
 
@@ -62,7 +62,7 @@ def test_an_adapter_that_is_switched_off() -> None:
 
     def step() -> int:
         rows.runner.step(caches, [5, 5], [cache.get_seq_length() for cache in caches])
-        return len(rows.runner._group.rows)  # type: ignore[union-attr]
+        return len(rows.runner._pool.rows)  # type: ignore[union-attr]
 
     with model.disable_adapter():
         assert [step() for _ in range(2)] == [1, 1]

@@ -31,9 +31,9 @@ def test_tokens_reach_the_host_while_steps_replay(index: str, monkeypatch: pytes
     kind = DEVICE if index == "device" else {"index": index, "retrieve": 40}
     rows = Rows(build_model("llama", head_dim=64), [300, 900, 500], **{**kind, **SIZES})
     when: list[str] = []
-    inside, copy, room = [False], HostWork.copy_now, GraphSlot.make_room
+    inside, copy, room = [False], HostWork.copy_now, GraphSlot.evict_block
 
-    def make_room(self: GraphSlot) -> None:
+    def evict_block(self: GraphSlot) -> None:
         inside[0] = True
         room(self)
         inside[0] = False
@@ -44,7 +44,7 @@ def test_tokens_reach_the_host_while_steps_replay(index: str, monkeypatch: pytes
 
     rows.steps(rows.pairs, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(GraphSlot, "make_room", make_room)
+        patch.setattr(GraphSlot, "evict_block", evict_block)
         patch.setattr(HostWork, "copy_now", copy_now)
         caches = [pair.row for pair in rows.pairs]
         for _ in range(82):

@@ -14,7 +14,7 @@ from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
 from retrieval_attn.runner.graph_runner import GraphRunner
-from retrieval_attn.runner.graph_slot import BucketStates
+from retrieval_attn.runner.graph_slot import BatchStates
 from retrieval_attn.runner.rows import step as eager_step
 from tests.emulation import runtime as emulate
 from tests.test_bucket import GraphFailure, Rows
@@ -38,7 +38,7 @@ def rows_of(name: str, lengths: list[int], **options: Any) -> Rows:
 
 def break_states(rows: Rows, how: str) -> None:
     """Rows that have made a step go on with others' states, or with those from before it."""
-    states = rows.runner._group.buffers.states  # type: ignore[union-attr]
+    states = rows.runner._pool.buffers.states  # type: ignore[union-attr]
     for current, kept in zip(states.current, states.kept, strict=True):
         for key, state in current.items():
             state.copy_(kept[key] if how == "of the step before" else state.roll(1, dims=0))
@@ -59,7 +59,7 @@ def test_a_smaller_graph_takes_over_what_stays() -> None:
     rows = rows_of("qwen3_next", [40, 60, 80, 100, 120])
     rows.steps(rows.pairs, 2)
     rows.steps(rows.pairs[-1:], 36)
-    assert set(rows.runner._group.buckets) == {1, 8}  # type: ignore[union-attr]
+    assert set(rows.runner._pool.graphs) == {1, 8}  # type: ignore[union-attr]
     rows.steps(rows.pairs, 2)
     assert rows.runner.captures == 2
     rows.check_books()
@@ -115,7 +115,7 @@ def test_the_others_change_no_bit(name: str) -> None:
         for token in range(10):
             places = [cache.get_seq_length() for cache in present]
             found.append(runner.step(present, [token + 9] * len(present), places)[1].clone())
-        assert set(runner._group.buckets) == {4}  # type: ignore[union-attr]
+        assert set(runner._pool.graphs) == {4}  # type: ignore[union-attr]
         seen.append(found)
     for found in seen[1:]:
         assert all(torch.equal(mine, first) for mine, first in zip(found, seen[0], strict=True))
@@ -129,12 +129,12 @@ def test_states_of_who_left_are_their_own() -> None:
     inside = next(state for _, state in layer.states())
     rows.steps(rows.pairs[:1], 1)
     outside = next(state for _, state in layer.states())
-    group: Any = rows.runner._group
+    group: Any = rows.runner._pool
     buffer = next(iter(group.buffers.states.current[0].values()))
     memory = buffer.untyped_storage().data_ptr()
     assert inside.untyped_storage().data_ptr() == memory != outside.untyped_storage().data_ptr()
     own = sum(one.nbytes for one in rows.pairs[0].row.layers if isinstance(one, StateLayer))
-    assert group.buckets[2].decoder.states.nbytes == 2 * 2 * own
+    assert group.graphs[2].decoder.states.nbytes == 2 * 2 * own
     gone = weakref.ref(outside)
     del rows.pairs[1], layer, outside, inside
     gc.collect()
@@ -147,7 +147,7 @@ def test_the_comparison_has_teeth(broken: str, monkeypatch: pytest.MonkeyPatch) 
     """A row that goes on with another's states, its earlier ones, or those after a trial, has other logits."""
     rows = rows_of("qwen3_next", [100, 200])
     if broken == "not undone":
-        monkeypatch.setattr(BucketStates, "undo", lambda memory, keep=0: memory._launched.fill_(memory.confirmed))
+        monkeypatch.setattr(BatchStates, "undo", lambda memory, keep=0: memory._launched.fill_(memory.confirmed))
     else:
         rows.steps(rows.pairs, 1)
         break_states(rows, broken)

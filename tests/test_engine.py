@@ -132,7 +132,7 @@ def test_a_document_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cell_of_reading_is_as_long_as_the_limits_say() -> None:
-    """However long the chunks of a context alone are: who decodes waits for a cell."""
+    """However long the chunks of a context alone are: who decodes waits for a chunk."""
     llm = llm_of(CONFIG.replace(prefill_chunk=8192))
     limits = replace(default_limits(llm.model, llm.config), chunk_tokens=64)
     assert default_limits(llm.model, llm.config).chunk_tokens == READ_TOKENS < 8192
@@ -165,9 +165,9 @@ def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -
         row.cancel()
     assert found.error is None
     ticks = [one for one in told if one.read]
-    read = [(cells, bool(before.at_end)) for before, one in itertools.pairwise(ticks) for cells in one.read.values()]
-    assert [cells for cells, end in read if end] == [1] * (2 * layers)  # chunks of 5 and of 4
-    assert sum(cells for cells, end in read if not end) >= (5 + 4) * layers
+    read = [(chunks, bool(before.at_end)) for before, one in itertools.pairwise(ticks) for chunks in one.read.values()]
+    assert [chunks for chunks, end in read if end] == [1] * (2 * layers)  # chunks of 5 and of 4
+    assert sum(chunks for chunks, end in read if not end) >= (5 + 4) * layers
     for before, one in itertools.pairwise(ticks):
         assert not before.at_end or before.at_end == tuple(one.read)
 

@@ -96,11 +96,11 @@ def together(loop: AnswerLoop, caches: list[RetrievalCache], new: list[list[int]
     while waiting := [read for read in reads if read.waits]:
         pack = BatchedPrefill(waiting, 2048)
         for done in range(layers):
-            assert pack.cells_done == done and pack.cells_left == layers - done
+            assert pack.chunks_done == done and pack.chunks_left == layers - done
             assert not any(read.done for read in pack.reads)
             pack.go(1)
             assert pack.wait(WAIT)
-        assert pack.done and pack.cells_done == layers and all(read.done for read in pack.reads)
+        assert pack.done and pack.chunks_done == layers and all(read.done for read in pack.reads)
     return [read.result().logits[0] for read in reads]
 
 
@@ -397,7 +397,7 @@ def test_steps_run_between_the_layers_of_a_pack() -> None:
     pack, reads = begin(loop, caches, news)
     found = [5]
     for layer in range(len(row.layers)):
-        assert pack.cells_done == layer
+        assert pack.chunks_done == layer
         found += decoded(loop, row, found[-1], 3)
         pack.go(1)
         assert pack.wait(WAIT)
@@ -415,16 +415,16 @@ def decoded(loop: AnswerLoop, cache: RetrievalCache, token: int, count: int) -> 
     return found
 
 
-@pytest.mark.parametrize("cells", [0, 1])
-def test_one_is_cancelled_between_layers(cells: int) -> None:
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_one_is_cancelled_between_layers(chunks: int) -> None:
     """Its cache is as before, be it empty or not; the others are read as alone."""
     model = build_model("llama")
     loop = loop_of(model)
     caches, others = ([begun(loop, tokens, 1) for tokens in (300, 0, 300, 100)] for _ in range(2))
     news = [ids(20, seed) for seed in range(4)]
     pack, reads = begin(loop, caches, news)
-    if cells:
-        pack.go(cells)
+    if chunks:
+        pack.go(chunks)
         assert pack.wait(WAIT)
     for number in (0, 1):
         before = others[number].get_seq_length()
@@ -463,7 +463,7 @@ def test_all_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     released.set()
     for end in ends:
         end.join(WAIT)
-    assert pack.done and pack.cells_done == 1 and all(read.done for read in reads)
+    assert pack.done and pack.chunks_done == 1 and all(read.done for read in reads)
     assert all(cache.get_seq_length() == 100 for cache in caches)
 
 

@@ -1,4 +1,4 @@
-"""Reads that pause between cells: the same bits as without pauses, beside steps of others, and nothing left behind."""
+"""Reads that pause between chunks: the same bits as without pauses, beside steps of others, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -95,19 +95,19 @@ def test_a_paused_read_has_the_same_bits(loop: AnswerLoop, index: str) -> None:
     wanted = read_at_once(loop, plain, ids)
     read = ChunkedPrefill(loop, paused, ids)
     layers = len(paused.layers)
-    assert read.cells_left == 5 * layers
+    assert read.chunks_left == 5 * layers
     done = 0
     while not read.done:
         read.go(3)
         assert read.wait(WAIT)
         done = min(done + 3, 5 * layers)
-        assert read.cells_done == done
+        assert read.chunks_done == done
         if done == 5 * layers:
             read.go(1)
             break
     state = read.result(WAIT)
     assert torch.equal(state.logits, wanted.logits) and torch.equal(state.sequences, wanted.sequences)
-    assert read.cells_left == 0 and read.error is None
+    assert read.chunks_left == 0 and read.error is None
     assert_same(paused, plain)
 
 
@@ -117,15 +117,15 @@ def test_who_drives_a_read_knows_which_cells_are_alike(loop: AnswerLoop) -> None
     layers = len(read.cache.layers)
     while not read.done:
         assert read.wait(WAIT)
-        if read.cells_left:
-            alike.append((read.cells_alike, read.at_end))
-        read.go(read.cells_alike)
+        if read.chunks_left:
+            alike.append((read.chunks_alike, read.at_end))
+        read.go(read.chunks_alike)
         if len(alike) == 2 * layers:
             break
     read.result(WAIT)
     assert alike == [(4, False), (1, True)] * layers
     short = ChunkedPrefill(loop, new_cache(loop), ids_of(100))
-    assert short.cells_alike == layers and not short.at_end
+    assert short.chunks_alike == layers and not short.at_end
     short.go(layers)
     short.result(WAIT)
 
@@ -147,24 +147,24 @@ def threads() -> set[str]:
 
 @pytest.mark.parametrize("prefix", [0, 400])
 def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int) -> None:
-    """At every cell: no thread, no memory, and the cache as before."""
+    """At every chunk: no thread, no memory, and the cache as before."""
     first = new_cache(loop, index="roargraph")
     if prefix:
         read_at_once(loop, first, ids_of(prefix))
     layers, ids = len(first.layers), ids_of(700, 1)
     wanted = read_at_once(loop, first.fork(), ids).logits
-    cells = 4 * layers
+    chunks = 4 * layers
     before = threads()
-    for cell in range(0, cells + 1):
+    for chunk in range(0, chunks + 1):
         cache = first.fork()
         held = cache.host_nbytes
         read = ChunkedPrefill(loop, cache, ids)
-        if cell:
-            read.go(cell)
+        if chunk:
+            read.go(chunk)
         assert read.wait(WAIT)
-        assert read.cells_done == cell
+        assert read.chunks_done == chunk
         read.cancel()
-        if cell == cells:  # there was no gate any more
+        if chunk == chunks:  # there was no gate any more
             assert read.error is None and cache.get_seq_length() == prefix + len(ids)
             continue
         assert isinstance(read.error, ReadCancelled)
@@ -172,9 +172,9 @@ def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int) -> None:
             read.result()
         assert cache.host_nbytes == held and cache.get_seq_length() == prefix
         assert cache.on_chunk is None and cache.on_layer is None
-        if cell == layers:
+        if chunk == layers:
             again = ChunkedPrefill(loop, cache, ids)
-            again.go(cells)
+            again.go(chunks)
             assert torch.equal(again.result(WAIT).logits, wanted)
         assert "retrieval_attn-read" not in threads()
     assert threads() <= before
@@ -211,7 +211,7 @@ def test_an_error_reaches_who_waits(loop: AnswerLoop, monkeypatch: pytest.Monkey
         read.go(100)
         with pytest.raises(ValueError, match="a broken layer"):
             read.result(WAIT)
-    assert read.done and read.cells_left == 0 and cache.get_seq_length() == 0
+    assert read.done and read.chunks_left == 0 and cache.get_seq_length() == 0
     assert read_at_once(loop, cache, ids_of(100)).logits.isfinite().all()
 
 
@@ -223,9 +223,9 @@ def test_bad_input_is_refused_before_there_is_a_thread(loop: AnswerLoop) -> None
         ChunkedPrefill(loop, cache, [5] * (int(cache.max_positions or 0) + 1))
     assert "retrieval_attn-read" not in threads()
     read = ChunkedPrefill(loop, cache, [5])
-    with pytest.raises(ConfigError, match="cells"):
+    with pytest.raises(ConfigError, match="chunks"):
         read.go(0)
-    with pytest.raises(TimeoutError, match="cells left"):
+    with pytest.raises(TimeoutError, match="chunks left"):
         read.result(0.01)
     read.cancel()
 
@@ -284,9 +284,9 @@ def test_steps_run_beside_a_read_on_a_gpu(loaded: tuple[Any, Any], index: str, p
     assert tokens == wanted_tokens[: len(tokens)]
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
-    for cells in (1, 12):
+    for chunks in (1, 12):
         cancelled = ChunkedPrefill(loop, new_cache(loop, **options), ids)
-        cancelled.go(cells)
+        cancelled.go(chunks)
         assert cancelled.wait(WAIT)
         cancelled.cancel()
         del cancelled

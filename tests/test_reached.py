@@ -154,7 +154,7 @@ def spilled(rows: Rows) -> Any:
     rows.steps(rows.pairs, 60)
     rows.steps(rows.pairs[1:3], 10)
     assert rows.runner.reason == ""
-    return rows.runner._group
+    return rows.runner._pool
 
 
 @pytest.mark.usefixtures("compiled", "one_thread")
@@ -163,9 +163,9 @@ def test_rows_of_a_batch_are_as_alone() -> None:
     model = build_model("llama", max_position_embeddings=8192)
     rows = Rows(model, [20, 300, 900, 400], **REACHED)
     group = spilled(rows)
-    found = {read for bucket in group.buckets.values() for reads in kinds_of(bucket.decoder) for read in reads}
+    found = {read for bucket in group.graphs.values() for reads in kinds_of(bucket.decoder) for read in reads}
     assert found == {Reads.BOTH, Reads.DEVICE}
-    assert rows.runner.captures == sum(len(bucket.decoder.graphs) for bucket in group.buckets.values())
+    assert rows.runner.captures == sum(len(bucket.decoder.graphs) for bucket in group.graphs.values())
     rows.check_books(host_reads_all=False)
 
 
@@ -184,7 +184,7 @@ def test_rows_over_pages_are_as_alone() -> None:
         if chance.random() < 0.1:
             chance.choice(rows.pairs).crop(chance.randint(1, 4))
     assert rows.runner.replays == 24 and rows.runner.reason == ""
-    group: Any = rows.runner._group
-    kinds = [kind for bucket in group.buckets.values() for kind in bucket.decoder.graphs]
+    group: Any = rows.runner._pool
+    kinds = [kind for bucket in group.graphs.values() for kind in bucket.decoder.graphs]
     assert any(kind.levels and Reads.BOTH in kind.reads for kind in kinds)
     rows.check_books(host_reads_all=False)

@@ -71,7 +71,7 @@ def test_nothing_is_captured_after_it(
         made = len(captures)
         assert made > 5 and engine.stats["steps"] == 0 and counted == [made]
         runner = engine._stepper._runner
-        assert (runner.reason, runner._group is not None and not runner._group.rows) == ("", True)
+        assert (runner.reason, runner._pool is not None and not runner._pool.rows) == ("", True)
         for draw in warm_up.DRAWS:
             requests = asked(lengths, draw, tokens)
             answers = [ticket.result() for ticket in [engine.submit(request) for request in requests]]

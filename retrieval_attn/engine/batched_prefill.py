@@ -1,6 +1,6 @@
 """ShortRead, PackedRead: short parts of several rows' prompts, read side by side in one forward that pauses.
 
-A cell is one layer of all of them: between two, the forward waits at a gate, as that of a `ChunkedPrefill` does.
+A chunk is one layer of all of them: between two, the forward waits at a gate, as that of a `ChunkedPrefill` does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.prefill_batch import Lanes, PrefillTokens, RowRead, read_together
 from retrieval_attn.attention.retrieval import RetrievalLayer, reads_plainly
 from retrieval_attn.attention.rollback import Rollback
-from retrieval_attn.engine.chunked_prefill import ChunkedPrefill, let_go, read_batch, settling, undo
+from retrieval_attn.engine.chunked_prefill import ChunkedPrefill, clear_frames, read_batch, settling, undo
 from retrieval_attn.engine.gate import Gate, GatedRead, ReadCancelled
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
 from retrieval_attn.gpu.attention.scoring import Scoring
@@ -219,14 +219,14 @@ def paused(read: ChunkedPrefill | PrefillRequest | None) -> ChunkedPrefill | Non
 
 
 class BatchedPrefill(GatedRead):
-    """Reads several short parts in a thread, as many cells as it is granted. Let it end, or cancel all of its reads.
+    """Reads several short parts in a thread, as many chunks as it is granted. Let it end, or cancel all of its reads.
 
     reads: those that it reads. tokens: new ones of all of them. Where a forward of several fails as a whole, out of
     memory for one, each goes on alone.
     """
 
     def __init__(self, waiting: Items[PrefillRequest], tokens: int) -> None:
-        """Begin; no cell runs before `go`. waiting: reads of one model that wait, at least one. The first one, and of
+        """Begin; no chunk runs before `go`. waiting: reads of one model that wait, at least one. The first one, and of
         the others those that may share its forward and fit, are read: `tokens` new tokens in all.
         """
         self.reads = _fitting(waiting, tokens)
@@ -241,7 +241,7 @@ class BatchedPrefill(GatedRead):
         self._thread.start()
 
     def leave_out(self, read: PrefillRequest) -> None:
-        """This one is cancelled between two cells, and its cache as before; without the last one, all is over."""
+        """This one is cancelled between two chunks, and its cache as before; without the last one, all is over."""
         with self._gate.held():
             if not self.done and not read.done:
                 row = self.reads.index(read)
@@ -263,7 +263,7 @@ class BatchedPrefill(GatedRead):
             if not all(read.done for read in self.reads):
                 self._read()
         except BaseException as error:  # none is left waiting
-            let_go(error)
+            clear_frames(error)
             again = [(row, read) for row, read in enumerate(self.reads) if not read.done]
             if again:
                 log.info("%d prompts are read one by one: %s: %s", len(again), type(error).__name__, error)

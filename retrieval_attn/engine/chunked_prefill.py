@@ -1,8 +1,8 @@
-"""PausedRead: reads a prompt into a cache in a thread of its own, cell by cell, as others grant it time.
+"""Prefill a prompt in a thread, chunk by chunk, between decode steps of the running batch.
 
-A cell is a chunk of one layer, or the end of a layer's pass of several. Between two of them the thread waits at a gate:
-nothing of a model is held there but the prompt's hidden states, so that steps of other rows run meanwhile. What is
-computed is what `Context.read` computes.
+A chunk is a prompt chunk in one layer, or the end of a layer's pass over several of them. Between two chunks the thread
+blocks at a gate and holds only the prompt's hidden states, so that decode steps run meanwhile. The result equals that
+of `Context.read`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int], scored: int | None = None) -> PromptRows:
-    """What a read of `ids` after what a cache holds gives to a forward. Raises as `ChunkedPrefill`."""
+    """Make the batch of a prefill of `ids` after the tokens of a cache. Raises as `ChunkedPrefill`."""
     if not len(ids):
         raise InputDataError("A read needs at least one token; give a non-empty list of token ids.")
     cache.require_room(len(ids))
@@ -48,25 +48,31 @@ def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int], scored:
 
 
 class ChunkedPrefill(GatedRead):
-    """Reads token ids into a cache, as many cells as it is granted. Use the cache when `done` without `error`.
+    """Prefills token ids into a cache, as many chunks as are granted. Use the cache once it is `done` without `error`.
 
-    A read that is cancelled, or fails, leaves the cache as it was before. One that nobody refers to is cancelled.
+    A cancelled or failed prefill leaves the cache as it was. A prefill without references is cancelled.
     """
 
     def __init__(
         self, loop: AnswerLoop, cache: RetrievalCache, ids: Items[int], scored: int | None = None
     ) -> None:  # fmt: skip
-        """Begin; no cell runs before `go`. cache: of one sequence, whose ids it knows, or empty. ids: what follows.
-        scored: see `PromptRows`.
+        """Start the thread; no chunk runs before `go`.
 
-        Raises InputDataError for no ids or those of images, ContextLengthError, CacheMismatchError; here, before there
-        is a thread.
+        Args:
+            loop: answer loop of the model.
+            cache: empty, or one sequence with known ids.
+            ids: tokens to prefill after those of the cache.
+            scored: number of log-probabilities per prompt token, see `PromptRows`. None: no scores.
+
+        Raises:
+            InputDataError: no ids, or a cache of images.
+            ContextLengthError, CacheMismatchError: the cache cannot take the tokens.
         """
         batch = read_batch(loop, cache, ids, scored)
-        chunks = -(-len(ids) // cache.config.prefill_chunk)
-        ends = sum(isinstance(layer, CacheLayer) for layer in cache.layers) if chunks > 1 else 0
-        cells = chunks * len(cache.layers) + ends
-        self._gate, self._end = Gate(cells, settling(loop.model), chunks if ends else 0), _End()
+        layer_chunks = -(-len(ids) // cache.config.prefill_chunk)
+        ends = sum(isinstance(layer, CacheLayer) for layer in cache.layers) if layer_chunks > 1 else 0
+        chunks = layer_chunks * len(cache.layers) + ends
+        self._gate, self._end = Gate(chunks, settling(loop.model), layer_chunks if ends else 0), _End()
         self.cache = cache
         self._thread = threading.Thread(
             target=_run, args=(loop, cache, batch, self._gate, self._end), name="retrieval_attn-read", daemon=True
@@ -75,45 +81,45 @@ class ChunkedPrefill(GatedRead):
         weakref.finalize(self, self._gate.cancel)
 
     def result(self, timeout: float | None = None) -> PromptState:
-        """Wait for the end, which must have been granted: the logits of the last token and what goes with them.
+        """Wait for the end and return the state after the prompt. All chunks must have been granted.
 
-        Raises what went wrong, ReadCancelled, or TimeoutError.
+        Raises the error of the prefill, ReadCancelled, or TimeoutError.
         """
         if not self.wait_done(timeout):
-            raise TimeoutError(f"the read has {self.cells_left} cells left, {self._gate.granted} of them granted")
+            raise TimeoutError(f"the read has {self.chunks_left} chunks left, {self._gate.granted} of them granted")
         if self.error is not None:
             raise self.error
         assert self._end.state is not None
         return self._end.state
 
     def cancel(self) -> None:
-        """End before the next cell, and wait for that: no thread is left, and the cache is as before. Safe at any time.
+        """Stop before the next chunk and wait for the thread; the cache is as before. Any number of calls is safe.
 
-        A read that is done stays done.
+        A prefill that is done stays done.
         """
         self._gate.cancel()
         self._thread.join()
 
     @property
     def finishing(self) -> bool:
-        """All cells are done, and nobody need wait: its thread brings to the host and indexes what is under way."""
+        """Whether all chunks are done and the thread still copies to the host and indexes."""
         return self._gate.finishing and not self.done
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it early, ReadCancelled too."""
+        """The error of the prefill, ReadCancelled included. None: none so far."""
         return self._end.error
 
 
 class _End:
-    """How a read ended; its thread holds no reference to the read itself."""
+    """Result of a prefill; its thread holds no reference to the prefill itself."""
 
     state: PromptState | None = None
     error: BaseException | None = None
 
 
 def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate, end: _End) -> None:
-    """The thread."""
+    """Run the prefill thread."""
     before: Rollback | None = None
     try:
         before = Rollback(cache) if cache.get_seq_length() else None
@@ -125,7 +131,7 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
         cache.batch.note_ids(batch.ids)
     except BaseException as error:  # raised to who waits
         undo(cache, before)
-        let_go(error)
+        clear_frames(error)
         end.error = error
     else:
         end.state = state
@@ -134,9 +140,10 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
 
 
 def settling(model: PreTrainedModel) -> Callable[[], None] | None:
-    """Waits until CUDA devices have computed what this thread gave them of a model; None: there are none.
+    """Return a function that waits until the CUDA devices of a model have executed this thread's launches; None without
+    any.
 
-    Cells are timed, and so is the step that comes next: by how long launching takes, far too many would be granted.
+    Chunks and decode steps are timed. The time of launches alone would make the engine grant far too many chunks.
     """
     streams = [device for device in devices(model) if device.type == "cuda"]
     if not streams:
@@ -150,7 +157,7 @@ def settling(model: PreTrainedModel) -> Callable[[], None] | None:
 
 
 def undo(cache: RetrievalCache, before: Rollback | None) -> None:
-    """The cache is as before the read; threads that copy or index for it have ended."""
+    """Reset a cache to its state before a prefill whose copies and index builds have ended."""
     if before is not None:
         if not before.undo():
             cache.batch.broken = "a read was cancelled or failed and could not be undone"
@@ -165,8 +172,8 @@ def undo(cache: RetrievalCache, before: Rollback | None) -> None:
     cache.reset()
 
 
-def let_go(error: BaseException | None) -> None:
-    """The frames that an error has come through hold activations; it keeps the lines."""
+def clear_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error, which hold activations. Its lines stay."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,4 +1,8 @@
-"""Teller: makes a row's text of its tokens, and tells its ticket, beside the steps."""
+"""Detokenize generated tokens and deliver events in a thread, in order, while the next step runs.
+
+Detokenizing and waking a client's thread need the interpreter lock, which would delay the next step's launch. A graph
+replay releases the lock; the thread delivers meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ Telling = Callable[[], None]
 
 
 class OutputQueue:
-    """See the module. Everything is called by one thread. What is put here must not raise."""
+    """Delivers callbacks in order. Methods are called by the engine's thread alone; callbacks must not raise."""
 
     def __init__(self) -> None:
         self._put: list[Telling] = []
@@ -28,31 +32,31 @@ class OutputQueue:
         self._thread: threading.Thread | None = None
 
     def put(self, telling: Telling) -> None:
-        """To be called, behind all that were put before."""
+        """Queue a callback."""
         self._put.append(telling)
 
-    def send(self) -> None:
-        """Call what was put: at once, or behind what the thread has to call still."""
+    def flush(self) -> None:
+        """Call all queued callbacks now, or after those that the thread still has to call."""
         if self._thread is not None:
-            self.send_beside()
+            self.flush_async()
             return
         put, self._put = self._put, []
         for telling in put:
             telling()
 
-    def send_beside(self) -> None:
-        """Let the thread call what was put, as soon as it gets Python's lock. Quick."""
+    def flush_async(self) -> None:
+        """Pass all queued callbacks to the thread. Returns at once."""
         if not self._put:
             return
         put, self._put = self._put, []
         self._sent.put(put)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="retrieval_attn-outbox", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="retrieval_attn-output", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Call what is left, and end."""
-        self.send()
+        """Call all queued callbacks and end the thread."""
+        self.flush()
         if self._thread is not None:
             self._sent.put(None)
             self._thread.join()
@@ -68,7 +72,7 @@ Top = tuple[tuple[int, float], ...]
 
 
 class Summary(NamedTuple):
-    """Of a row at its end, as in `Finished`; began, first: on `time.perf_counter`."""
+    """Facts of an ended request for `Finished`. began, first: seconds of `time.perf_counter`."""
 
     tokens: Sequence[int]
     prompt_tokens: int
@@ -79,36 +83,39 @@ class Summary(NamedTuple):
 
 
 class Detokenizer:
-    """See the module. `token` and `end` are called by the engine's thread, in that order; the outbox calls the rest."""
+    """Turns a request's tokens into events. The engine's thread calls `token` and `end`; the output queue the rest."""
 
-    def __init__(self, ticket: RequestHandle, outbox: OutputQueue, stream: TextStream) -> None:
-        """stream: of the row."""
-        self._ticket, self._outbox, self._stops = ticket, outbox, stream.has_stops
+    def __init__(self, handle: RequestHandle, outputs: OutputQueue, stream: TextStream) -> None:
+        """stream: incremental detokenizer of the request."""
+        self._handle, self._outputs, self._stops = handle, outputs, stream.has_stops
         self._stream, self._text = stream, ""
         self._failed: Exception | None = None
 
     def token(self, token: int, logprob: float | None, top: Top) -> bool:
-        """Tell of a token; whether the text ends with it. Text is made of it later, unless a string may end it."""
+        """Queue one token for detokenization. Return True if a stop string matched.
+
+        Without stop strings the text is made later, in the output thread.
+        """
         text = self._made(token) if self._stops else None
-        self._outbox.put(functools.partial(self._tell, Event(token, text or "", logprob, top), made=text is not None))
+        self._outputs.put(functools.partial(self._tell, Event(token, text or "", logprob, top), made=text is not None))
         return self._stops and (self._stream.stopped or self._failed is not None)
 
     @property
     def stopped(self) -> bool:
-        """The text has ended at a string."""
+        """Whether a stop string has matched."""
         return self._stops and self._stream.stopped
 
     def end(self, reason: Reason, error: BaseException | None, summary: Summary) -> None:
-        """Tell of the end, with what text is left. Once."""
-        self._outbox.put(functools.partial(self._tell_end, reason, error, summary))
+        """Queue the end of the answer, with the rest of its text. Called once."""
+        self._outputs.put(functools.partial(self._tell_end, reason, error, summary))
 
     def _made(self, token: int) -> str:
-        """The text that is certain with this token; what goes wrong ends the row."""
+        """Return the text that is final with this token. An error ends the request."""
         try:
             return "" if self._failed is not None else self._stream.add(token)
         except Exception as error:
             self._failed = error
-            self._ticket.cancel()
+            self._handle.cancel()
             return ""
 
     def _tell(self, event: Event, *, made: bool) -> None:
@@ -116,7 +123,7 @@ class Detokenizer:
             event = event._replace(text=self._made(event.token))
         if self._failed is None:
             self._text += event.text
-            self._ticket.put(event)
+            self._handle.put(event)
 
     def _tell_end(self, reason: Reason, error: BaseException | None, summary: Summary) -> None:
         rest = ""
@@ -128,8 +135,8 @@ class Detokenizer:
             reason, error = "error", error or self._failed
         if rest and reason != "error":
             self._text += rest
-            self._ticket.put(Event(-1, rest))
+            self._handle.put(Event(-1, rest))
         seconds = summary.first - summary.began, time.perf_counter() - summary.began
         counts = summary.prompt_tokens, summary.cached_tokens
         scores = tuple(summary.prompt)
-        self._ticket.put(Finished(reason, self._text, tuple(summary.tokens), *counts, seconds, error, scores))
+        self._handle.put(Finished(reason, self._text, tuple(summary.tokens), *counts, seconds, error, scores))

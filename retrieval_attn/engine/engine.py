@@ -1,8 +1,8 @@
-"""Engine: many requests at once over one model; each joins the running batch at a step, and leaves when it is done.
+"""Continuous batching over one model: requests join the running batch at a step and leave it when they are done.
 
-One thread plans and steps (Orca's iteration-level scheduling); long prompts are read between steps, cell by cell; what
-requests begin with is read once, and kept in a tree for those that come later (RadixAttention). Steps are replays of
-graphs on a GPU, where they can be (`runner/graph_runner.py`), and eager elsewhere.
+One thread schedules and steps (iteration-level scheduling, Orca). Long prompts are prefilled in chunks between steps.
+Prompt prefixes are prefilled once and stay in a prefix cache (RadixAttention). On a GPU steps are graph replays
+(`runner/graph_runner.py`) if possible, and eager otherwise.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from retrieval_attn.memory.shared_room import prefix_cache_device_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.transfer import host_format
-from retrieval_attn.runner.full_attention import let_go
+from retrieval_attn.runner.full_attention import release_full_kv
 from retrieval_attn.sampling.sampler import require_known
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.saving.save import Saved, template_digest
@@ -69,17 +69,17 @@ class RequestAdmission:
     """Of one engine. Any thread."""
 
     def __init__(
-        self, loop: AnswerLoop, outbox: OutputQueue, saved: SavedTexts, shared: tuple[RadixCache | None, PagedKVPool |
+        self, loop: AnswerLoop, outputs: OutputQueue, saved: SavedTexts, shared: tuple[RadixCache | None, PagedKVPool |
         None], require_room: Callable[[int], None],
     ) -> None:  # fmt: skip
         """saved: contexts that requests name. shared: what prompts begin with. require_room: raises ContextLengthError
         for more tokens than the model has positions for.
         """
-        self._loop, self._outbox, self._saved = loop, outbox, saved
+        self._loop, self._outputs, self._saved = loop, outputs, saved
         self._tree, self._exact = shared
         self._require_room = require_room
 
-    def row(self, request: Request, ticket: RequestHandle, before: RunningRequest | None = None) -> RunningRequest:
+    def row(self, request: Request, handle: RequestHandle, before: RunningRequest | None = None) -> RunningRequest:
         """before: had the request until files of its saved context were found damaged. Raises ContextLengthError,
         AdmissionError, InputDataError for a logit bias of an unknown token, and for a saved context what `LLM.open`
         raises.
@@ -90,7 +90,7 @@ class RequestAdmission:
         self._require_room(held + request.prompt_tokens + request.max_tokens)
         paged = self._exact is not None and saved is None and request.prompt_logprobs is None
         pages = PageAllocation(self._exact, request.parts) if self._exact is not None and paged else None
-        return RunningRequest(request, ticket, self._loop, self._outbox, saved, pages, before)
+        return RunningRequest(request, handle, self._loop, self._outputs, saved, pages, before)
 
     def whole_ids(self, document: Sequence[int], context: str | None) -> list[int]:
         """The ids by which the tree has a text now; context: the name of the saved one that it continues. Raises as
@@ -118,9 +118,9 @@ def retry_without_damaged(
     if not isinstance(error, StoreDamagedError) or row.request.context is None or row.before is not None:
         return False
     try:
-        enter(intake.row(row.request, row.ticket, row))
+        enter(intake.row(row.request, row.handle, row))
     except RetrievalAttentionError as refusal:
-        log.warning("request %s cannot begin again: %s", row.ticket.id, refusal)
+        log.warning("request %s cannot begin again: %s", row.handle.id, refusal)
         return False
     row.ended = True
     return True
@@ -188,10 +188,10 @@ class Engine:
         model, in pages of 64 tokens, and no index: all of them are attended to, by the requests over one prefix
         together. paged_prefix_pages: of all such prefixes; None: as many as all rows can need, in at most half of what
         their windows leave of a GPU's free memory, or a quarter of the requests'. paged_prefix_int8: these are int8:
-        half the bytes of 16-bit ones, slower to attend to. cache_generated: see `HeldAnswer`. Raises ConfigError."""
+        half the bytes of 16-bit ones, slower to attend to. cache_generated: see `AnswerEntry`. Raises ConfigError."""
         _require_equal_windows(llm.config)
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
-        let_go(llm.model)  # rows retrieve, and have the room
+        release_full_kv(llm.model)  # rows retrieve, and have the room
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
         self._config = llm.config.replace(prefill_chunk=min(llm.config.prefill_chunk, self._limits.chunk_tokens))
         self._template = PromptTemplate.of(llm.tokenizer)
@@ -205,16 +205,16 @@ class Engine:
         self._exact = PagedKVPool.of(
             paged_prefix_tokens, paged_prefix_pages, self._limits, self._loop.model, self._config, paged_prefix_int8
         )
-        self._outbox = OutputQueue()
-        self._intake = RequestAdmission(
-            self._loop, self._outbox, self._saved, (self._tree, self._exact), self._empty.require_room
+        self._outputs = OutputQueue()
+        self._admission = RequestAdmission(
+            self._loop, self._outputs, self._saved, (self._tree, self._exact), self._empty.require_room
         )
-        self._stepper = Stepper(self._loop.model, self._limits, self._outbox, self._fail, self._counts)
+        self._stepper = Stepper(self._loop.model, self._limits, self._outputs, self._fail, self._counts)
         self._expected = ContextPrefetcher(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, RunningRequest] = {}
         self._numbers, self._changed = itertools.count(), threading.Condition()
         caches = self._config, self._tree
-        self._readings = PrefillWorker(self._rows, self._scheduler, self._changed, caches, self._fail, self._counts)
+        self._prefills = PrefillWorker(self._rows, self._scheduler, self._changed, caches, self._fail, self._counts)
         self._warm_ups = WarmUps()
         self._closing = self._replays = False  # replays: the next step likely is one
         self.died: BaseException | None = None  # what ended it in the middle of its work
@@ -228,13 +228,13 @@ class Engine:
         EngineFullError if too many wait or the engine is closed, and for a saved context what `LLM.open` raises: what
         is found only when its layers are opened ends the request as its error.
         """
-        ticket = RequestHandle(str(next(self._numbers)), lambda: self._abort(ticket))
-        self._enter(self._intake.row(request, ticket))
-        return ticket
+        handle = RequestHandle(str(next(self._numbers)), lambda: self._abort(handle))
+        self._enter(self._admission.row(request, handle))
+        return handle
 
     def _enter(self, row: RunningRequest) -> None:
-        number = row.ticket.id if row.before is None else str(next(self._numbers))
-        job, context = self._intake.job(number, row), None if row.lost else row.request.context
+        number = row.handle.id if row.before is None else str(next(self._numbers))
+        job, context = self._admission.job(number, row), None if row.lost else row.request.context
         with self._changed:
             self._require_open()
             self._scheduler.submit(job, time.monotonic())
@@ -267,7 +267,7 @@ class Engine:
         request of the namespace asked about, or that was given up since.
         """
         document = self._template.context_ids(text) if isinstance(text, str) else text
-        ids = self._intake.whole_ids(document, context)
+        ids = self._admission.whole_ids(document, context)
         match = (self._tree or RadixCache()).match([*ids, 0], namespace, leased=True)
         assert match.lease is not None
         with match.lease:
@@ -351,9 +351,9 @@ class Engine:
         if self._closing or self.died is not None:
             raise EngineFullError("The engine is closed; make another.") from self.died
 
-    def _abort(self, ticket: RequestHandle) -> None:
+    def _abort(self, handle: RequestHandle) -> None:
         with self._changed:
-            for number in [number for number, row in self._rows.items() if row.ticket is ticket]:
+            for number in [number for number, row in self._rows.items() if row.handle is handle]:
                 self._scheduler.abort(number)
             self._changed.notify_all()
 
@@ -373,7 +373,7 @@ class Engine:
                     plan = None if idle else self._scheduler.schedule(results, time.monotonic())
                 if plan is None:
                     if self._warm_ups.run_next(self._loop, self._config, self._stepper, self._exact):
-                        self._readings.made_ready()
+                        self._prefills.made_ready()
                 else:
                     results = self._do(plan)
         except BaseException as error:  # nobody is left waiting for a thread that is gone
@@ -386,7 +386,7 @@ class Engine:
                 self._rows.clear()
         finally:
             self._warm_ups.close()
-            self._outbox.close()
+            self._outputs.close()
             self._stepper.close()
             self._expected.close()
 
@@ -403,23 +403,23 @@ class Engine:
         for number in plan.start:
             self._expected.remove(number)
         if not self._replays:
-            self._outbox.send()
+            self._outputs.flush()
         found = self._stepper.decode({number: self._rows[number] for number in plan.decode}, failed, not plan.read)
         self._replays = bool(found.replayed and found.tokens and not plan.read)
         if not self._replays:  # else the next replay, soon, leaves time for it
-            self._outbox.send()
-        progress = self._readings.go_on(dict(plan.read), failed, alone=not plan.decode)
+            self._outputs.flush()
+        progress = self._prefills.go_on(dict(plan.read), failed, alone=not plan.decode)
         self._give_up()
         return StepResult(
-            tuple(found.ended), tuple(found.tokens), tuple(failed), progress.cells, progress.done, found.seconds,
-            progress.cell_seconds, progress.at_end,
+            tuple(found.ended), tuple(found.tokens), tuple(failed), progress.chunks, progress.done, found.seconds,
+            progress.chunk_seconds, progress.at_end,
         )  # fmt: skip
 
     def _fail(self, number: str, error: BaseException, failed: list[str]) -> None:
         """This request ends with its error, or begins again without what was damaged; the others go on."""
         row = self._rows[number]
         failed.append(number)
-        if not retry_without_damaged(row, error, self._intake, self._enter):
+        if not retry_without_damaged(row, error, self._admission, self._enter):
             known = isinstance(error, RetrievalAttentionError | MemoryError | torch.OutOfMemoryError)
             log.warning("request %s failed: %s: %s", number, type(error).__name__, error, exc_info=not known and error)
             row.finish("error", error)

@@ -1,4 +1,4 @@
-"""Gate: where a thread that computes waits between two cells, until others grant it more of them."""
+"""Block a prefill thread between chunks until the engine grants more of them."""
 
 from __future__ import annotations
 
@@ -12,60 +12,66 @@ __all__ = ["Gate", "GatedRead", "ReadCancelled"]
 
 
 class ReadCancelled(Exception):
-    """The read was cancelled; nobody waits for it any more."""
+    """Ends a prefill thread whose request was cancelled."""
 
 
 class Gate:
-    """Between the thread of a read, which calls `enter` and `end`, and those who drive the read: everything else.
+    """Synchronizes a prefill thread, which calls `enter`, `finish` and `end`, with the engine's thread, which calls the
+    rest.
 
-    total: cells, as planned. granted: of these, those that were granted and have not begun. at_end: the cell that the
-    thread is before ends a layer's pass. finishing: the thread has done its cells, and needs no more of them for what
-    it still does. ended: it has said its last.
+    Attributes:
+        total: planned chunks. A chunk is computed in one layer; after several chunks a layer's end counts as one more.
+        granted: granted chunks that have not begun.
+        at_end: whether the next chunk is a layer's end.
+        finishing: whether all chunks are done and the thread needs no further grants.
+        ended: whether the thread has ended.
     """
 
-    def __init__(self, total: int, settle: Callable[[], object] | None = None, chunks: int = 0) -> None:
-        """settle: called by the thread before it waits, so that all of the cells that ran is done by then: a device
-        may still compute what it was given. chunks: cells of each layer before the one that ends its pass; 0: none do.
+    def __init__(self, total: int, settle: Callable[[], object] | None = None, layer_chunks: int = 0) -> None:
+        """Args:
+        total: planned chunks.
+        settle: waits for a device; called by the thread before it blocks, so that granted chunks are complete.
+        layer_chunks: chunks of each layer before its end. 0: layers have no end of their own.
         """
-        self.total, self._chunks, self._in_layer = total, chunks, 0
+        self.total, self._layer_chunks, self._in_layer = total, layer_chunks, 0
         self.granted = self._begun = self._holders = 0
         self._inside = self._waiting = self._cancelled = self.at_end = self.finishing = self.ended = False
         self._settle = settle
         self._changed = threading.Condition()
 
     @property
-    def cells_done(self) -> int:
-        """Cells that ran, without the one that is running."""
+    def chunks_done(self) -> int:
+        """Completed chunks, without the running one."""
         with self._changed:
             return self._begun - self._inside
 
     @property
-    def cells_left(self) -> int:
-        """Cells still to run; 0 at the end."""
-        return 0 if self.ended else max(self.total - self.cells_done, 0)
+    def chunks_left(self) -> int:
+        """Chunks still to run; 0 after the end."""
+        return 0 if self.ended else max(self.total - self.chunks_done, 0)
 
     @property
-    def cells_alike(self) -> int:
-        """Cells to come before one of another kind, if all go as planned; 1 before what ends a layer's pass."""
-        if not self._chunks:
-            return max(self.cells_left, 1)
+    def chunks_alike(self) -> int:
+        """Chunks before the next one of another kind, if all run as planned; 1 before a layer's end."""
+        if not self._layer_chunks:
+            return max(self.chunks_left, 1)
         with self._changed:
-            return 1 if self.at_end else self._chunks - self._in_layer % self._chunks
+            return 1 if self.at_end else self._layer_chunks - self._in_layer % self._layer_chunks
 
-    def grant(self, cells: int) -> None:
-        """So many more."""
+    def grant(self, chunks: int) -> None:
+        """Allow `chunks` further chunks."""
         with self._changed:
-            self.granted += cells
+            self.granted += chunks
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """`enter` raises from now on."""
+        """Make `enter` raise ReadCancelled."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
 
     def enter(self, *, end: bool = False) -> None:
-        """Before each cell. end: it ends a layer's pass. Raises ReadCancelled."""
+        """Block until a chunk is granted. `end`: it is a layer's end. Raises ReadCancelled."""
         if self._stops:
             self.settle()
         with self._changed:
@@ -83,38 +89,38 @@ class Gate:
             self._inside, self.at_end = True, False
 
     def settle(self) -> None:
-        """Wait until a device has computed what the thread gave it."""
+        """Wait until the device has executed the thread's launches."""
         if self._settle is not None:
             self._settle()
 
     def finish(self) -> None:
-        """Behind the last cell."""
+        """Note that the last chunk is complete."""
         self.settle()
         with self._changed:
             self.finishing, self._inside = True, False
             self._changed.notify_all()
 
     def end(self) -> None:
-        """The thread's last call."""
+        """Note the end of the thread. The thread's last call."""
         with self._changed:
             self.ended, self._inside = True, False
             self._changed.notify_all()
 
     def wait(self, timeout: float | None) -> bool:
-        """Until the granted cells are done, or all are. False: not within `timeout` seconds."""
+        """Wait until all granted chunks are complete. Returns False after `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self.ended or self.finishing or (self._waiting and not self.granted), timeout
             )
 
     def wait_ended(self, timeout: float | None) -> bool:
-        """Until the end. False: not within `timeout` seconds."""
+        """Wait for the end of the thread. Returns False after `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self.ended, timeout)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within, the thread is between two cells, or at its end, whatever was granted."""
+        """Keep the thread between two chunks, or at its end, inside the `with` block."""
         with self._changed:
             self._holders += 1
             try:
@@ -130,48 +136,48 @@ class Gate:
 
 
 class GatedRead:
-    """A read in a thread behind a gate, as who drives it sees it."""
+    """A prefill in a gated thread, as the engine's thread uses it."""
 
     _gate: Gate
     _thread: threading.Thread
 
     @property
     def done(self) -> bool:
-        """The thread has ended: all is read and indexed, or went wrong."""
+        """Whether the thread has ended: the prompt is prefilled and indexed, or an error occurred."""
         return self._gate.ended
 
     @property
-    def cells_done(self) -> int:
-        """Cells that ran, without the one that is running."""
-        return self._gate.cells_done
+    def chunks_done(self) -> int:
+        """Completed chunks, without the running one."""
+        return self._gate.chunks_done
 
     @property
-    def cells_left(self) -> int:
-        """Cells still to run, 0 when it is done. Chunks that do not fit the device's memory get halved: then, more."""
-        return self._gate.cells_left
+    def chunks_left(self) -> int:
+        """Chunks still to run; 0 if `done`. Grows if chunks are halved for lack of device memory."""
+        return self._gate.chunks_left
 
     @property
     def at_end(self) -> bool:
-        """The next cell is what ends a layer's pass, which takes another time than a chunk."""
+        """Whether the next chunk is a layer's end, whose duration differs from that of other chunks."""
         return self._gate.at_end
 
     @property
-    def cells_alike(self) -> int:
-        """Cells to come before one that takes another time; at least 1."""
-        return self._gate.cells_alike
+    def chunks_alike(self) -> int:
+        """Chunks before the next one of another kind, at least 1."""
+        return self._gate.chunks_alike
 
-    def go(self, cells: int) -> None:
-        """Grant so many cells more. Returns at once. Raises ConfigError for a number below 1."""
-        if isinstance(cells, bool) or not isinstance(cells, int) or cells < 1:
-            raise ConfigError(f"cells={cells!r} must be a whole number >= 1")
-        self._gate.grant(cells)
+    def go(self, chunks: int) -> None:
+        """Grant `chunks` further chunks and return at once. Raises ConfigError for a number below 1."""
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise ConfigError(f"chunks={chunks!r} must be a whole number >= 1")
+        self._gate.grant(chunks)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the granted cells are done, or all are. False: not within `timeout` seconds."""
+        """Wait until all granted chunks are complete. Returns False after `timeout` seconds."""
         return self._joined(self._gate.wait(timeout))
 
     def wait_done(self, timeout: float | None) -> bool:
-        """Wait until it is `done`. False: not within `timeout` seconds."""
+        """Wait until the prefill is `done`. Returns False after `timeout` seconds."""
         return self._joined(self._gate.wait_ended(timeout))
 
     def _joined(self, waited: bool) -> bool:

@@ -19,7 +19,7 @@ class Limits:
     inter_token_seconds: from one token to the next; reads take what decoding leaves of it. waiting: most jobs that
     wait. promote_seconds: age from which a batch job counts as interactive.
 
-    chunk_tokens, layers: a cell of reading is a chunk in one layer, or the layer's end; a prompt of at most one chunk
+    chunk_tokens, layers: a chunk of reading is a chunk in one layer, or the layer's end; a prompt of at most one chunk
     is short, and overtakes. ahead: jobs that are read although no slot is free, so that the next one to get a slot is
     ready: at most rows + ahead jobs are admitted and not parked. quantum_tokens: what an owner may be ahead of others
     before these come first. prefix_cache_device_bytes: of GPUs, for prefixes in the tree; None: no bound, as where the
@@ -67,11 +67,11 @@ class Limits:
         """Whether reading it takes more than one chunk."""
         return job.unread_tokens > self.chunk_tokens
 
-    def cells(self, job: RequestNeeds) -> int:
+    def chunks(self, job: RequestNeeds) -> int:
         """Cells of its reading, where chunks keep their size; 0 where nothing is to be read."""
-        return self.layer_cells(job.unread_tokens) * self.layers
+        return self.layer_chunks(job.unread_tokens) * self.layers
 
-    def layer_cells(self, tokens: int) -> int:
+    def layer_chunks(self, tokens: int) -> int:
         """Of so many unread tokens in one layer: its chunks, and what ends the layer's pass behind several."""
         chunks = -(-tokens // self.chunk_tokens)
         return chunks + (chunks > 1)

@@ -1,4 +1,4 @@
-"""Node: a span of token ids whose keys and values, index and codes were made once. Imports no torch."""
+"""Nodes of the prefix cache: spans of token ids with KV, index and codes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ __all__ = ["Branches", "Namespace", "Node", "Payload", "Place", "Sizes"]
 
 
 class Sizes(NamedTuple):
-    """host: of host memory; of a model on a CPU, its windows and codes, too. device: of a GPU's. pages: of an engine's
-    pages for exact prefixes, wherever these lie: they are free for others then, and the memory stays the engine's.
+    """Bytes by the memory that holds them.
+
+    Attributes:
+        host: host memory; for a model on a CPU also windows and codes.
+        device: GPU memory.
+        pages: KV pages of an engine for paged prefixes. Freed pages serve other prefixes; the memory stays allocated.
     """
 
     host: int = 0
@@ -23,28 +27,28 @@ class Sizes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of all kinds."""
+        """Bytes of all kinds."""
         return sum(self)
 
     @property
     def lacking(self) -> tuple[int, ...]:
-        """Kinds of which there is more than nothing, by their number: for bytes that are needed."""
+        """Numbers of the kinds with more than 0 bytes; used on bytes that are needed."""
         return tuple(kind for kind, nbytes in enumerate(self) if nbytes > 0)
 
     def of(self, kinds: Sequence[int]) -> int:
-        """Bytes of these kinds together."""
+        """Return the bytes of these kinds together."""
         return sum(self[kind] for kind in kinds)
 
     def plus(self, other: Sizes) -> Sizes:
-        """Both together."""
+        """Return the sum."""
         return Sizes(self.host + other.host, self.device + other.device, self.pages + other.pages)
 
     def less(self, other: Sizes) -> Sizes:
-        """Without the other's; below 0 where it has more."""
+        """Return the difference, which may be negative."""
         return Sizes(self.host - other.host, self.device - other.device, self.pages - other.pages)
 
     def beyond(self, other: Sizes) -> Sizes:
-        """What of each kind is more than the other's."""
+        """Return the difference, 0 for kinds in which `other` has more."""
         return Sizes(*(max(0, nbytes) for nbytes in self.less(other)))
 
 
@@ -53,33 +57,38 @@ Namespace = str | None
 
 
 class Payload(Protocol):
-    """What a node keeps in memory. The tree only counts its bytes; it never cuts, copies or changes it."""
+    """Cached KV of a node. The tree counts its bytes and never cuts, copies or changes it."""
 
     @property
     def sizes(self) -> Sizes:
-        """Bytes that are free once nobody has it."""
+        """Bytes that are free once no reference is left."""
         ...
 
 
 class Place(NamedTuple):
-    """A token boundary: behind the first `at` tokens of a node's span. The root's only place is at 0."""
+    """Token boundary after the first `at` tokens of a node's span. The root's only place is at 0."""
 
     node: Node
     at: int
 
     @property
     def length(self) -> int:
-        """Tokens from the beginning of the text to here."""
+        """Tokens from the start of the text."""
         return self.node.start + self.at
 
 
 class Node:
-    """A span of ids behind a place of its parent. Compared by identity; only the tree writes to it.
+    """Span of token ids after a place of its parent. Compared by identity; only the tree changes it.
 
-    ids: int32 (tokens,), read-only. start: tokens before the span. held: None of the root, and after eviction. sizes:
-    of held, as it was when it came. rebuild_seconds: what it would take to make held anew. used: the tree's clock at
-    its last use. refs: leases on this node and on all nodes below it; leases: on this node alone. gone: no longer in
-    the tree.
+    Attributes:
+        ids: int32 (tokens,), read-only.
+        start: tokens before the span.
+        held: payload; None for the root and after eviction.
+        sizes: bytes of the payload at its insertion.
+        rebuild_seconds: seconds to prefill the payload again.
+        used: time of the last use, by the tree's clock.
+        refs, leases: leases on this node and its descendants; on this node alone.
+        gone: whether the node was removed from the tree.
     """
 
     __slots__ = (
@@ -101,7 +110,7 @@ class Node:
     )
 
     def __init__(self, parent: Place | None, ids: Ids, namespace: Namespace, number: int) -> None:
-        """parent: None for the root alone. number: counts nodes in the order in which they came; breaks ties."""
+        """parent: None for the root. number: order of insertion, which breaks ties."""
         self.parent: Node | None = None if parent is None else parent.node
         self.at = 0 if parent is None else parent.at
         self.start = 0 if parent is None else parent.length
@@ -130,16 +139,16 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Tokens from the beginning of the text to the end of the span."""
+        """Tokens from the start of the text to the end of the span."""
         return self.start + len(self.ids)
 
     @property
     def in_memory(self) -> bool:
-        """Whether held is there; the root has nothing to hold."""
+        """Whether the node has a payload; True for the root."""
         return self.held is not None or self.parent is None
 
     def path(self) -> list[Node]:
-        """Nodes from the first below the root to this one."""
+        """Return the nodes from the root, which is left out, to this one."""
         nodes = []
         node = self
         while node.parent is not None:
@@ -148,7 +157,7 @@ class Node:
         return nodes[::-1]
 
     def prefix(self, at: int) -> Ids:
-        """All ids from the beginning of the text to a place of this node, int32 (start + at,)."""
+        """Return all ids from the start of the text to a place of this node, int32 (start + at,)."""
         ids = np.empty(self.start + at, np.int32)
         node, stop = self, at
         while node.parent is not None:
@@ -157,15 +166,15 @@ class Node:
         return ids
 
     def children(self) -> Iterator[Node]:
-        """Nodes that begin at any place of the span."""
+        """Return the nodes that begin at any place of the span."""
         return iter(()) if self.branches is None else iter(self.branches)
 
 
 class Branches:
-    """The children of one node, found by namespace, place and the first tokens of their spans.
+    """Children of a node, found by namespace, place and first tokens.
 
-    A child of more than key_tokens is found by that many, a shorter one by all of its tokens. A child *doubles* the
-    span where its first token is the one that the span goes on with: two requests read the same text at the same time.
+    A child is found by its first key_tokens tokens, a shorter one by all of its tokens. A child *doubles* the span if
+    its first token equals the span's next token: two requests prefilled the same text at the same time.
     """
 
     __slots__ = ("_children", "_key_tokens", "_seen")
@@ -182,7 +191,7 @@ class Branches:
         return iter(self._children)
 
     def add(self, child: Node, *, doubles: bool) -> None:
-        """The child begins at child.at."""
+        """Add a child that begins at child.at."""
         seen = self._seen.setdefault(child.namespace, _Seen({}, {}, {}))
         key = child.ids[: self._key_tokens]
         self._children[child] = doubles
@@ -192,7 +201,7 @@ class Branches:
             _count(seen.doubled, child.at, 1)
 
     def remove(self, child: Node) -> None:
-        """Raises KeyError for a node that is not a child."""
+        """Remove a child. Raises KeyError for any other node."""
         doubles = self._children.pop(child)
         seen = self._seen[child.namespace]
         key = child.ids[: self._key_tokens]
@@ -209,11 +218,11 @@ class Branches:
             del self._seen[child.namespace]
 
     def behind(self, namespace: Namespace, tokens: int, rest: Ids) -> list[Node]:
-        """Children of a namespace that may go on with ids of which the span has the first `tokens`, and no more.
+        """Yield children of a namespace that may continue ids of which the span has exactly the first `tokens`.
 
-        rest: the ids from the span's beginning. A child that begins before that place and does not double the span
-        differs from it, and so from the ids, in its first token: only children at the place, which come last here,
-        and doubling ones before it are looked at.
+        rest: ids from the start of the span. A child that begins before that place and does not double the span differs
+        from it, and so from the ids, in its first token. Only doubling children before the place, and then children at
+        it, are compared.
         """
         seen = self._seen.get(namespace)
         if seen is None:
@@ -226,7 +235,7 @@ class Branches:
         return found
 
     def finds(self, child: Node) -> bool:
-        """Whether a child can be found where it begins, by its own ids."""
+        """Return whether a child is found at its place by its own ids."""
         seen = self._seen.get(child.namespace)
         key = child.ids[: self._key_tokens]
         return (
@@ -237,19 +246,22 @@ class Branches:
         )
 
     def doubles(self, child: Node) -> bool:
-        """Whether a child was added as one that doubles the span. Raises KeyError for a node that is not a child."""
+        """Return whether a child doubles the span. Raises KeyError for any other node."""
         return self._children[child]
 
 
 class _Seen(NamedTuple):
-    """Children that one namespace sees: by place and first tokens; how long these are; places where some double."""
+    """Children in one namespace, by place and first tokens, with the lengths of these.
+
+    doubled: places with children that double the span.
+    """
 
     found: dict[tuple[int, bytes], list[Node]]
     lengths: dict[int, dict[int, int]]
     doubled: dict[int, int]
 
     def at(self, at: int, rest: Ids) -> list[Node]:
-        """Children that begin at a place and whose first tokens are those of rest[at:], short ones before long ones."""
+        """Yield the children at a place whose first tokens equal those of rest[at:], short ones first."""
         found: list[Node] = []
         for length in sorted(self.lengths.get(at, ())):
             if at + length <= len(rest):

@@ -25,8 +25,8 @@ END_SECONDS = 0.005
 """That steps wait for the end of a read, which takes no time where nothing is under way any more."""
 ALONE_TOKENS, BESIDE_TOKENS = 2048, 512
 """Of short prompts that are read by one forward, where nothing decodes meanwhile and where rows wait for it."""
-CELL_SHARE = 1 / 8
-"""Of the time from token to token: a cell of a forward of more than BESIDE_TOKENS beside rows takes no longer."""
+CHUNK_SHARE = 1 / 8
+"""Of the time from token to token: a chunk of a forward of more than BESIDE_TOKENS beside rows takes no longer."""
 
 
 class Fail(Protocol):
@@ -36,13 +36,13 @@ class Fail(Protocol):
 
 
 class Progress(NamedTuple):
-    """What came of a tick's readings. cells: that were read, by name. done: prompts that are read. cell_seconds: of a
-    cell, on average. at_end: of `cells`, those whose next one ends a layer's pass.
+    """What came of a tick's readings. chunks: that were read, by name. done: prompts that are read. chunk_seconds: of a
+    chunk, on average. at_end: of `chunks`, those whose next one ends a layer's pass.
     """
 
-    cells: dict[str, int]
+    chunks: dict[str, int]
     done: tuple[str, ...]
-    cell_seconds: float
+    chunk_seconds: float
     at_end: tuple[str, ...]
 
 
@@ -66,20 +66,20 @@ class PrefillWorker:
         self._counts = counts
         self._packs = False  # the first read makes ready what any may need, which takes a while
         self._pack: BatchedPrefill | None = None
-        self._pack_cell_seconds = 0.0  # of the last one
-        self._token_seconds = 0.0  # in a cell, of the last one that was not small
+        self._pack_chunk_seconds = 0.0  # of the last one
+        self._token_seconds = 0.0  # in a chunk, of the last one that was not small
 
     def made_ready(self) -> None:
         """A read was, elsewhere: short ones go together from the first on."""
         self._packs = True
 
     def go_on(self, granted: Mapping[str, int], failed: list[str], *, alone: bool) -> Progress:
-        """Read so many cells, or fewer where another kind of cell comes before.
+        """Read so many chunks, or fewer where another kind of chunk comes before.
 
         alone: nothing decodes meanwhile. Who fails is added to failed.
         """
         began = time.perf_counter()
-        cells: dict[str, int] = {}
+        chunks: dict[str, int] = {}
         done: list[str] = []
         at_end: list[str] = []
         busy = False
@@ -97,10 +97,10 @@ class PrefillWorker:
                     continue
                 busy = True
                 if read is not None:
-                    before = read.cells_done
-                    read.go(min(granted[number], read.cells_alike))
+                    before = read.chunks_done
+                    read.go(min(granted[number], read.chunks_alike))
                     read.wait()
-                    cells[number] = read.cells_done - before
+                    chunks[number] = read.chunks_done - before
                     if read.at_end:
                         at_end.append(number)
                     if read.finishing:
@@ -108,7 +108,7 @@ class PrefillWorker:
                     self._advance(row)
             except Exception as error:
                 self._fail(number, error, failed)
-        cells |= self._read_together([one for one in reading if one not in failed], granted, failed, alone=alone)
+        chunks |= self._read_together([one for one in reading if one not in failed], granted, failed, alone=alone)
         for number in reading:
             if number not in failed:
                 self._note_shared(number, self._rows[number])
@@ -117,9 +117,9 @@ class PrefillWorker:
                     self._counts.add_request(self._rows[number].cached_by_tier)
         if reading and not busy and alone and not done:
             time.sleep(CLAIM_SECONDS)
-        total = sum(cells.values())
+        total = sum(chunks.values())
         seconds = (time.perf_counter() - began) / total if total else 0.0
-        return Progress(cells, tuple(done), seconds, tuple(at_end))
+        return Progress(chunks, tuple(done), seconds, tuple(at_end))
 
     def _advance(self, row: RunningRequest) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)
@@ -129,7 +129,7 @@ class PrefillWorker:
         self, reading: Sequence[str], granted: Mapping[str, int], failed: list[str], *, alone: bool
     ) -> dict[str, int]:
         """Short reads go on together, with the time of all of them: also of those that wait until these are done, and
-        of those with none of their own. The cells, as one of them has them: they cost little more than its own would.
+        of those with none of their own. The chunks, as one of them has them: they cost little more than its own would.
         """
         short = {
             number: read
@@ -144,9 +144,9 @@ class PrefillWorker:
         if self._pack is None:
             waiting = [short[number] for number in sorted(short, key=lambda number: number not in granted)]
             self._pack = BatchedPrefill(waiting, min(self._tokens_together(alone=alone), self._config.prefill_chunk))
-        before = self._pack.cells_done
+        before = self._pack.chunks_done
         self._go(self._pack, room, alone=alone)
-        cells = self._pack.cells_done - before
+        chunks = self._pack.chunks_done - before
         members = [number for number, read in short.items() if read in self._pack.reads]
         if self._pack.done:
             self._pack = None
@@ -155,38 +155,38 @@ class PrefillWorker:
                 self._advance(self._rows[number])
             except Exception as error:
                 self._fail(number, error, failed)
-        return {number: cells for number in members[:1]}
+        return {number: chunks for number in members[:1]}
 
     def _tokens_together(self, *, alone: bool) -> int:
-        """Of the next pack. Beside rows so many that its cells stay short, as those of the last one that was not small
-        tell: on a GPU what is done once for a cell takes longer than its tokens.
+        """Of the next pack. Beside rows so many that its chunks stay short, as those of the last one that was not small
+        tell: on a GPU what is done once for a chunk takes longer than its tokens.
         """
         if alone:
             return ALONE_TOKENS
         if not self._token_seconds:
             return BESIDE_TOKENS
-        fitting = int(CELL_SHARE * self._scheduler.limits.inter_token_seconds / self._token_seconds)
+        fitting = int(CHUNK_SHARE * self._scheduler.limits.inter_token_seconds / self._token_seconds)
         return min(max(fitting, BESIDE_TOKENS), ALONE_TOKENS)
 
-    def _go(self, pack: BatchedPrefill, cells: int, *, alone: bool) -> None:
-        """So many cells as long as those of the last pack, or as many longer ones as take that time; one at least."""
-        if pack.cells_done == 0:
-            pack.wait()  # what is done once, before the first cell
+    def _go(self, pack: BatchedPrefill, chunks: int, *, alone: bool) -> None:
+        """So many chunks as long as those of the last pack, or as many longer ones as take that time; one at least."""
+        if pack.chunks_done == 0:
+            pack.wait()  # what is done once, before the first chunk
             began = time.perf_counter()
             pack.go(1)
             pack.wait()
             seconds = time.perf_counter() - began
-            if not alone and seconds > self._pack_cell_seconds:
-                cells = int(cells * self._pack_cell_seconds / seconds)
-            cells -= 1
-        cells = min(cells, pack.cells_left)
-        if cells > 0:
-            began, before = time.perf_counter(), pack.cells_done
-            pack.go(cells)
+            if not alone and seconds > self._pack_chunk_seconds:
+                chunks = int(chunks * self._pack_chunk_seconds / seconds)
+            chunks -= 1
+        chunks = min(chunks, pack.chunks_left)
+        if chunks > 0:
+            began, before = time.perf_counter(), pack.chunks_done
+            pack.go(chunks)
             pack.wait()
-            self._pack_cell_seconds = (time.perf_counter() - began) / max(pack.cells_done - before, 1)
+            self._pack_chunk_seconds = (time.perf_counter() - began) / max(pack.chunks_done - before, 1)
             if pack.tokens >= BESIDE_TOKENS // 2:
-                self._token_seconds = self._pack_cell_seconds / pack.tokens
+                self._token_seconds = self._pack_chunk_seconds / pack.tokens
 
     def _note_shared(self, number: str, row: RunningRequest) -> None:
         """What the tree holds of a prompt is not reserved for the request, too."""
@@ -212,11 +212,11 @@ class PrefillWorker:
             number for number in reading if self._rows[number].read is not None and not self._rows[number].has_to_wait
         ]
         found: dict[str, int] = {}
-        for number, cells in granted.items():
+        for number, chunks in granted.items():
             claim = self._rows[number].sharing.claim if number in self._rows else None
             reader = None if claim is None else claim.reader
             to = number if reader is None else readers.get(id(reader), number)
             if read and to in self._rows and self._rows[to].has_to_wait:
                 to = read[0]
-            found[to] = found.get(to, 0) + cells
+            found[to] = found.get(to, 0) + chunks
         return found

@@ -26,7 +26,7 @@ from retrieval_attn.engine.saved_text import OpenedText
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
 
-__all__ = ["HeldAnswer", "PrefixEntry", "PrefixHandle", "text_mark"]
+__all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "text_mark"]
 
 
 class PrefixEntry:
@@ -75,7 +75,7 @@ def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
     return Sizes(own - apart, apart), shared
 
 
-class HeldAnswer(PrefixEntry):
+class AnswerEntry(PrefixEntry):
     """A prompt and what was generated behind it, as the row had it at its end.
 
     A text continues it wherever one of its own parts ends. The answer's keys came through retrieval, and not from a
@@ -158,7 +158,7 @@ class PrefixHandle:
         whole.batch.note_ids(torch.from_numpy(ids[self.marks :].astype(np.int64))[None])
         seal(whole)
         seconds = token_seconds * (len(ids) - self.held_tokens)
-        self._insert(tree, ids, HeldAnswer, whole, (opened, self.namespace, seconds)).release()
+        self._insert(tree, ids, AnswerEntry, whole, (opened, self.namespace, seconds)).release()
 
     def claim_part(self, tree: RadixCache, part: int, start: int) -> bool:
         """Claim the rest of a part, behind `start` ids; whether somebody else reads it."""
@@ -283,4 +283,4 @@ def longest_cached_prefix(
 
 
 def _is_end(node: Node, ends: Sequence[int]) -> bool:
-    return node.end in ends or isinstance(node.held, HeldAnswer)
+    return node.end in ends or isinstance(node.held, AnswerEntry)

@@ -1,7 +1,7 @@
-"""Tree: which beginnings of texts are known, so that each is read, stored and indexed once. Imports no torch.
+"""Prefix cache: a radix tree over token ids, so that each prefix is prefilled, stored and indexed once. No torch.
 
-A radix tree over token ids (RadixAttention, SGLang) whose nodes are whole spans with an index each, 10^2 to 10^6
-tokens. So its splits are logical: a child may begin inside a node's span, and what the node holds is never cut.
+As in RadixAttention (SGLang), but a node is a whole span of 10^2 to 10^6 tokens with an index of its own. Splits are
+logical: a child may begin inside a node's span, and a payload is never cut.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["Lease", "Match", "RadixCache", "PrefixCacheStats", "ending", "longes
 
 
 class Lease:
-    """A request's hold on a node; `with` or `release` ends it. Any thread may release it, and more than once."""
+    """Locks a node and its ancestors against eviction until `release` or the end of `with`. Thread-safe."""
 
     __slots__ = ("_give_back", "node", "open")
 
     def __init__(self, node: Node, give_back: Callable[[Lease], None]) -> None:
-        """Made by `Tree.lease`. give_back: the tree's, which sets `open`, so that of two threads one gives it back."""
+        """give_back: callback of the tree, which sets `open`, so that only the first release counts."""
         self.node = node
         self.open = True
         self._give_back = give_back
@@ -40,7 +40,7 @@ class Lease:
         return f"Lease({self.node!r}, {'open' if self.open else 'released'})"
 
     def release(self) -> None:
-        """Gives the node back; does nothing the second time."""
+        """Unlock the node. Further calls change nothing."""
         self._give_back(self)
 
     def __enter__(self) -> Lease:
@@ -53,10 +53,12 @@ class Lease:
 
 
 class Match(NamedTuple):
-    """The longest known beginning of a text; the root's place where nothing is known.
+    """Longest cached prefix of a prompt; the root if none is cached.
 
-    node, tokens: the last node and how many tokens of its span. length: tokens in all. lease: on node, if one was asked
-    for.
+    Attributes:
+        node, tokens: last node, and matching tokens of its span.
+        length: tokens of the prefix.
+        lease: lease on the node, if requested.
     """
 
     node: Node
@@ -66,15 +68,15 @@ class Match(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Where the rest of the text begins."""
+        """Place in the tree where the rest of the prompt begins."""
         return Place(self.node, self.tokens)
 
 
 def longest(root: Node, ids: Ids, namespace: Namespace) -> Match:
-    """The longest match of all ids; of equally long ones the one whose span ends there, then the one found first.
+    """Return the longest match of the ids; of equal ones, one whose span ends there, then the one found first.
 
-    Every id is compared. Each node is visited once at most, and only those whose first tokens agree: O(tokens + nodes
-    on the way), and once more for each node that doubles another's span.
+    Every id is compared. A node is visited only if its first tokens agree, so the cost is O(tokens + nodes of the
+    path), plus one visit for each node that doubles another's span.
     """
     best, most = (root, 0), (0, True)
 
@@ -90,10 +92,7 @@ def longest(root: Node, ids: Ids, namespace: Namespace) -> Match:
 
 
 def ending(root: Node, ids: Ids, namespace: Namespace) -> Node | None:
-    """The node whose span ends where ids end, all of which agree.
-
-    Of several one of the namespace's own comes first, then the one found first.
-    """
+    """Return a node whose span ends with the ids, all of which agree. A node of the namespace itself is preferred."""
     best: Node | None = None
 
     def visit(node: Node, tokens: int) -> bool:
@@ -110,7 +109,7 @@ def ending(root: Node, ids: Ids, namespace: Namespace) -> Node | None:
 
 
 def _walk(root: Node, ids: Ids, namespace: Namespace, visit: Callable[[Node, int], bool]) -> None:
-    """Visit nodes that agree with ids: with the number of tokens that do; until visit says enough."""
+    """Call `visit` with each node that agrees with the ids and the number of matching tokens, until it returns True."""
     namespaces = (None,) if namespace is None else (None, namespace)
     stack = [root]
     while stack:
@@ -171,20 +170,19 @@ class PrefixCacheStats(NamedTuple):
 
 
 class RadixCache:
-    """Prefixes of texts, by namespace.
+    """Prefix cache with namespaces.
 
-    A node is found by its first share_tokens tokens, or all of a shorter one: fewer tokens in common are not worth a
-    shared parent, which could not leave memory before its last child. (So a text of so few tokens is not found by an
-    equal one, which has its last token to read.) Texts of a namespace are seen by this namespace
-    alone; those of None by all.
+    A node is found by its first share_tokens tokens, or by all tokens of a shorter span. Fewer common tokens do not
+    justify a shared parent, which could not be evicted before its last child. A namespace sees its own nodes and those
+    of None.
 
-    Thread-safe: any method may be called by any thread, and holds one lock for at most some milliseconds. An engine's
-    planning thread matches, inserts and evicts; the thread that runs steps and those that read texts release leases
-    and claims. A node without a lease may be evicted between two calls: `match(leased=True)` leaves no gap.
+    Thread-safe: every method holds one lock for at most some milliseconds. The engine's thread matches, inserts and
+    evicts; prefill threads release leases and claims. A node without a lease may be evicted between two calls:
+    `match(leased=True)` prevents that.
     """
 
     def __init__(self, *, share_tokens: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds; with a given one everything is deterministic. Raises ConfigError for share_tokens < 1."""
+        """clock: seconds; a given clock makes evictions deterministic. Raises ConfigError for share_tokens < 1."""
         if share_tokens < 1:
             raise ConfigError(f"share_tokens must be at least 1, but is {share_tokens}")
         self.root = Node(None, np.zeros(0, np.int32), None, 0)
@@ -198,17 +196,17 @@ class RadixCache:
         self._counts = PrefixCacheStats()
 
     def __len__(self) -> int:
-        """Nodes, the root not counted."""
+        """Nodes without the root."""
         return self._count
 
     @property
     def sizes(self) -> Sizes:
-        """Bytes that nodes hold in memory."""
+        """Bytes of all payloads."""
         return self._residents.sizes
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """Counts of one moment."""
+        """Counts of the cache, taken under its lock."""
         with self._lock:
             host, device, pages = sizes = self._residents.sizes
             return self._counts._replace(
@@ -229,10 +227,15 @@ class RadixCache:
         leased: bool = False,
         again: bool = False,
     ) -> Match:
-        """The longest known beginning, at most all ids but the last: the model must see one to go on.
+        """Return the longest cached prefix, at most all ids but the last, whose logits start the answer.
 
-        leased: with a lease on the node. again: of a request that asked before, so that it does not count twice. Of no
-        ids nothing is known. Raises ShapeError for ids that are none.
+        Args:
+            ids: the prompt.
+            namespace: namespace of the request.
+            leased: add a lease on the node.
+            again: the request was looked up before and is not counted again.
+
+        Raises ShapeError unless ids are one row of integers.
         """
         given = int32_row(ids)
         with self._lock:
@@ -250,12 +253,15 @@ class RadixCache:
         *,
         rebuild_seconds: float = 0.0,
     ) -> Node:
-        """The node of a span behind a place of the tree; behind the whole parent where that is a node.
+        """Insert the node of a span after a place of the tree; for a node, after its whole span.
 
-        If a node already ends there with all the same ids, it is returned with what it holds: then `node.held is not
-        held`. A span that an existing one goes on with in part becomes a node of its own nevertheless.
-        Raises ReleasedError if the parent was evicted; ConfigError for a node of another namespace; ShapeError for no
-        ids, or a place so near the parent's beginning that no match leads there.
+        An existing node with the same ids is returned with its own payload: `node.held is not held`. A span that
+        overlaps an existing one becomes a separate node.
+
+        Raises:
+            ReleasedError: the parent was evicted.
+            ConfigError: the parent belongs to another namespace.
+            ShapeError: no ids, or a place so near the parent's start that no match reaches it.
         """
         span = int32_row(ids).copy()
         span.flags.writeable = False
@@ -273,10 +279,11 @@ class RadixCache:
     def pending(
         self, parent: Node | Place | Match, ids: Sequence[int] | NDArray[np.integer], namespace: Namespace
     ) -> PrefillClaim:
-        """A claim to read ids, the rest of a text behind a match: `mine`, or waiting for a read that serves it.
+        """Claim the prefill of ids, the rest of a prompt after a match: own it, or wait for an in-flight prefill that
+        covers it.
 
-        Keep the match leased. Where the tree has learned more since the match, the claim waits for nothing: its future
-        is resolved to the node, and the request matches again. Raises as `insert`.
+        Keep the match leased. If the tree has a longer match by now, the claim's future is resolved with the node, and
+        the request matches again. Raises as `insert`.
         """
         rest = int32_row(ids)
         place = _place(parent)
@@ -291,16 +298,14 @@ class RadixCache:
             return self._pending.claim(whole, place.length, namespace)
 
     def lease(self, node: Node) -> Lease:
-        """Holds a node and all before it; also counts as a use. Raises ReleasedError where it was evicted."""
+        """Lock a node and its ancestors and update their last use. Raises ReleasedError if it was evicted."""
         with self._lock:
             return self._lease(node)
 
     def evict(self, need: Sizes) -> Sizes:
-        """Gives up what nodes hold until so many bytes of each kind are free, or none of a kind that is lacking may go
-        any more; exactly how many bytes went.
+        """Evict payloads until `need` bytes of each kind are free or no candidate is left. Returns the freed bytes.
 
-        Nodes without children go, those with bytes of a kind that is lacking and the least worth of them first (see
-        `residents.worth`), and their parents after them; never leased ones.
+        Order: leaves with bytes of a lacking kind by `eviction_score`, then their parents. Leased nodes stay.
         """
         freed, dropped = Sizes(), 0
         with self._lock:
@@ -351,7 +356,7 @@ class RadixCache:
             node = node.parent
 
     def _prune(self, node: Node) -> None:
-        """Remove a node without held bytes, children and leases; then its parent if the same is true of it."""
+        """Remove a node without payload, children and leases, then its parents of the same kind."""
         while not (node.in_memory or node.refs or node.branches):
             parent = node.parent
             assert parent is not None and parent.branches is not None

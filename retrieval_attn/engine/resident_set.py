@@ -1,4 +1,4 @@
-"""Residents: the nodes that are in memory, their bytes, and which of them are given up first. Imports no torch."""
+"""Nodes of the prefix cache in memory, their bytes and their order of eviction. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 
 from retrieval_attn.engine.node import Node, Payload, Sizes
 
-__all__ = ["ResidentSet", "worth"]
+__all__ = ["ResidentSet", "eviction_score"]
 
 
-def worth(node: Node, now: float, kinds: Sequence[int]) -> float:
-    """Seconds to make one byte of it anew, of these kinds, per second since its last use: the least is given up first.
+def eviction_score(node: Node, now: float, kinds: Sequence[int]) -> float:
+    """Return seconds of prefill per byte and per second since the last use. The lowest score is evicted first.
 
-    Cost alone would keep long texts forever that nobody comes back to; age alone gives up a document that took minutes
-    for a system prompt that takes milliseconds.
+    Cost alone would keep long unused texts forever; age alone would evict a document that took minutes for a system
+    prompt that takes milliseconds. `kinds`: kinds of bytes that count.
     """
     return node.rebuild_seconds / max(node.sizes.of(kinds), 1) / max(now - node.used, 1e-9)
 
 
 class ResidentSet:
-    """Nodes with something in memory. A node's parent is in memory before it, and leaves after it.
+    """Nodes with a payload. A node's parent enters before it and is evicted after it.
 
-    Not thread-safe: the tree calls it under its lock.
+    Not thread-safe: the prefix cache calls it under its lock.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ResidentSet:
         return iter(self._nodes)
 
     def add(self, node: Node, held: Payload, rebuild_seconds: float) -> None:
-        """The node holds this from now on; its parent is in memory."""
+        """Store a payload in a node whose parent has one."""
         node.held, node.sizes, node.rebuild_seconds = held, held.sizes, rebuild_seconds
         self.sizes = self.sizes.plus(node.sizes)
         self._nodes[node] = self._last[node] = None
@@ -49,7 +49,7 @@ class ResidentSet:
             self._last.pop(node.parent, None)
 
     def drop(self, node: Node) -> None:
-        """The node holds nothing from now on. It has no child in memory."""
+        """Remove the payload of a node whose children have none."""
         assert node.held is not None and not node.held_children
         self.sizes = self.sizes.less(node.sizes)
         del self._nodes[node], self._last[node]
@@ -60,12 +60,13 @@ class ResidentSet:
                 self._last[node.parent] = None
 
     def victims(self, need: Sizes, now: float) -> Iterator[Node]:
-        """Nodes to give up until so many bytes of each kind are free; the caller drops each before the next is found.
+        """Yield nodes to evict until `need` bytes of each kind are free. The caller drops each before it asks for the
+        next.
 
-        The least worth goes first of those that have bytes of a kind that is still lacking; then those without, that
-        stand before such a one. Never a leased one, or one with children: a parent comes into question when its last
-        child is dropped. O(nodes without children times their depth) for the first, O(log) for
-        each further one, until another kind is lacking.
+        Nodes with bytes of a lacking kind go first, lowest `eviction_score` first, then nodes without such bytes whose
+        parents have some. Leased nodes and nodes with children are never evicted: a parent becomes a candidate when its
+        last child is dropped. The first node costs O(leaves times their depth), each further one O(log), until another
+        kind is lacking.
         """
         while (kinds := need.lacking) and (
             heap := [(*_order(node, now, kinds), node) for node in self._last if _helps(node, kinds)]
@@ -90,11 +91,11 @@ class ResidentSet:
 
 
 def _order(node: Node, now: float, kinds: Sequence[int]) -> tuple[bool, float, int]:
-    return not node.sizes.of(kinds), worth(node, now, kinds), node.number
+    return not node.sizes.of(kinds), eviction_score(node, now, kinds), node.number
 
 
 def _helps(node: Node, kinds: Sequence[int]) -> bool:
-    """Whether a node may go, and has bytes of these kinds, or a node that may go after it does."""
+    """Return whether evicting the node, or a parent that can be evicted after it, frees bytes of these kinds."""
     one: Node | None = node
     while one is not None and one.parent is not None and not one.refs:
         if one.sizes.of(kinds):

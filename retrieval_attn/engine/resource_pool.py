@@ -19,7 +19,7 @@ class ScheduledRequest:
     """One job: its state and what it holds. order: of submission. interactive: by priority or, since, by age.
 
     charged: the priority whose queue it was admitted from. generated: tokens that came; in_flight: steps that it was
-    planned for and whose result is not there yet. at_end: its next cell ends a layer's pass. since: the tick in which
+    planned for and whose result is not there yet. at_end: its next chunk ends a layer's pass. since: the tick in which
     it last got a slot. overtaken: jobs behind it that were admitted while it lacked host memory.
     """
 
@@ -34,7 +34,7 @@ class ScheduledRequest:
     slot: int = -1
     generated: int = 0
     in_flight: int = 0
-    cells_done: int = 0
+    chunks_done: int = 0
     at_end: bool = False
     since: int = -1
     overtaken: int = 0
@@ -102,7 +102,7 @@ class ResourcePool:
         """Reserved by jobs that have not begun to read, for tokens that the tree has: they find them, and give as much
         back.
         """
-        new = (entry.job for entry in self.held[State.READING].values() if not entry.cells_done)
+        new = (entry.job for entry in self.held[State.READING].values() if not entry.chunks_done)
         return sum(max(job.known_tokens - job.cached_tokens, 0) for job in new) * self._limits.token_bytes
 
     def shrink(self, entry: ScheduledRequest, job: RequestNeeds) -> None:

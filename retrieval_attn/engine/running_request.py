@@ -41,7 +41,7 @@ SCORED_BYTES = 1 << 28
 
 
 class RunningRequest:
-    """See the module. Everything but `ticket` belongs to the engine's thread.
+    """See the module. Everything but `handle` belongs to the engine's thread.
 
     logits: float32 (1, vocabulary), from which the next token is to be chosen, or None: the last token must be fed
     first. tokens: of the answer. cached_tokens: of the prompt, not read for it; noted_tokens: that the scheduler knows
@@ -50,14 +50,14 @@ class RunningRequest:
     """
 
     def __init__(
-        self, request: Request, ticket: RequestHandle, loop: AnswerLoop, outbox: OutputQueue, saved: SavedText | None =
+        self, request: Request, handle: RequestHandle, loop: AnswerLoop, outputs: OutputQueue, saved: SavedText | None =
         None, pages: PageAllocation | None = None, before: RunningRequest | None = None,
     ) -> None:  # fmt: skip
-        """loop: of the model that answers. outbox: takes what the ticket is told. saved: what the prompt begins with.
+        """loop: of the model that answers. outputs: takes what the handle is told. saved: what the prompt begins with.
         pages: for parts of it that are attended to exactly; None: none are. before: had the same request, and keys that
         were found damaged: what it told is not told again.
         """
-        self.request, self.ticket = request, ticket
+        self.request, self.handle = request, handle
         self.prompt_tokens = request.prompt_tokens + (0 if saved is None else saved.tokens)
         self.cache: RetrievalCache | None = None
         self.logits: Tensor | None = None
@@ -67,10 +67,10 @@ class RunningRequest:
         self.ended = False
         self.reason: Reason | None = None  # why it ended; None, too, where another row has the request
         self._loop, self.before = loop, before
-        self._teller: Detokenizer = (
-            Detokenizer(ticket, outbox, TextStream(loop.tokenizer, request.stop, request.min_tokens))
+        self._detokenizer: Detokenizer = (
+            Detokenizer(handle, outputs, TextStream(loop.tokenizer, request.stop, request.min_tokens))
             if before is None
-            else before._teller
+            else before._detokenizer
         )
         self._stops = loop.eos if request.stop_ids is None else request.stop_ids
         rope, self.weights = length_rope(loop.model), weight_state(loop.model)
@@ -117,8 +117,8 @@ class RunningRequest:
 
     @property
     def has_to_wait(self) -> bool:
-        """For its saved context, which is being opened, for pages, or for the end of a read whose cells are done: it
-        has no use for cells meanwhile.
+        """For its saved context, which is being opened, for pages, or for the end of a read whose chunks are done: it
+        has no use for chunks meanwhile.
         """
         read = paused(self.read)
         finishing = read is not None and read.finishing
@@ -187,8 +187,8 @@ class RunningRequest:
             return True
         self.tokens.append(token)
         if len(self.tokens) <= len(told):
-            return len(self.tokens) == len(told) and self._teller.stopped
-        return self._teller.token(token, logprob, top)
+            return len(self.tokens) == len(told) and self._detokenizer.stopped
+        return self._detokenizer.token(token, logprob, top)
 
     def finish(self, reason: Reason, error: BaseException | None = None) -> None:
         """Tell who asked, once; later calls change nothing."""
@@ -196,7 +196,7 @@ class RunningRequest:
             return
         self.ended, self.reason = True, reason
         counts = self.prompt_tokens, self.cached_tokens
-        self._teller.end(reason, error, Summary(self.tokens, *counts, self._began, self._first, self._scores))
+        self._detokenizer.end(reason, error, Summary(self.tokens, *counts, self._began, self._first, self._scores))
 
     def leave(self, answers: RadixCache | None = None) -> None:
         """Give everything back. answers: keeps prompt and answer for follow-up turns, unless the row has failed."""
@@ -220,11 +220,11 @@ class RunningRequest:
         try:
             self.sharing.put_answer(tree, self.cache, self.tokens, self._opened, self._token_seconds)
         except Exception as error:  # the answer was told: a follow-up turn reads it, and the others go on
-            log.warning("the answer of request %s is not kept: %s: %s", self.ticket.id, type(error).__name__, error)
+            log.warning("the answer of request %s is not kept: %s: %s", self.handle.id, type(error).__name__, error)
 
     def require_weights(self) -> None:
         """Raise CacheMismatchError if the model has other weights, or acting adapters, than when this was submitted."""
-        require_same(self.weights, weight_state(self._loop.model), f"Request {self.ticket.id} was submitted")
+        require_same(self.weights, weight_state(self._loop.model), f"Request {self.handle.id} was submitted")
 
     @property
     def cached_by_tier(self) -> TierTokens:

@@ -34,8 +34,8 @@ class StepResult(NamedTuple):
 
     ended: rows that chose a stop token or string. tokens: rows that got a token; each row of a plan's `decode` must
     come here once, or in `ended` or `failed`, be it some ticks later. failed: jobs with an error, in whatever state.
-    read: cells done. read_done: prompts that are read. decode_seconds: of the last step; cell_seconds: of a cell in
-    `read`, on average; 0 where nothing was measured. at_end: of `read`, those whose next cell ends a layer's pass, and
+    read: chunks done. read_done: prompts that are read. decode_seconds: of the last step; chunk_seconds: of a chunk in
+    `read`, on average; 0 where nothing was measured. at_end: of `read`, those whose next chunk ends a layer's pass, and
     is all that they read in the next tick in which they do.
     """
 
@@ -45,7 +45,7 @@ class StepResult(NamedTuple):
     read: Mapping[str, int] = {}
     read_done: tuple[str, ...] = ()
     decode_seconds: float = 0.0
-    cell_seconds: float = 0.0
+    chunk_seconds: float = 0.0
     at_end: tuple[str, ...] = ()
 
 
@@ -54,7 +54,7 @@ class SchedulerOutput(NamedTuple):
 
     leave: ended, failed, aborted, or has all its tokens: give everything back; of a job that only waited there is
     nothing. start: admitted; its reading begins, or it is ready at once if only the last token of its prompt is unread.
-    decode: rows of this step in the order of their slots; parked rows are left out. read: jobs and the most cells of
+    decode: rows of this step in the order of their slots; parked rows are left out. read: jobs and the most chunks of
     each before the next step.
     """
 
@@ -181,7 +181,7 @@ class Scheduler:
         self._now = max(self._now, now)
         self._ticks += 1
         self._take_in(results)
-        leave = self._let_go()
+        leave = self._pop_finished()
         self._promote()
         self._seat()
         start = self._admit()
@@ -198,11 +198,11 @@ class Scheduler:
         )
 
     def _take_in(self, results: StepResult) -> None:
-        self._grants.measured(results.read, self._places.entries, results.cell_seconds)
+        self._grants.measured(results.read, self._places.entries, results.chunk_seconds)
         self._grants.measured_step(len(results.tokens), results.decode_seconds)
-        for name, cells in results.read.items():
+        for name, chunks in results.read.items():
             if entry := self._places.entries.get(name):
-                entry.cells_done += cells
+                entry.chunks_done += chunks
                 entry.at_end = name in results.at_end
         for name in results.read_done:
             entry = self._places.entries.get(name)
@@ -219,7 +219,7 @@ class Scheduler:
             if name in self._places.entries:
                 self._leaving[name] = None
 
-    def _let_go(self) -> tuple[str, ...]:
+    def _pop_finished(self) -> tuple[str, ...]:
         leave = tuple(self._leaving)
         self._leaving.clear()
         for name in leave:

@@ -1,4 +1,4 @@
-"""Stepper: one token for each row of a step, fed and chosen."""
+"""Run decode steps: feed every running sequence its newest token and sample the next one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ from retrieval_attn.sampling.sampling_params import SamplingParams
 __all__ = ["Decoded", "Stepper"]
 
 Fail = Callable[[str, BaseException, list[str]], None]
-"""Ends a request with its error, and notes it in a list."""
+"""Ends a request with its error and adds its number to a list."""
 
 
 class Decoded(NamedTuple):
-    """What came of a step: rows that ended by themselves, rows that got a token, and the seconds.
+    """Result of a decode step.
 
-    replayed: all of it was the replay of a graph, and the next step will likely be one.
+    Attributes:
+        ended: requests that ended with a stop token or stop string.
+        tokens: requests with one more token.
+        seconds: duration of the step.
+        replayed: whether the whole step was a graph replay, so that the next one likely is.
     """
 
     ended: Sequence[str] = ()
@@ -40,23 +44,31 @@ class Decoded(NamedTuple):
 
 
 class Stepper:
-    """See the module. Belongs to the engine's thread."""
+    """Runs and samples decode steps. Belongs to the engine's thread."""
 
-    def __init__(self, model: PreTrainedModel, limits: Limits, outbox: OutputQueue, fail: Fail, counts: Counts) -> None:
-        """outbox: of the rows; it is sent while graphs run. counts: is told of the steps."""
-        self._chooser = Sampler(limits.rows, model.device)
+    def __init__(
+        self, model: PreTrainedModel, limits: Limits, outputs: OutputQueue, fail: Fail, counts: Counts
+    ) -> None:
+        """Args:
+        model: model of all requests.
+        limits: limits of the engine; `rows` sizes the graphs and the sampler.
+        outputs: output queue, flushed while graphs run.
+        fail: ends a request with its error.
+        counts: counts of the engine.
+        """
+        self._sampler = Sampler(limits.rows, model.device)
         self._clock = StepClock()
         self._runner = GraphRunner(model, limits.rows, self._clock)
-        self._outbox, self._fail = outbox, fail
+        self._outputs, self._fail = outputs, fail
         self._counts = counts
 
-    def decode(self, rows: Mapping[str, RunningRequest], failed: list[str], ahead: bool = False) -> Decoded:
-        """One token for each of these rows. Who fails is added to failed. ahead: see `GraphRunner.advance`."""
+    def decode(self, rows: Mapping[str, RunningRequest], failed: list[str], overlap: bool = False) -> Decoded:
+        """Sample one token for each request. Adds failed ones to `failed`. overlap: see `GraphRunner.advance`."""
         if not rows:
             return Decoded()
         began = time.perf_counter()
         fed = {number: row for number, row in rows.items() if row.logits is None}
-        stepped = self._step(fed, failed, ahead and len(fed) == len(rows)) if fed else Stepped({}, (), None, {})
+        stepped = self._step(fed, failed, overlap and len(fed) == len(rows)) if fed else Stepped({}, (), None, {})
         names = list(fed)
         choices = {names[place]: choice for place, choice in stepped.choices.items()}
         logits = {number: row.logits for number, row in rows.items() if row.logits is not None}
@@ -89,10 +101,16 @@ class Stepper:
     def rehearse(
         self, cache: RetrievalCache, logits: Tensor, rows: int, draws: Sequence[SamplingParams], tokens: int = 0
     ) -> None:
-        """Make what steps of so many rows like `cache` need, which choose as `draws` does; nobody is in a graph.
+        """Compile kernels and capture graphs of steps of `rows` sequences like `cache`.
 
-        logits: (1, vocabulary), of the cache's last token. tokens: of the longest row that is expected. Raises what
-        steps raise.
+        Args:
+            cache: cache with a prefilled prompt; forks of it are stepped.
+            logits: (1, vocabulary), of the last token of the cache.
+            rows: sequences in the step.
+            draws: sampling parameters; one step runs for each.
+            tokens: longest sequence that graphs shall serve.
+
+        Raises the errors of a step.
         """
         self._runner.expect(tokens)
         forks = [cache.fork() for _ in range(rows)]
@@ -100,27 +118,27 @@ class Stepper:
         try:
             for draw in draws:
                 position = forks[0].get_seq_length()
-                self._chooser([draw] * rows, together, [position] * rows)
+                self._sampler([draw] * rows, together, [position] * rows)
                 stepped = self._runner.advance(forks, [(0, position)] * rows, [draw] * rows)
                 for error in stepped.errors.values():
                     raise error
         finally:
-            self._runner.clear_slot()
+            self._runner.clear()
             self._clock.take()  # a rehearsal is not counted
 
     def close(self) -> None:
-        """Give all rows windows of their own, and let go of graphs."""
+        """Give every sequence its own window and free the graphs."""
         self._runner.close()
 
-    def _step(self, fed: Mapping[str, RunningRequest], failed: list[str], ahead: bool) -> Stepped:
-        """Feed these rows their newest tokens."""
+    def _step(self, fed: Mapping[str, RunningRequest], failed: list[str], overlap: bool) -> Stepped:
+        """Feed the newest token of each request."""
         rows = list(fed.values())
         caches = [row.cache for row in rows if row.cache is not None]
         inputs = [(row.tokens[-1], row.position) for row in rows]
         try:
             # a graph chooses from the model's logits: rows whose scores are changed before choose from what it returns
             draws = [None if row.history else row.request.draw for row in rows]
-            stepped = self._runner.advance(caches, inputs, draws, self._outbox.send_beside, ahead=ahead)
+            stepped = self._runner.advance(caches, inputs, draws, self._outputs.flush_async, overlap=overlap)
         except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
             for number in fed:
                 self._fail(number, error, failed)
@@ -131,16 +149,16 @@ class Stepper:
         return stepped
 
     def _choose(self, rows: Mapping[str, RunningRequest], logits: Sequence[Tensor]) -> dict[str, SampledToken | None]:
-        """What rows choose from logits (1, vocabulary) each."""
+        """Sample from logits (1, vocabulary) of each request."""
         if not rows:
             return {}
         draws, histories = [row.request.draw for row in rows.values()], [row.history for row in rows.values()]
-        found = self._chooser(draws, torch.cat(list(logits)), [row.position + 1 for row in rows.values()], histories)
+        found = self._sampler(draws, torch.cat(list(logits)), [row.position + 1 for row in rows.values()], histories)
         return dict(zip(rows, found, strict=True))
 
 
 def _spilled(row: RunningRequest) -> bool:
-    """Whether the row's full windows moved tokens to the host since the last look."""
+    """Return whether a full window's oldest block was evicted since the last call."""
     if row.cache is None:
         return False
     spilled, row.cache.batch.spilled = row.cache.batch.spilled, False

@@ -1,7 +1,7 @@
-"""Bucket: the graphs of a step of so many rows, each of which has a cache of its own, or nobody.
+"""CUDA graphs of decode steps for one batch size, over slots that may be empty.
 
-One graph serves whatever rows there are: how long each is, where its codes lie and what the host searches for it is
-read from memory. A row that nobody has attends to its own token, which nobody reads.
+One graph serves any sequences: lengths, code addresses and host searches are read from memory. An empty slot attends to
+its own token, and its result is not read.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from retrieval_attn.runner.graph.decoder import CapturedStep, GraphDecoder, Step
 from retrieval_attn.runner.graph.host import HostResources, HostRow, HostStep, Retrieve, held_by
 from retrieval_attn.runner.graph.slot import Buffers
 from retrieval_attn.runner.graph.states import GraphState
-from retrieval_attn.runner.graph_sampling import BucketDraw, GraphSampling
-from retrieval_attn.runner.graph_slot import BucketStates, GraphSlot, GroupBuffers, copy_ahead_share
+from retrieval_attn.runner.graph_sampling import GraphSampler, GraphSampling
+from retrieval_attn.runner.graph_slot import BatchStates, GraphSlot, GroupBuffers, copy_ahead_share
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
-__all__ = ["DecodeGraph", "Inputs", "OverlappedStep", "can_go_ahead", "columns_of"]
+__all__ = ["DecodeGraph", "Inputs", "OverlappedStep", "can_overlap", "columns_of"]
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,15 @@ Inputs = Mapping[int, tuple[int, int]]
 
 
 class OverlappedStep(NamedTuple):
-    """See the module: for these inputs, of rows that choose so. graph: what was launched, of this kind. drawing: where
-    it leaves what they chose; None: it is not drawn. over: a mark behind all of it, see `Runtime.mark`.
+    """A step that was launched, possibly before it was requested.
+
+    Attributes:
+        inputs: token and position by place.
+        draws: sampling parameters by place.
+        kind: kind of the graph.
+        graph: the launched graph.
+        drawing: memory of the sampled tokens; None without sampling.
+        over: marks the end of all launches, see `Runtime.mark`.
     """
 
     inputs: Inputs
@@ -58,7 +65,7 @@ class OverlappedStep(NamedTuple):
     over: object
 
     def serves(self, inputs: Inputs, draws: Mapping[int, SamplingParams] | None, kind: StepKind) -> bool:
-        """Whether it is the step that is asked for, or that of more rows: what the others got does not count."""
+        """Return whether this is the requested step, or one of more sequences, whose other results are dropped."""
         if draws is None or self.draws is None or kind != self.kind:
             return False
         return all(
@@ -66,9 +73,10 @@ class OverlappedStep(NamedTuple):
         )
 
 
-def can_go_ahead(row: GraphSlot, under_way: int = 0) -> bool:
-    """Whether its next step needs nothing but the token that its last one chose. under_way: steps that are not over
-    before it.
+def can_overlap(row: GraphSlot, under_way: int = 0) -> bool:
+    """Return whether a sequence's next step needs only the token sampled by its last one.
+
+    under_way: steps that are not over before it.
     """
     cache, tokens = row.cache, under_way + 1
     if cache is None or row.stale or row.room < tokens:
@@ -77,17 +85,20 @@ def can_go_ahead(row: GraphSlot, under_way: int = 0) -> bool:
 
 
 def columns_of(inputs: Inputs, size: int) -> Tensor:
-    """int64 (2, size), tokens and positions, zeros in places that nobody has."""
+    """Return tokens and positions, int64 (2, size), zeros for empty places."""
     found = torch.zeros(2, size, dtype=torch.int64)
     found[:, list(inputs)] = torch.tensor(list(inputs.values()), dtype=torch.int64).T
     return found
 
 
 class DecodeGraph:
-    """See the module. Implements `Recordable` and `RecordedLayer` of `runner/graph/capture.py`.
+    """Graphs of one batch size. Implements `Recordable` and `RecordedLayer` of `runner/graph/capture.py`.
 
-    size: how many rows. rows: those that somebody has, by place. kind: what a graph is captured for now. draw: how its
-    rows choose their tokens.
+    Attributes:
+        size: number of slots.
+        rows: sequences by place; None: empty.
+        kind: kind of graph that the present sequences need.
+        draw: sampler of the batch.
     """
 
     def __init__(
@@ -98,15 +109,19 @@ class DecodeGraph:
         buffers: GroupBuffers,
         resources: HostResources,
     ) -> None:
-        """For rows like `like`. buffers: of its places. resources: of all buckets."""
+        """Args:
+        like: cache with the shape of all sequences.
+        buffers: buffers of the slots.
+        resources: host resources shared by all batch sizes.
+        """
         key = buffers.windows[0][0]
         self.size = len(key)
         self.model = model
-        states = BucketStates(buffers.states, key.device, runtime)
+        states = BatchStates(buffers.states, key.device, runtime)
         self.decoder = GraphDecoder(model, like, runtime, buffers.windows, resources, states)
         self.states: Sequence[GraphState] = states.bind(like)
-        self.cache = _BucketCache(self, like)
-        self.draw = BucketDraw(runtime, self.decoder.memory)
+        self.cache = _GraphCache(self, like)
+        self.draw = GraphSampler(runtime, self.decoder.memory)
         self.rows: list[GraphSlot | None] = [None] * self.size
         self.kind = StepKind(False, False, 0)
         self.recording = self.chooses = False
@@ -114,23 +129,28 @@ class DecodeGraph:
         self._uploaded = False  # the device knows where windows' tokens lie
         self._moved: set[int] = set()  # places that changed since a step was launched
         self._next: Inputs = {}  # what the device has as the inputs of the next step
-        self._ahead: OverlappedStep | None = None
+        self._overlapped: OverlappedStep | None = None
         self._drawing: GraphSampling | None = None
 
     @property
     def layers(self) -> Sequence[DecodeGraph]:
-        """See `Recordable`: all layers are one."""
+        """All layers as one, see `Recordable`."""
         return (self,)
 
     @property
     def is_captured(self) -> bool:
-        """Whether there is a graph of the kind that is needed now."""
+        """Whether a graph of the present kind exists."""
         return self.kind in self.decoder.graphs
 
     def take(self, rows: Sequence[GraphSlot], kind: StepKind, changed: Collection[int]) -> None:
-        """Be for these rows from now on. changed: places whose row, or what that retrieves, is another than before.
+        """Set the sequences of the next steps.
 
-        Raises CaptureError where the host's parts cannot be planned for all of them together.
+        Args:
+            rows: all sequences.
+            kind: kind of graph that they need.
+            changed: places with another sequence, or another range of retrieved keys, than before.
+
+        Raises CaptureError if their host searches cannot be planned together.
         """
         self.rows = [None] * self.size
         for row in rows:
@@ -157,23 +177,32 @@ class DecodeGraph:
         draws: Mapping[int, SamplingParams] | None = None,
         launched: Callable[[], None] | None = None,
         *,
-        ahead: bool = False,
+        overlap: bool = False,
     ) -> Tensor:
-        """Logits (size, vocabulary) float32, in the same memory at every step of a kind; `commit` counts the tokens.
+        """Run a step. Returns logits (size, vocabulary) float32; `commit` counts the step.
 
-        inputs: token and position by place, of all rows. draws: None: what rows choose is not drawn here; otherwise
-        `choices` has it. launched: as in `Replay`. ahead: the next step is launched before this one is over, where that
-        needs nothing but its tokens; it did not happen if another step is asked for. Raises CaptureError where no graph
-        can be captured, BackendError where the host failed, or device and host lost each other: nothing happened then.
+        The next step overwrites the logits.
+
+        Args:
+            inputs: token and position of each sequence, by place.
+            draws: sampling parameters by place. None: no sampling. `choices` returns the sampled tokens.
+            launched: callback, see `Replay`.
+            overlap: launch the next step before this one is over if it needs only its tokens; it is undone if another
+                step is
+                requested.
+
+        Raises:
+            CaptureError: no graph can be captured.
+            BackendError: the host failed, or device and host disagree. The step is not counted.
         """
-        under_way, self._ahead = self._ahead, None
+        under_way, self._overlapped = self._overlapped, None
         if under_way is None or self._moved.intersection(inputs) or not under_way.serves(inputs, draws, self.kind):
             if under_way is not None:
                 self.undo()
             under_way = self._launch(inputs, draws, launched)
         elif launched is not None:
             launched()
-        behind = self._launch_behind(inputs, draws) if ahead and draws is not None else None
+        behind = self._launch_overlapped(inputs, draws) if overlap and draws is not None else None
         decoder, graph = self.decoder, under_way.graph
         decoder.replays += 1
         decoder.runtime.wait(under_way.over)
@@ -187,36 +216,37 @@ class DecodeGraph:
             tokens = under_way.drawing.tokens
             self._next = {place: (tokens[place], position + 1) for place, (_, position) in inputs.items()}
         if behind is not None:
-            self._ahead, self._next = behind._replace(inputs=self._next), {}
+            self._overlapped, self._next = behind._replace(inputs=self._next), {}
         return graph.logits
 
     def choices(self, places: Sequence[int]) -> list[SampledToken | None]:
-        """What the rows at these places chose in the last step that was drawn, see `BucketDraw.choices`."""
+        """Return the tokens sampled by the last step, see `GraphSampler.choices`."""
         assert self._drawing is not None
         return self.draw.choices(self._drawing, places)
 
     def launch_next(self, draws: Mapping[int, SamplingParams]) -> None:
-        """Behind `commit`: launch the next step for what the rows chose, while the caller does something else. It did
-        not happen if another step is asked for. Nothing is done where it needs more than those tokens.
+        """Launch the next step after `commit` with the sampled tokens, if it needs nothing else.
+
+        It is undone if another step is requested.
         """
-        if self._ahead is not None or not self._can_go_ahead(self._next):
+        if self._overlapped is not None or not self._can_overlap(self._next):
             return
         try:
-            self._ahead = self._launch(dict(self._next), draws, None)
+            self._overlapped = self._launch(dict(self._next), draws, None)
         except Exception as error:  # who asks for the step is told
-            log.debug("a step was not launched ahead: %s", error)
+            log.debug("a step was not launched overlap: %s", error)
             self.undo()
 
-    def _can_go_ahead(self, places: Collection[int], under_way: int = 0) -> bool:
-        """Whether a step of the rows at these places, if they are all, can be launched before it is asked for."""
+    def _can_overlap(self, places: Collection[int], under_way: int = 0) -> bool:
+        """Return whether a step of exactly the sequences at these places can be launched early."""
         rows = [row for row in self.rows if row is not None]
         if self.kind.needs_host or self.states or len(rows) != len(places):
             return False
-        return all(can_go_ahead(row, under_way) for row in rows)
+        return all(can_overlap(row, under_way) for row in rows)
 
-    def _launch_behind(self, inputs: Inputs, draws: Mapping[int, SamplingParams]) -> OverlappedStep | None:
-        """Launch the step after the one under way, which has these inputs; None: it has to wait until that is over."""
-        if self._moved or not self._can_go_ahead(inputs, 1):
+    def _launch_overlapped(self, inputs: Inputs, draws: Mapping[int, SamplingParams]) -> OverlappedStep | None:
+        """Launch the step after the one with these inputs. Returns None if it must wait for its end."""
+        if self._moved or not self._can_overlap(inputs, 1):
             return None
         try:
             return self._launch(None, draws, None)
@@ -228,7 +258,7 @@ class DecodeGraph:
     def _launch(
         self, given: Inputs | None, draws: Mapping[int, SamplingParams] | None, launched: Callable[[], None] | None
     ) -> OverlappedStep:
-        """Begin a step, see `step`. given: None: what the rows choose in the one under way."""
+        """Launch a step, see `step`. given: None for the tokens that the step in flight samples."""
         decoder, inputs = self.decoder, given or {}
         if given is not None and not self._uploaded:
             self.upload_spans()
@@ -254,7 +284,7 @@ class DecodeGraph:
         return OverlappedStep(inputs, draws, self.kind, graph, drawing, over)
 
     def commit(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-        """Count a token of every row. Returns what `StepMemory.host_meters` does; None: the host had nothing to do."""
+        """Count a token of each sequence. Returns the step's `StepMemory.host_meters`, None without host work."""
         self.decoder.states.confirmed += 1
         for row in self.rows:
             if row is not None:
@@ -262,13 +292,13 @@ class DecodeGraph:
         return self.decoder.memory.host_meters() if self.kind.needs_host else None
 
     def undo(self) -> None:
-        """A step that was launched, if there is one, does not count."""
-        self._ahead = None
+        """Undo a launched step that is not committed, if there is one."""
+        self._overlapped = None
         self.decoder.states.undo()
 
     def forget(self, place: int | None = None) -> None:
-        """Drop what host parts hold of the row at a place, None: of all; the next step is planned before it comes."""
-        if place is None and self._ahead is not None:
+        """Drop the host search plans of a place, None: of all places."""
+        if place is None and self._overlapped is not None:
             self.undo()
         for asks in self._asks:
             asks[slice(None) if place is None else slice(place, place + 1)] = [None] * (
@@ -282,7 +312,7 @@ class DecodeGraph:
     def attend(
         self, number: int, query: Tensor, new: Buffers, scoring: Scoring, sinks: Tensor | None, *, retrieving: bool
     ) -> Tensor:
-        """Record the attention of layer `number`, of those that attend. retrieving: it is one that retrieves."""
+        """Record the attention of layer `number` of the attention layers. retrieving: the layer retrieves."""
         if query.shape[2] != 1:
             raise CaptureError(f"a decode step has one new token per row, the model brought {query.shape[2]}")
         slot, max_coded_keys = self.decoder.slots[number], None
@@ -303,7 +333,7 @@ class DecodeGraph:
     # -- Recordable ----------------------------------------------------------------------------------
 
     def upload_spans(self) -> None:
-        """Tell the device where the windows' tokens lie, and which rows there are."""
+        """Copy window positions and occupied slots to the device."""
         spans = np.zeros((len(self.decoder.slots), self.size, 2), np.int32)
         stored = np.zeros(self.size, np.int32)
         for place, row in enumerate(self.rows):
@@ -313,33 +343,33 @@ class DecodeGraph:
         self._uploaded = True
 
     def drop_pending(self) -> None:
-        """A forward that recorded, or tried to, is over."""
+        """Drop keys and values noted by a forward that was recorded or failed."""
         for layer in self.cache.layers:
-            if isinstance(layer, _BucketLayer):
+            if isinstance(layer, _GraphLayer):
                 layer.pending = None
 
     def add_tail(self) -> None:
-        """Add to the rows' layers what replays have estimated since the last call."""
+        """Add the tail mass estimated by replays to the sequences' layers."""
         for row in self.rows:
             if row is not None:
                 row.add_tail()
 
     def drop_tail(self) -> None:
-        """Forget what was estimated since `add_tail`."""
+        """Drop the tail mass estimated since `add_tail`."""
         for host in (host for slot in self.decoder.slots for host in slot.hosts):
             host.take_tail()
 
     def _update_kind(self) -> None:
-        """Note who reads host memory, once that is planned."""
+        """Note which host memory the device reads, once that is planned."""
         self.kind = self.kind._replace(reads=self.decoder.reads if self.kind.retrieves else ())
 
 
 _Ask = tuple[HostRow, int | HeadBudgets | None]
-"""What a row retrieves in a layer, and how many keys."""
+"""Retrieved range of a sequence in a layer, and the number of keys."""
 
 
 def _ask(layers: Sequence[Any], number: int) -> _Ask | None:
-    """What a row with these layers retrieves in one, and how many keys; None: nothing."""
+    """Return the retrieved range of a sequence in a layer and the number of keys; None: it does not retrieve."""
     if not layers or not isinstance(layers[number], RetrievalLayer):
         return None
     layer = layers[number]
@@ -350,16 +380,14 @@ def _ask(layers: Sequence[Any], number: int) -> _Ask | None:
 
 
 def _layers(rows: Sequence[GraphSlot | None], places: Collection[int]) -> dict[int, Sequence[Any]]:
-    """The layers of the rows at these places, none for nobody."""
+    """Return the attention layers of the sequences at these places; [] for empty ones."""
     return {place: [] if (row := rows[place]) is None else row.layers for place in places}
 
 
 def _plan(
     number: int, hosts: Iterable[HostStep], asks: list[_Ask | None], changed: Mapping[int, Sequence[Any]]
 ) -> None:
-    """Plan the host parts of a layer that have some of these places, whose rows have these layers. asks: of all places,
-    as they were planned last.
-    """
+    """Plan the host steps of a layer that cover changed places. asks: the last plan of all places, updated here."""
     for place, layers in changed.items():
         asks[place] = _ask(layers, number)
     for host in hosts:
@@ -371,7 +399,7 @@ def _plan(
 
 
 def _together(counts: Sequence[_Ask | None]) -> Retrieve:
-    """How many keys rows attend to that are planned together. Raises CaptureError where that differs."""
+    """Return the keys per query of sequences that are planned together. Raises CaptureError if they differ."""
     given = [one[1] for one in counts if one is not None]
     if not given:
         return 1
@@ -386,17 +414,17 @@ def _together(counts: Sequence[_Ask | None]) -> Retrieve:
     raise CaptureError("the rows retrieve different numbers of keys, or all of them")
 
 
-class _BucketCache(Cache):
-    """`past_key_values` of the forward that is recorded. batch.columns: what it says to hold; no token counts it."""
+class _GraphCache(Cache):
+    """`past_key_values` of the recorded forward. batch.columns: padded length that it reports."""
 
     on_layer = None
 
-    def __init__(self, bucket: DecodeGraph, like: RetrievalCache) -> None:
+    def __init__(self, graph: DecodeGraph, like: RetrievalCache) -> None:
         numbers = {number: row for row, (number, _) in enumerate(attending(like))}
         held: list[Any] = list(like.layers)
-        states = iter(bucket.states)
+        states = iter(graph.states)
         layers: list[Any] = [
-            _BucketLayer(bucket, numbers[number], isinstance(layer, RetrievalLayer), layer.is_sliding)
+            _GraphLayer(graph, numbers[number], isinstance(layer, RetrievalLayer), layer.is_sliding)
             if number in numbers
             else next(states).layer
             for number, layer in enumerate(held)
@@ -404,7 +432,7 @@ class _BucketCache(Cache):
         super().__init__(layers=layers)
         self.batch = SimpleNamespace(columns=0)
         for layer in layers:
-            if isinstance(layer, _BucketLayer):
+            if isinstance(layer, _GraphLayer):
                 layer.batch = self.batch
 
     def update(
@@ -418,25 +446,25 @@ class _BucketCache(Cache):
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """See `batch`."""
+        """Return the padded length of the batch."""
         return int(self.batch.columns)
 
 
-class _BucketLayer(CacheLayerMixin, AttendingLayer):
-    """One layer of all rows, as transformers sees it."""
+class _GraphLayer(CacheLayerMixin, AttendingLayer):
+    """One layer of all sequences, as transformers sees it."""
 
     is_compileable = False
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, bucket: DecodeGraph, number: int, retrieving: bool, sliding: bool) -> None:
+    def __init__(self, graph: DecodeGraph, number: int, retrieving: bool, sliding: bool) -> None:
         super().__init__()
-        self._bucket, self._number, self._retrieving, self.is_sliding = bucket, number, retrieving, sliding
+        self._graph, self._number, self._retrieving, self.is_sliding = graph, number, retrieving, sliding
         self.pending: Buffers | None = None
         self.batch: Any = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Note the new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
         self.pending = (key_states, value_states)
         return KVView(self, key_states), KVView(self, value_states)
 
@@ -450,7 +478,7 @@ class _BucketLayer(CacheLayerMixin, AttendingLayer):
         softcap: float | None,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """Record: each row's new token to its own tokens, (rows, q_heads, 1, value_dim)."""
+        """Record the attention of each sequence's new token, (rows, q_heads, 1, value_dim)."""
         if self.pending is None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends to another layer's keys without storing its own; models that share "
@@ -458,7 +486,7 @@ class _BucketLayer(CacheLayerMixin, AttendingLayer):
             )
         new, self.pending = self.pending, None
         scoring = Scoring(scale, softcap)
-        return self._bucket.attend(self._number, query, new, scoring, sink_logits, retrieving=self._retrieving)
+        return self._graph.attend(self._number, query, new, scoring, sink_logits, retrieving=self._retrieving)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

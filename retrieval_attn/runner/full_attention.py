@@ -1,9 +1,8 @@
-"""Answers that attend to all keys, see `Config.full_attention`: a fork whose keys lie in pages beside the model.
+"""Full attention for one answer (`Config.full_attention`): a fork whose KV cache lies in GPU pages.
 
-An index saves reading keys, and costs a token the search and the host's answer, in every layer. A GPU reads the keys
-of a shorter text in less (`memory/all_keys.py` says which), and rounded to int8 those of one twice as long. They come
-for an answer, and wait for the next one on the same text; contexts keep what they had, and their indexes. An exact
-question would have all of them visit the GPU anyway.
+An index saves reads of keys and costs each token a search and a host round trip per layer. Below a break-even length
+(`memory/all_keys.py`), which int8 doubles, a GPU reads all keys faster. The pages are filled for an answer and kept for
+the next one on the same text; the context keeps its KV cache and index on the host.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class FullKVPages:
-    """See the module. For one thread at a time."""
+    """GPU pages with the KV cache of one text. For one thread at a time."""
 
     def __init__(self, pages: int, *, int8: bool) -> None:
         self.layers = PagedLayers(pages, int8=int8)
@@ -53,22 +52,25 @@ class FullKVPages:
 
     @property
     def in_use(self) -> bool:
-        """Whether an answer attends to them."""
+        """Whether an answer attends to the pages."""
         return bool(self._users)
 
     def held(self, cache: RetrievalCache) -> int:
-        """How many of the first tokens of `cache`, as it is now, lie there."""
+        """Return the number of leading tokens of `cache` in the pages."""
         if self._of is None:
             return 0
         known, rewritten, tokens = self._of
         return tokens if known() is cache and rewritten == cache.batch.rewritten else 0
 
     def has_room(self, tokens: int) -> bool:
-        """Whether so many tokens have room there."""
+        """Return whether `tokens` tokens fit."""
         return self.layers.pages >= pages_for(tokens)
 
     def take(self, cache: RetrievalCache, tokens: int, bring: Callable[[PagedSpan, int], None]) -> PagedPrefix:
-        """The first `tokens` tokens of `cache`, as a prefix; bring: puts those from one on there, that are missing."""
+        """Return the first tokens of `cache` as a paged prefix.
+
+        bring: copies the tokens from a number on, which are missing in the pages.
+        """
         span = PagedSpan(np.arange(pages_for(tokens), dtype=np.int32), tokens, lambda pages: None)
         held = self.held(cache)
         if held < tokens:
@@ -84,18 +86,18 @@ _kept: weakref.WeakKeyDictionary[PreTrainedModel, FullKVPages] = weakref.WeakKey
 
 
 def kept_pages(model: PreTrainedModel) -> FullKVPages | None:
-    """Those that the model keeps."""
+    """Return the pages that a model keeps."""
     return _kept.get(model)
 
 
-def keep(model: PreTrainedModel, pages: FullKVPages) -> None:
-    """Keep these, and no others: their memory is free once no answer uses them."""
-    let_go(model)
+def keep_full_kv(model: PreTrainedModel, pages: FullKVPages) -> None:
+    """Keep these pages in place of others, whose memory is free once no answer uses it."""
+    release_full_kv(model)
     _kept[model] = pages
 
 
-def let_go(model: PreTrainedModel) -> None:
-    """Keep none: neither pages nor steps that were captured over them."""
+def release_full_kv(model: PreTrainedModel) -> None:
+    """Release the kept pages and the graphs captured over them."""
     pages = _kept.pop(model, None)
     if pages is not None:
         retire(model, pages.layers)
@@ -103,28 +105,29 @@ def let_go(model: PreTrainedModel) -> None:
 
 Found = TypeVar("Found")
 Emit = Callable[[str], None] | None
-"""Takes each piece of an answer's text."""
+"""Receives each piece of an answer's text."""
 
 _turn = threading.Lock()
-"""Answers in several threads: one brings its keys at a time."""
+"""Serializes the copies of answers in several threads."""
 
 
 class ExpectedTokens(NamedTuple):
-    """What is still to come at most. tokens: of a question and its answer. rows: answers side by side."""
+    """Tokens still to come at most. tokens: of a question and its answer. rows: answers in the batch."""
 
     tokens: int = 0
     rows: int = 1
 
 
 ALONE = ExpectedTokens()
-"""One answer, of which nothing is known."""
+"""One answer of unknown length."""
 
 
 def attach_full_kv(
     model: PreTrainedModel, cache: RetrievalCache, ahead: ExpectedTokens = ALONE
 ) -> RetrievalCache | None:
-    """A fork of `cache` with all keys beside the model; None where its answers are to retrieve. ahead: in the fork, if
-    it is repeated for as many rows.
+    """Fork `cache` with its whole KV cache in GPU pages. Returns None if its answers are to retrieve.
+
+    ahead: expected tokens of the fork, if it is repeated for as many rows.
     """
     ends = {one.tail_start for one in _to_bring(cache)}
     if len(ends) != 1:  # nothing lies on the host alone
@@ -144,7 +147,7 @@ def attach_full_kv(
         try:
             prefix = pages.take(cache, tokens, bring)
         except torch.OutOfMemoryError:  # what is free lies in pieces
-            let_go(model)
+            release_full_kv(model)
             log.info("an answer retrieves: all keys of %d tokens found no room beside the model", tokens)
             return None
         fork.batch.exact = prefix
@@ -158,8 +161,9 @@ def attach_full_kv(
 def answer_with_full_attention(
     model: PreTrainedModel, fork: RetrievalCache, answers: Callable[[RetrievalCache, Emit], Found], emit: Emit
 ) -> Found | None:
-    """What `answers` gives with a fork from `attach_full_kv`; None where memory ran out before any text was there:
-    other answers may have taken what was free.
+    """Call `answers` with a fork of `attach_full_kv`. Returns None if memory ran out before the first piece of text.
+
+    Other answers may have taken the memory that was free.
     """
     said, tokens = False, fork.batch.columns
 
@@ -175,13 +179,14 @@ def answer_with_full_attention(
         if said:
             raise
     log.warning("an answer retrieves: over all keys of %d tokens it ran out of memory", tokens)
-    let_go(model)
+    release_full_kv(model)
     return None
 
 
 def forms_for_all(model: PreTrainedModel, cache: RetrievalCache, tokens: int) -> list[bool]:
-    """Forms in which answers may have all keys of so many tokens beside the model, whether int8, the preferred first;
-    [] where they retrieve, as options say so or it is as soon.
+    """Return the formats in which full attention is allowed for a text, True for int8, preferred ones first.
+
+    An empty list means retrieval: by the options, or because it is as fast.
     """
     config = cache.config
     plain = config.index == "auto" and not config.index_options and config.retrieve != "all"
@@ -200,23 +205,21 @@ def forms_for_all(model: PreTrainedModel, cache: RetrievalCache, tokens: int) ->
 
 
 def release_if_needed(model: PreTrainedModel) -> None:
-    """Before a text is read: pages that the next answer over all keys might find its keys in go, where less than twice
-    as much is free.
-    """
+    """Before a prefill, release kept pages if less than twice their size is free."""
     kept = kept_pages(model)
     free = None if kept is None or kept.in_use else whole_device_bytes(model)
     if kept is not None and free is not None and free < 2 * kept.nbytes:
-        let_go(model)
+        release_full_kv(model)
 
 
 def memory_speed(model: PreTrainedModel) -> float | None:
-    """Bytes per second of the memory of the GPU that a model runs on; 0 where that is not known, None without one."""
+    """Return bytes per second of a GPU's memory, 0 if unknown. None: the model runs on no GPU."""
     device = input_device(model)
     return (bandwidth(device) or 0.0) if device.type == "cuda" else None
 
 
 def _to_bring(cache: RetrievalCache) -> list[LayerKV]:
-    """Of layers that retrieve now, what they hold; [] where rows are not one plain one, or somebody watches."""
+    """Return the KV of layers that retrieve; [] if the batch is not one plain sequence, or a hook watches."""
     batch = cache.batch
     if len(batch.sequences) != 1 or batch.forgotten.tokens or batch.exact is not None or batch.valid is not None:
         return []
@@ -227,7 +230,7 @@ def _to_bring(cache: RetrievalCache) -> list[LayerKV]:
 
 
 def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, ahead: ExpectedTokens) -> FullKVPages | None:
-    """Pages for so many first tokens: those that have them, or others, where they fit; None: the answer retrieves."""
+    """Return pages for the first tokens: kept ones, or new ones if they fit. None: the answer retrieves."""
     forms, kept = forms_for_all(model, cache, cache.batch.columns), kept_pages(model)
     if kept is not None and kept.held(cache) and kept.layers.int8 in forms and kept.has_room(tokens):
         return kept  # what is missing goes behind what others may attend to
@@ -240,7 +243,7 @@ def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, ahead: Ex
             missing = _missing_bytes(model, cache, pages, ahead, int8=int8)
             if not missing:
                 made = FullKVPages(pages, int8=int8)
-                keep(model, made)
+                keep_full_kv(model, made)
                 return made
     if missing:
         log.info("an answer retrieves: all keys beside the model take %s more than is free", show_bytes(missing))
@@ -250,9 +253,10 @@ def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, ahead: Ex
 def _missing_bytes(
     model: PreTrainedModel, cache: RetrievalCache, pages: int, ahead: ExpectedTokens, *, int8: bool
 ) -> int:
-    """What the GPU has too little room by, 0 for none: for so many pages in all layers in place of those that are kept,
-    if no answer uses them; for the windows of a fork and of a captured step, blocks under way, and a pass of the
-    question.
+    """Return by how many bytes the GPU is too small, 0 if the answer fits.
+
+    Counted are the pages of all layers in place of kept ones that no answer uses, windows of a fork and of a captured
+    step, transfer blocks, and the prefill of the question.
     """
     shape, config = model_shape(model.config, None), cache.config
     slots = ahead.rows * (config.sink + kept_tokens(config.window + ahead.tokens))
@@ -264,6 +268,6 @@ def _missing_bytes(
     kept = kept_pages(model)
     free, waiting = whole_device_bytes(model) or 0, 0 if kept is None or kept.in_use else kept.nbytes
     if waiting and needed <= free + waiting:
-        let_go(model)
+        release_full_kv(model)
         free = whole_device_bytes(model) or 0
     return max(0, needed - free)

@@ -1,16 +1,19 @@
-"""BucketRunner: steps of a batch whose rows come and go, as replays of graphs where they can be captured.
+"""Decode steps of a changing batch, as CUDA graph replays if possible.
 
-There is a graph for 1, 2, 4, ... rows; a step takes the smallest that has room for its rows. All graphs read and write
-the same window buffers. A row of these is a page of constant size: it holds all that a sequence has on the device but
-for codes of its keys, so admission by pages is exact. A row joins by copies of its windows and leaves the same way.
-Caches that no graph serves are stepped eagerly beside it (`runner/rows.py`), until what refused them has changed.
+There is a graph for 1, 2, 4, ... sequences; a step uses the smallest one with enough slots. All graphs share the window
+buffers. A slot has constant size and holds everything that a sequence has on the device except codes of its keys, so
+admission by slots is exact. Attaching and detaching copy windows. Sequences that no graph serves are stepped eagerly
+(`runner/rows.py`) until the cause has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,47 +25,273 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.host_attention import retrieved_keys
+from retrieval_attn.attention.paged_prefix import PagedLayers
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import has_position
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
 from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
+from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import note_eager
-from retrieval_attn.runner.graph.decoder import attending
+from retrieval_attn.runner.decode_graph import DecodeGraph
+from retrieval_attn.runner.graph.decoder import StepKind, attending
+from retrieval_attn.runner.graph.host import HostResources
 from retrieval_attn.runner.graph.memory import ordinary_tensors
-from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, prefix_of
+from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, levels_for, prefix_of
 from retrieval_attn.runner.graph.registry import runtime_for
 from retrieval_attn.runner.graph.signature import cache_batch_key, look_at
-from retrieval_attn.runner.graph.slot import window_of
+from retrieval_attn.runner.graph.slot import slot_buffers, window_of
 from retrieval_attn.runner.graph.support import cache_refusal
-from retrieval_attn.runner.graph_pool import GraphPool
+from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StateBuffers, StepCosts
 from retrieval_attn.runner.rows import StepClock, require_rows
 from retrieval_attn.runner.rows import step as eager_step
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
-__all__ = ["EagerFallbacks", "GraphRunner", "RETRY_STEPS", "Stepped"]
+__all__ = ["EagerFallbacks", "GraphPool", "GraphRunner", "RETRY_STEPS", "Stepped"]
 
 log = logging.getLogger(__name__)
 
 
+SHRINK_AFTER = 32
+"""Steps for which a smaller graph must suffice before it is used, because batch sizes fluctuate."""
+
+
+class GraphPool:
+    """Graphs of all batch sizes for sequences of one shape, and their slots.
+
+    Attributes:
+        buffers: window and state buffers of all slots.
+        graphs: graphs by batch size.
+        rows: slots by the id of the cache.
+        pages: memory of paged prefixes; None: no sequence has had any.
+    """
+
+    def __init__(self, model: PreTrainedModel, like: RetrievalCache, runtime: Runtime, most: int) -> None:
+        """like: a cache with the shape. most: largest batch size, a power of 2. Raises torch.OutOfMemoryError."""
+        self._model, self._prefill_chunk, self._runtime = model, like.config.prefill_chunk, runtime
+        layers = attending(like)
+        windows = [slot_buffers(layer, most) for _, layer in layers]
+        self.buffers = GroupBuffers(windows, StateBuffers.of(like, most))
+        self.graphs: dict[int, DecodeGraph] = {}
+        self.rows: dict[int, GraphSlot] = {}
+        self._most, self._resources = most, HostResources(runtime, default_pool())
+        self._costs = StepCosts(len(layers))
+        self._graph: DecodeGraph | None = None
+        self._changed: set[int] = set()
+        self._smaller = 0  # steps in a row that a smaller graph would have served
+        self._retrieves, self._max_coded_keys, self._levels = False, 0, 0
+        self.pages: PagedLayers | None = None
+
+    def arrange(
+        self, caches: Sequence[RetrievalCache], gone: Callable[[int], Callable[[Any], None]], tokens: int = 0
+    ) -> dict[int, Exception]:
+        """Assign caches to graph slots; detach absent ones and evict full windows.
+
+        Args:
+            caches: all sequences of the next step.
+            gone: makes the callback for a cache, by its id, that runs once it is collected.
+            tokens: length of the longest expected sequence.
+
+        Returns the errors of caches without a slot, by their number. Raises CaptureError if they cannot share a graph.
+        """
+        self.detach_absent(caches)
+        problems: dict[int, Exception] = {}
+        joining: list[tuple[int, RetrievalCache]] = []
+        for number, cache in enumerate(caches):
+            row = self.rows.get(id(cache))
+            if row is None:
+                joining.append((number, cache))
+            elif row.room == 0 and not row.stale:
+                self._try(number, id(cache), row.evict_block, problems)
+                self._changed.add(row.place)
+        room = self._most - len(self.rows)
+        problems.update(
+            (number, CaptureError(f"all {self._most} slots of the graph are in use")) for number, _ in joining[room:]
+        )
+        joining = joining[:room]
+        graph = self._select_graph(len(self.rows) + len(joining), caches[0])
+        for number, cache in joining:
+            row = GraphSlot(cache, self._costs, gone(id(cache)))
+            self.rows[id(cache)] = row
+            place = self._free_place(graph.size)
+            self._try(number, id(cache), functools.partial(row.attach, self.buffers, place), problems)
+            self._changed.add(place)
+        for number, cache in enumerate(caches):
+            row = self.rows.get(id(cache))
+            if row is not None and row.stale:
+                self._changed.add(row.place)
+                self._try(number, id(cache), functools.partial(row.attach, self.buffers, row.place), problems)
+        self._plan(graph, tokens)
+        return problems
+
+    def misfits(
+        self, caches: Sequence[RetrievalCache], gone: Callable[[int], Callable[[Any], None]]
+    ) -> dict[int, Exception]:
+        """Return the errors of caches, by their number, that fit no graph even alone."""
+        found: dict[int, Exception] = {}
+        for number, cache in enumerate(caches):
+            try:
+                found.update((number, problem) for problem in self.arrange([cache], gone).values())
+            except CaptureError as error:
+                found[number] = error
+        return found
+
+    def replay(
+        self,
+        caches: Sequence[RetrievalCache],
+        inputs: Sequence[tuple[int, int]],
+        draws: Sequence[SamplingParams | None] | None = None,
+        launched: Callable[[], None] | None = None,
+        clock: StepClock | None = None,
+        *,
+        overlap: bool = False,
+    ) -> tuple[dict[int, SampledToken | None], Tensor | None]:
+        """Append one token to each cache, all of which `arrange` accepted.
+
+        Args:
+            caches: all sequences.
+            inputs: token and position of each.
+            draws: sampling parameters of each; None for a sequence, or for all: not sampled.
+            launched: callback, see `Replay`.
+            clock: gets the seconds of the step.
+            overlap: launch the next step early, because the same sequences likely follow; only if all are sampled.
+
+        Returns the sampled tokens by number (None: logits are not finite), and logits (rows, vocabulary) float32 of
+        sequences that were not sampled, in order; None if there are none.
+
+        Raises:
+            CaptureError: no graph can be captured.
+            BackendError: host or exchange failed. No token was appended.
+        """
+        graph = self._graph
+        assert graph is not None
+        places = [self.rows[id(cache)].place for cache in caches]
+        asked = [None] * len(places) if draws is None else draws
+        drawn = {number: draw for number, draw in enumerate(asked) if draw is not None}
+        apart = [place for number, place in enumerate(places) if number not in drawn]
+        by_place, overlap = {places[number]: draw for number, draw in drawn.items()}, overlap and not apart
+        began = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if not graph.is_captured:  # the model itself runs
+                stack.enter_context(using_retrieval(self._model, self._prefill_chunk))
+            try:
+                logits = graph.step(dict(zip(places, inputs, strict=True)), by_place or None, launched, overlap=overlap)
+                choices = graph.choices(list(by_place)) if by_place else []
+                found = logits[torch.tensor(apart, device=logits.device)] if apart else None
+            except BaseException:
+                graph.undo()
+                raise
+        work = graph.commit()  # at last: what raises before did not happen
+        if clock is not None:
+            clock.device += time.perf_counter() - began
+        retrieving = 0 if work is None else sum(row.retrieves for row in self.rows.values())
+        if work is not None and retrieving:
+            if clock is not None:
+                clock.host += float(work[1].sum()) / 1e9
+            self._costs.add(*work, retrieving)
+        if overlap and None not in choices:
+            graph.launch_next(by_place)
+        return dict(zip(drawn, choices, strict=True)), found
+
+    def detach_absent(self, caches: Sequence[RetrievalCache]) -> None:
+        """Detach all sequences but these."""
+        wanted = {id(cache) for cache in caches}
+        for key in [key for key in self.rows if key not in wanted]:
+            self.detach(key)
+
+    def detach(self, key: int) -> None:
+        """Detach a sequence, by the id of its cache."""
+        row = self.rows.pop(key)
+        if row.place >= 0:
+            self._changed.add(row.place)
+        row.detach()
+
+    def drop_slot(self, key: int) -> None:
+        """Drop the slot and search plans of a collected cache."""
+        row = self.rows.pop(key, None)
+        if row is not None and row.place >= 0 and self._graph is not None:
+            self._graph.forget(row.place)
+            self._changed.add(row.place)
+
+    def clear(self) -> None:
+        """Detach all sequences; the next step uses the smallest graph that suffices."""
+        for key in list(self.rows):
+            self.detach(key)
+        for graph in self.graphs.values():
+            graph.forget()
+        self._graph, self._smaller = None, 0
+
+    def _try(self, number: int, key: int, do: Callable[[], None], problems: dict[int, Exception]) -> None:
+        """Call `do` for a sequence and detach it on an error."""
+        try:
+            do()
+        except Exception as error:
+            problems[number] = error
+            self.detach(key)
+
+    def _select_graph(self, rows: int, like: RetrievalCache) -> DecodeGraph:
+        """Return the graph of the next step. Sequences beyond its last slot move."""
+        needed, size = 1 << max(0, rows - 1).bit_length(), 0 if self._graph is None else self._graph.size
+        self._smaller = self._smaller + 1 if needed < size else 0
+        if size < needed or self._smaller > SHRINK_AFTER:
+            size, self._smaller = needed, 0
+            if self._graph is not None:
+                self._graph.add_tail()
+                self._graph.forget()
+            for row in self.rows.values():
+                if row.place >= size:
+                    row.attach(self.buffers, self._free_place(size))
+            if size not in self.graphs:
+                own = self.buffers.rows(0, size)
+                self.graphs[size] = DecodeGraph(self._model, like, self._runtime, own, self._resources)
+            self._graph = self.graphs[size]
+            self._changed = set(range(size))
+        assert self._graph is not None
+        return self._graph
+
+    def _free_place(self, size: int) -> int:
+        """Return a free slot in the half with fewer sequences: host and device work on one half each."""
+        taken = {row.place for row in self.rows.values()}
+        halves = range(size // 2), range(size // 2, size)
+        free = [[place for place in half if place not in taken] for half in halves]
+        return max(free, key=len)[0]
+
+    def _plan(self, graph: DecodeGraph, tokens: int) -> None:
+        """Update the sequences of a graph if something changed."""
+        rows = list(self.rows.values())
+        if not self._changed or not rows:
+            return
+        # never less than before: what a search is recorded for may decide which keys a few more are
+        self._retrieves |= any(row.retrieves for row in rows)
+        coded = max(row.coded_keys for row in rows)
+        self._max_coded_keys = max(self._max_coded_keys, size_class(max(coded, tokens)) if coded else 0)
+        levels = levels_for([row.prefix for row in rows])  # steps of rows without pages do not pay for any
+        self._levels = max(self._levels, levels)
+        kind = StepKind(self._retrieves, False, self._max_coded_keys, self._levels if levels else 0)
+        changed, self._changed = {place for place in self._changed if place < graph.size}, set(range(graph.size))
+        graph.take(rows, kind, changed)
+        self._changed = set()
+
+
 RETRY_STEPS = 256
-"""Steps from one look at what refused a cache to the next. A row that joins may cost the others a capture."""
+"""Steps between two checks of a refused cache. A sequence that joins may cost the batch a capture."""
 
 
 @dataclass(frozen=True)
 class _Refused:
-    """situation: as it was then. until: the step at which it is looked at again."""
+    """situation: state at the refusal. until: step of the next check."""
 
     situation: object
     until: int
 
 
 class EagerFallbacks:
-    """See the module. No cache is kept alive."""
+    """Sequences that fall back to eager steps until the cause changes. Caches are weak references."""
 
     def __init__(self) -> None:
         self._caches: weakref.WeakKeyDictionary[RetrievalCache, _Refused] = weakref.WeakKeyDictionary()
@@ -75,15 +304,15 @@ class EagerFallbacks:
         return len(self._caches)
 
     def count_step(self) -> None:
-        """A step begins."""
+        """Count a step."""
         self._step += 1
 
     def note(self, cache: RetrievalCache, situation: object) -> None:
-        """No graph serves this cache as things are. situation: all that may change that; equal while nothing did."""
+        """Refuse a cache. situation: everything that may change the refusal; equal if nothing has changed."""
         self._caches[cache] = _Refused(situation, self._step + RETRY_STEPS)
 
     def stands(self, cache: RetrievalCache, situation: Callable[[], object]) -> bool:
-        """Whether a cache that was refused still is. situation: as it is now; asked once in RETRY_STEPS steps."""
+        """Return whether a cache is still refused. situation: called once in RETRY_STEPS steps."""
         known = self._caches.get(cache)
         if known is None:
             return False
@@ -98,14 +327,17 @@ class EagerFallbacks:
 
 
 FAILURES = 3
-"""Replays in a row that fail before there are no more."""
+"""Consecutive failed replays after which all steps are eager."""
 
 
 class Stepped(NamedTuple):
-    """What came of a step. Rows by their number in it.
+    """Result of a step; sequences by their number.
 
-    choices: of rows that chose in a graph; None: the logits are not finite. apart: the others, in order. logits:
-    float32 (rows apart, vocabulary), those of rows in `errors` without meaning; None: there are none apart.
+    Attributes:
+        choices: tokens sampled in a graph; None: logits are not finite.
+        apart: sequences that were not sampled, in order.
+        logits: float32 (rows apart, vocabulary), undefined for sequences in `errors`; None: no such sequences.
+        errors: errors by sequence.
     """
 
     choices: Mapping[int, SampledToken | None]
@@ -115,13 +347,13 @@ class Stepped(NamedTuple):
 
 
 class GraphRunner:
-    """See the module. One thread at a time. reason: why there are no graphs, once that is known of all; "" else."""
+    """Runs decode steps of a batch. One thread at a time. reason: why all steps are eager; "" if they are not."""
 
     def __init__(self, model: PreTrainedModel, rows: int, clock: StepClock | None = None) -> None:
-        """rows: most rows of a graph. clock: of steps. Nothing is captured, no memory taken, before the first step."""
+        """rows: largest batch. clock: gets the seconds of steps. Memory is allocated at the first step."""
         self._model, self._most = unwrapped(model), 1 << max(0, rows - 1).bit_length()
         self._runtime: Runtime | None = None
-        self._group: GraphPool | None = None
+        self._pool: GraphPool | None = None
         self._key: tuple[Any, ...] = ()
         self._refusals, self._clock = EagerFallbacks(), clock or StepClock()
         self._failures, self._tokens, self._joined, self.reason = 0, 0, False, ""
@@ -130,19 +362,19 @@ class GraphRunner:
 
     @property
     def replays(self) -> int:
-        """Steps that were replays of the graphs that there are."""
-        return 0 if self._group is None else sum(one.decoder.replays for one in self._group.buckets.values())
+        """Steps that were replays of the present graphs."""
+        return 0 if self._pool is None else sum(one.decoder.replays for one in self._pool.graphs.values())
 
     @property
     def captures(self) -> int:
-        """Graphs that there are."""
-        return 0 if self._group is None else sum(one.decoder.captures for one in self._group.buckets.values())
+        """Captures of the present graphs."""
+        return 0 if self._pool is None else sum(one.decoder.captures for one in self._pool.graphs.values())
 
     def step(self, caches: Sequence[RetrievalCache], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits (rows, vocabulary) float32 after one new token in each cache, which hold it then.
+        """Append one token to each cache. Returns logits (rows, vocabulary) float32.
 
-        As `rows.step`, and raises as that does; CaptureError, too, for a cache with graph=True that no graph serves.
-        Caches of the step before that are not in this one get windows of their own again.
+        Raises as `rows.step`, and CaptureError for a cache with graph=True that no graph serves. Caches of the last
+        step that are absent get windows of their own.
         """
         stepped = self.advance(caches, list(zip(tokens, positions, strict=True)))
         assert stepped.logits is not None
@@ -158,17 +390,23 @@ class GraphRunner:
         draws: Sequence[SamplingParams | None] | None = None,
         launched: Callable[[], None] | None = None,
         *,
-        ahead: bool = False,
+        overlap: bool = False,
     ) -> Stepped:
-        """The same for token and position of each row; rows of a graph that have a draw choose their tokens in it.
+        """Append one token to each cache and sample the next tokens of sequences in a graph.
 
-        draws: of each row, without penalties or bias; None for a row, or for all: its logits are returned. launched:
-        called when a graph was launched, which then leaves Python's lock to others for most of its time; more than once
-        where a replay failed, never where there was none. Must be quick and not raise. ahead: the next call is likely
-        to be for the same rows and what they chose; if it is not, nothing is wrong.
+        Args:
+            caches: sequences of the step.
+            inputs: token and position of each.
+            draws: sampling parameters, without penalties and bias. None for a sequence, or for all: logits are
+                returned.
+            launched: called when a graph was launched, which then mostly runs without the interpreter lock. It must be
+                quick
+                and not raise. A failed replay may call it again; a step without a replay never does.
+            overlap: the next call is likely for the same sequences and sampled tokens, so that its step may be launched
+                early.
         """
         require_rows(caches, inputs)
-        graphed, found, undrawn = self._replayed(caches, inputs, draws, launched, ahead) or ([], {}, None)
+        graphed, found, undrawn = self._replayed(caches, inputs, draws, launched, overlap) or ([], {}, None)
         choices, served = {graphed[number]: choice for number, choice in found.items()}, set(graphed)
         eager = [row for row in range(len(caches)) if row not in served]
         logits, errors = _eager(self._model, self._clock, caches, inputs, eager) if eager else (None, {})
@@ -179,19 +417,19 @@ class GraphRunner:
         return Stepped(choices, apart, _in_order(apart, (undrawn, rows), (logits, eager)), errors)
 
     def expect(self, tokens: int) -> None:
-        """Rows may get so long: graphs that are captured from now on serve them."""
+        """Let later captures serve sequences of up to `tokens` tokens."""
         self._tokens = max(self._tokens, tokens)
 
-    def clear_slot(self) -> None:
-        """Nobody is in a graph, as before the first step; the graphs stay."""
+    def clear(self) -> None:
+        """Detach all sequences and keep the graphs."""
         with self._turn:
-            if self._group is not None:
-                self._group.clear_slot()
+            if self._pool is not None:
+                self._pool.clear()
 
     def close(self) -> None:
-        """Give all caches windows of their own, and let go of graphs and buffers."""
+        """Give all caches windows of their own, and free graphs and buffers."""
         with self._turn:
-            self._drop_group()
+            self._drop_pool()
 
     @ordinary_tensors
     def _replayed(
@@ -200,45 +438,47 @@ class GraphRunner:
         inputs: Sequence[tuple[int, int]],
         draws: Sequence[SamplingParams | None] | None,
         launched: Callable[[], None] | None,
-        ahead: bool = False,
+        overlap: bool = False,
     ) -> tuple[list[int], dict[int, SampledToken | None], Tensor | None] | None:
-        """The rows that a graph served, in order, and what `GraphPool.replay` found; None: none."""
+        """Return the sequences served by a graph, in order, and the result of `GraphPool.replay`; None: none."""
         with self._turn:
-            self._let_go()
+            self._drop_collected()
             self._refusals.count_step()
-            if self._group is not None:
-                self._group.leave_absent(caches)
+            if self._pool is not None:
+                self._pool.detach_absent(caches)
             self._joined = False
             rows = [row for row, cache in enumerate(caches) if not self.reason and self._serves(cache)]
             try:
                 rows = self._arranged(caches, rows)
-                if not rows or self._group is None:
+                if not rows or self._pool is None:
                     return None
                 asked = None if draws is None else [draws[row] for row in rows]
                 own = [caches[row] for row in rows], [inputs[row] for row in rows]
-                found = self._group.replay(*own, asked, launched, self._clock, ahead=ahead and len(rows) == len(caches))
+                found = self._pool.replay(
+                    *own, asked, launched, self._clock, overlap=overlap and len(rows) == len(caches)
+                )
             except CaptureError as error:
                 self._end(str(error), caches)
                 return None
             except BackendError as error:  # whose fault it is shows when the rows are stepped eagerly
                 self._failures += 1
-                log.warning("a step of %d rows is made again, eagerly: %s", len(rows), error)
+                log.warning("a graph replay of %d sequences failed; the step runs again eagerly: %s", len(rows), error)
                 if self._failures == FAILURES:
                     self._end(f"{FAILURES} replays failed, the last because {error}", caches)
                 return None
             except Exception as error:
-                log.warning("graphs of rows end by an error that nobody expected", exc_info=True)
+                log.warning("decode graphs failed unexpectedly; all further steps run eagerly", exc_info=True)
                 self._end(f"{type(error).__name__}: {error}", caches)
                 return None
             except BaseException:
-                self._drop_group()  # somewhere between two layers
+                self._drop_pool()  # somewhere between two layers
                 raise
             self._failures = 0
             return rows, *found
 
     def _serves(self, cache: RetrievalCache) -> bool:
-        """Whether a graph may have this cache: its shape is that of the group, which it may begin."""
-        if self._group is not None and id(cache) in self._group.rows:
+        """Return whether a graph can serve this cache. The first cache sets the shape of the pool."""
+        if self._pool is not None and id(cache) in self._pool.rows:
             return has_position(cache.batch, cache.max_positions)
         try:
             if self._refusals.stands(cache, self._situation):
@@ -255,7 +495,7 @@ class GraphRunner:
         return False
 
     def _refusal(self, cache: RetrievalCache) -> str | None:
-        """Why no graph may have it, "" for none that is to be told; None: one may."""
+        """Return why no graph can serve a cache, "" for a reason that is not logged. None: one can."""
         if cache.config.graph is False:
             return ""
         if self._runtime is None:
@@ -273,38 +513,38 @@ class GraphRunner:
         for layer in _layers(cache):
             layer.finish_index()
             if window_of(layer).valid is not None:
-                return "a row of a batch has padding"
+                return "the sequence has padding"
         key = id(self._runtime), id(default_pool()), model.signature, cache_batch_key(cache), _batch_key(cache)
         prefix = prefix_of(cache)
         if prefix is not None and not is_recordable(prefix):
             return NO_KERNELS
-        elsewhere = self._group is not None and prefix is not None and self._group.pages not in (None, prefix.layers)
-        if self._group is not None and (key != self._key or elsewhere):
-            if self._group.rows or self._joined:
-                different = "have pages of several engines" if elsewhere else "differ in shapes or options"
-                return f"rows of a batch {different}"
-            self._drop_group()
-        if self._group is None:
+        elsewhere = self._pool is not None and prefix is not None and self._pool.pages not in (None, prefix.layers)
+        if self._pool is not None and (key != self._key or elsewhere):
+            if self._pool.rows or self._joined:
+                different = "use pages of several engines" if elsewhere else "differ in shapes or options"
+                return f"the sequences of the batch {different}"
+            self._drop_pool()
+        if self._pool is None:
             try:
-                self._group, self._key = GraphPool(self._model, cache, self._runtime, self._most), key
+                self._pool, self._key = GraphPool(self._model, cache, self._runtime, self._most), key
             except torch.OutOfMemoryError:
-                return f"there is no memory for the windows of {self._most} rows on {input_device(self._model)}"
+                return f"{input_device(self._model)} has no memory for the windows of {self._most} sequences"
         if prefix is not None:
-            self._group.pages = prefix.layers
+            self._pool.pages = prefix.layers
         return None
 
     def _arranged(self, caches: Sequence[RetrievalCache], rows: list[int]) -> list[int]:
-        """Those of the rows that the group has now, in order. Raises CaptureError."""
-        group = self._group
-        if group is None:
+        """Return the sequences with a slot, in order. Raises CaptureError."""
+        pool = self._pool
+        if pool is None:
             return []
-        before = set(group.rows)
+        before = set(pool.rows)
         while rows:
             try:
-                problems = group.arrange([caches[row] for row in rows], self._gone_by, self._tokens)
+                problems = pool.arrange([caches[row] for row in rows], self._gone_by, self._tokens)
             except CaptureError as error:
                 problems = {number: error for number, row in enumerate(rows) if id(caches[row]) not in before}
-                problems = problems or group.misfits([caches[row] for row in rows], self._gone_by)
+                problems = problems or pool.misfits([caches[row] for row in rows], self._gone_by)
                 if not problems:
                     raise
             for number, problem in problems.items():
@@ -316,7 +556,7 @@ class GraphRunner:
         return rows
 
     def _refuse(self, cache: RetrievalCache, reason: str) -> None:
-        """This cache is stepped eagerly until that has changed. Raises CaptureError where a graph was demanded."""
+        """Step a cache eagerly until the situation changes. Raises CaptureError for graph=True."""
         if reason and cache.config.graph is True:
             raise CaptureError(f'this step cannot run as a graph: {reason}. Use graph="auto" or graph=False.')
         self._refusals.note(cache, self._situation())
@@ -324,24 +564,24 @@ class GraphRunner:
             note_eager(self._model, reason)
 
     def _situation(self) -> tuple[Any, ...]:
-        """What may change about who is refused: hooks, weights and adapters of the model, and who is in the graphs."""
-        rows = 0 if self._group is None else len(self._group.rows)
-        return *look_at(self._model), self._key, self._group is None, rows > 0 or self._joined, rows < self._most
+        """Return what refusals depend on: hooks, weights and adapters of the model, and occupied slots."""
+        rows = 0 if self._pool is None else len(self._pool.rows)
+        return *look_at(self._model), self._key, self._pool is None, rows > 0 or self._joined, rows < self._most
 
     def _end(self, reason: str, caches: Sequence[RetrievalCache]) -> None:
-        """No graph any more. Raises CaptureError where one was demanded."""
+        """Free all graphs for good. Raises CaptureError for graph=True."""
         self.reason = reason
-        self._drop_group()
+        self._drop_pool()
         for cache in caches:
             self._refuse(cache, reason)
 
-    def _drop_group(self) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.clear_slot()
+    def _drop_pool(self) -> None:
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.clear()
 
     def _gone_by(self, key: int) -> Any:
-        """What to call once nobody has the cache with this id: at any time, in any thread."""
+        """Make the callback of a collected cache, which may run at any time and in any thread."""
         runner = weakref.ref(self)
 
         def gone(_: object) -> None:
@@ -351,21 +591,21 @@ class GraphRunner:
             self._gone.append(key)
             if self._turn.acquire(blocking=False):  # else the next step does it
                 try:
-                    self._let_go()
+                    self._drop_collected()
                 finally:
                     self._turn.release()
 
         return gone
 
-    def _let_go(self) -> None:
+    def _drop_collected(self) -> None:
         while self._gone:
             key = self._gone.pop()
-            if self._group is not None and key in self._group.rows and self._group.rows[key].cache is None:
-                self._group.let_go(key)
+            if self._pool is not None and key in self._pool.rows and self._pool.rows[key].cache is None:
+                self._pool.drop_slot(key)
 
 
 def _in_order(order: Sequence[int], *parts: tuple[Tensor | None, Sequence[int]]) -> Tensor:
-    """Logits of the rows `order` from those of parts of them, which say their rows."""
+    """Join logits of parts of the sequences in the order of `order`."""
     place = {row: number for number, row in enumerate(order)}
     given = [(logits, [place[row] for row in rows]) for logits, rows in parts if logits is not None]
     together = given[0][0].new_empty(len(order), given[0][0].shape[1])
@@ -381,7 +621,7 @@ def _eager(
     inputs: Sequence[tuple[int, int]],
     rows: Sequence[int],
 ) -> tuple[Tensor, Mapping[int, Exception]]:
-    """Logits of these of the rows after an eager step, in order, and the errors of those that failed."""
+    """Step these sequences eagerly. Returns their logits, in order, and errors by sequence."""
     tokens, positions = zip(*(inputs[row] for row in rows), strict=True)
     try:
         return eager_step(model, [caches[row] for row in rows], tokens, positions, clock), {}
@@ -390,7 +630,7 @@ def _eager(
 
 
 def _batch_key(cache: RetrievalCache) -> tuple[Any, ...]:
-    """What rows must agree in beside shapes: how many keys they attend to, and how."""
+    """Return what sequences of a graph must have in common apart from shapes: how many keys they retrieve, and how."""
     found: list[Any] = [cache.config.estimates, cache.config.threads]
     for layer in _layers(cache):
         if isinstance(layer, RetrievalLayer):

@@ -1,7 +1,7 @@
-"""BucketDraw: the rows of a bucket choose their tokens on the device, by a graph of its own behind the step's.
+"""Sample the tokens of a batch on the device, by a graph that runs after that of the step.
 
-A graph apart, so that another way of drawing is no new recording of the step. What was chosen is written where the next
-step reads its tokens, and to page-locked memory: who has waited for the step finds it there.
+A separate graph lets sampling parameters change without capturing the step again. Sampled tokens are written to the
+inputs of the next step and to page-locked memory.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from retrieval_attn.sampling.choose import DrawMode, SamplingState, choose
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["BucketDraw", "GraphSampling"]
+__all__ = ["GraphSampler", "GraphSampling"]
 
 LOGPROBS = (5, MAX_LOGPROBS)
 """Of how many tokens graphs tell the log-probabilities: rows get the first of these."""
 _GREEDY = SamplingParams()
 
 
-class BucketDraw:
-    """See the module. For one bucket: `prepare`, the replay of its step, `launch`, and once that is over `choices`. The
-    next step may be launched before anybody has looked: it leaves what it draws elsewhere.
+class GraphSampler:
+    """Samples for one batch size: `prepare`, replay of the step, `launch`, and `choices` once both are over.
+
+    The next step may be launched before `choices` is read: it writes to other memory.
     """
 
     def __init__(self, runtime: Runtime, memory: StepMemory) -> None:
-        """memory: of the bucket's decoder."""
+        """memory: step memory of the batch's decoder."""
         self._runtime, self._memory = runtime, memory
         rows = len(memory.token)
         self._table = SamplingState(rows, memory.token.device)
@@ -42,10 +43,10 @@ class BucketDraw:
         self._drawing: GraphSampling | None = None
 
     def prepare(self, draws: Mapping[int, SamplingParams], logits: Tensor) -> bool:
-        """Rows choose so in the step that comes, by place; others by what costs least.
+        """Set the sampling parameters of the next step by place; other places sample greedily.
 
-        logits: float32 (rows, vocabulary), where the step will write them. Returns whether the inputs of the next step
-        are still there: not where a graph had to be captured first. Raises CaptureError.
+        logits: float32 (rows, vocabulary), written by the step. Returns False if a graph was captured, which overwrites
+        the inputs of the next step. Raises CaptureError.
         """
         for place, known in enumerate(self._draws):
             draw = draws.get(place, _GREEDY)
@@ -66,13 +67,13 @@ class BucketDraw:
         return there
 
     def launch(self) -> GraphSampling:
-        """Behind the step that `prepare` was called for. Returns where it leaves what rows choose."""
+        """Sample after the step of `prepare`. Returns the memory of the result."""
         assert self._drawing is not None
         self._drawing.replay()
         return self._drawing
 
     def choices(self, drawing: GraphSampling, places: Sequence[int]) -> list[SampledToken | None]:
-        """Of the rows at these places; None: a row's logits hold NaN or infinity."""
+        """Return the sampled token of each place; None if its logits hold NaN or infinity."""
         ids, wrong = drawing.ids.tolist()
         logprobs, top_ids = drawing.logprobs, drawing.top_ids
         found: list[SampledToken | None] = []
@@ -103,11 +104,10 @@ class BucketDraw:
 
 
 class GraphSampling(NamedTuple):
-    """A graph, and where it leaves on the host what it chose, for each place.
+    """A sampling graph and the host memory of its result.
 
-    ids: int64 (2, rows), the tokens and which rows failed, for NumPy: to read a tensor takes longer, and the device
-    waits. logprobs: float32 (rows, 1 + n) of the token and of the likeliest ones, whose ids are top_ids, int64 (rows,
-    n).
+    ids: int64 (2, rows), tokens and failures, as NumPy arrays, which are faster to read. logprobs: float32 (rows, 1 +
+    n), of the token and of the likeliest ones. top_ids: int64 (rows, n), the likeliest ones.
     """
 
     replay: Replay
@@ -117,6 +117,6 @@ class GraphSampling(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """What was chosen at each place: the inputs of the next step, as the device has them."""
+        """Tokens by place: the inputs of the next step."""
         found: list[int] = self.ids[0].tolist()
         return found

@@ -1,7 +1,7 @@
-"""BucketRow: a cache of one sequence in a batch that decodes as a graph: its windows lie in one row of shared buffers.
+"""One sequence of a batch that decodes as a CUDA graph: its windows and states are rows of shared buffers.
 
-What belongs to the row is data: where its windows lie, how long they are, what the host searches for it. To join and
-to leave are copies of its windows, and no capture.
+All facts of a sequence are data in memory: window positions, lengths, host search. Attaching and detaching copy its
+windows and need no capture.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from retrieval_attn.runner.graph.pages import prefix_of
 from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, window_of
 from retrieval_attn.runner.graph.states import GraphState, Views
 
-__all__ = ["BucketStates", "GraphSlot", "GroupBuffers", "RowStates", "StateBuffers", "StepCosts", "copy_ahead_share"]
+__all__ = ["BatchStates", "GraphSlot", "GroupBuffers", "RowStates", "StateBuffers", "StepCosts", "copy_ahead_share"]
 
 log = logging.getLogger(__name__)
 
 
 class StateBuffers(NamedTuple):
-    """States of all places, layer by layer: each (places, ...), of one row otherwise.
+    """Linear-attention and convolution states of all slots, layer by layer, each (slots, ...).
 
-    current: as the last replay left them. kept: as it found them.
+    current: after the last replay. kept: before it, so that one step can be undone.
     """
 
     current: Items[Views]
@@ -50,7 +50,7 @@ class StateBuffers(NamedTuple):
 
     @classmethod
     def of(cls, like: RetrievalCache, places: int) -> StateBuffers:
-        """Zeros for states as those of a cache of one sequence. Raises torch.OutOfMemoryError."""
+        """Allocate zeros shaped like the states of a cache of one sequence. Raises torch.OutOfMemoryError."""
         layers = [dict(layer.states()) for _, layer in keeping_state(like)]
         current, kept = (
             [{key: state.new_zeros(places, *state.shape[1:]) for key, state in one.items()} for one in layers]
@@ -59,7 +59,7 @@ class StateBuffers(NamedTuple):
         return cls(current, kept)
 
     def rows(self, start: int, stop: int) -> StateBuffers:
-        """Views of the states at places [start, stop)."""
+        """Return views of slots [start, stop)."""
         current, kept = (
             [{key: buffer[start:stop] for key, buffer in one.items()} for one in both]
             for both in (self.current, self.kept)
@@ -67,15 +67,15 @@ class StateBuffers(NamedTuple):
         return StateBuffers(current, kept)
 
 
-class BucketStates:
-    """The states that a bucket's graphs advance. Implements `StepStates` of `runner/graph/states.py`.
+class BatchStates:
+    """States that the graphs of one batch size advance in place. Implements `StepStates` of `runner/graph/states.py`.
 
-    layers: for each layer its states, views of the buffers. confirmed: steps that count. What a step that does not
-    count changed is undone before anybody else looks at the states.
+    layers: states of each layer, views of the buffers. confirmed: committed steps. One step can be undone, by the copy
+    that a replay makes first.
     """
 
     def __init__(self, buffers: StateBuffers, device: torch.device, runtime: Runtime) -> None:
-        """buffers: at the bucket's places."""
+        """buffers: states of the slots of this batch size."""
         self.layers, self.confirmed, self._runtime = buffers.current, 0, runtime
         self._launched = torch.zeros(1, dtype=torch.int64, device=device)
         self._current, self._kept = ([one for layer in both for one in layer.values()] for both in buffers)
@@ -86,24 +86,24 @@ class BucketStates:
         return sum(one.numel() * one.element_size() for one in (*self._current, *self._kept))
 
     def begin_step(self) -> None:
-        """Record: keep the states as they are before this step, and count it."""
+        """Record: copy the states before the step and count it."""
         if self._current:
             torch._foreach_copy_(self._kept, self._current)
             self._launched.add_(1)
 
     def undo(self, keep: int = 0) -> None:
-        """Be as before the step that is not confirmed, if there is one. keep: 0. Waits for the device."""
+        """Restore the states before a step that is not committed, if there is one. keep: 0. Waits for the device."""
         assert keep == 0, "a batch has one step under way"
         if self._is_ahead():
             torch._foreach_copy_(self._current, self._kept)
             self._launched.fill_(self.confirmed)
 
     def confirmed_views(self, number: int) -> Views:
-        """States of layer `number` as the last confirmed step left them: `undo` comes before anybody asks."""
+        """Return the states of a layer after the last committed step. `undo` precedes every call."""
         return self.layers[number]
 
     def bind(self, like: RetrievalCache) -> list[GraphState]:
-        """Layers as those of `like` that keep a state, over these buffers."""
+        """Make layers like the state layers of `like` over these buffers."""
         return [
             GraphState(self, (number, row), _layer_over(layer, self.layers[row]))
             for row, (number, layer) in enumerate(keeping_state(like))
@@ -119,13 +119,13 @@ class BucketStates:
 
 
 class RowStates:
-    """The states of one row, which lie at its place. The cache's layers have views of it until `leave`."""
+    """States of one slot. The cache's layers use views of them until `detach`."""
 
     def __init__(self) -> None:
         self._views: Items[Views] = ()
 
     def attach(self, cache: RetrievalCache, buffers: StateBuffers, place: int, *, moved: bool) -> None:
-        """Have all states at this place. moved: it is not the one of before."""
+        """Copy the states of a cache to a slot. moved: the slot differs from the last one."""
         if moved:
             self._views = buffers.rows(place, place + 1).current
         for (_, layer), views in zip(keeping_state(cache), self._views, strict=True):
@@ -136,8 +136,8 @@ class RowStates:
                     states[number] = view
 
     @ordinary_tensors
-    def leave(self, cache: RetrievalCache) -> None:
-        """Let the cache go, with states of its own."""
+    def detach(self, cache: RetrievalCache) -> None:
+        """Give the cache copies of its states."""
         for (_, layer), views in zip(keeping_state(cache), self._views, strict=False):
             for (name, number), view in views.items():
                 states = getattr(layer, name)
@@ -147,7 +147,7 @@ class RowStates:
 
 
 def _layer_over(like: StateLayer, views: Views) -> StateLayer:
-    """A layer as `like`, whose states are these."""
+    """Make a layer like `like` with these states."""
     layer = StateLayer(like.number_of_states)
     plain = {name: value for name, value in vars(like).items() if name not in ("graph", "number_of_states")}
     vars(layer).update({name: dict(value) if isinstance(value, dict) else value for name, value in plain.items()})
@@ -157,44 +157,49 @@ def _layer_over(like: StateLayer, views: Views) -> StateLayer:
 
 
 class GroupBuffers(NamedTuple):
-    """What rows of graphs lie in. windows: of each layer that attends. states: of the layers that keep one."""
+    """Buffers of all slots. windows: of each attention layer. states: of layers with a state."""
 
     windows: Sequence[Buffers]
     states: StateBuffers
 
     def rows(self, start: int, stop: int) -> GroupBuffers:
-        """Views of the places [start, stop)."""
+        """Return views of slots [start, stop)."""
         windows = [(key[start:stop], value[start:stop]) for key, value in self.windows]
         return GroupBuffers(windows, self.states.rows(start, stop))
 
 
 class StepCosts:
-    """What the host's part of all steps so far cost a row that was in each: work and nanoseconds by layer, float64.
+    """Host work and nanoseconds by layer, float64, of a sequence that took part in all steps.
 
-    A step is one for all rows, and counts in equal shares for those that retrieve.
+    The work of a step counts in equal shares for the sequences that retrieve.
     """
 
     def __init__(self, layers: int) -> None:
         self.work, self.nanoseconds = np.zeros((layers, words.METER_WORDS)), np.zeros(layers)
 
     def add(self, work: np.ndarray[Any, Any], nanoseconds: np.ndarray[Any, Any], rows: int) -> None:
-        """One step more. work, nanoseconds: as `StepMemory.host_meters` gives them. rows: that retrieved."""
+        """Add a step. work, nanoseconds: of `StepMemory.host_meters`. rows: sequences that retrieved."""
         self.work += work / rows
         self.nanoseconds += nanoseconds / rows
 
 
 class GraphSlot:
-    """See the module. Implements `GraphHook` of `attention/layer.py`. The cache is not kept alive.
+    """Slot of one sequence in the batch graphs. Implements `GraphHook` of `attention/layer.py`; the cache is a weak
+    reference.
 
-    place: its row of the buffers; -1: none yet. room: tokens that each of its windows still takes. stale: something
-    else changed the cache, so `attach` comes before the next step. retrieves: it has keys between sinks and window.
-    coded_keys: most that a device searches by codes, in any layer. behind: layers that `bring` has something to do for.
+    Attributes:
+        place: row of the buffers; -1 before `attach`.
+        room: tokens until some window is full.
+        stale: whether the cache was changed elsewhere, so that `attach` must precede the next step.
+        retrieves: whether there are keys between sinks and window.
+        coded_keys: largest number of keys that the device searches by codes in a layer.
+        behind: layers whose evicted block is not on the host yet, see `copy_ahead`.
     """
 
     recording = False
 
     def __init__(self, cache: RetrievalCache, costs: StepCosts, gone: Callable[[Any], None]) -> None:
-        """costs: of the steps it will be in. gone: called once the cache is, at any time, from any thread."""
+        """costs: host work of the steps. gone: called from any thread once the cache is collected."""
         self._cache = weakref.ref(cache, gone)
         self._costs, self._paid = costs, (costs.work.copy(), costs.nanoseconds.copy())
         self._slots: Sequence[LayerSlot] = ()
@@ -208,30 +213,30 @@ class GraphSlot:
 
     @property
     def cache(self) -> RetrievalCache | None:
-        """Whose row it is; None: nobody has it any more."""
+        """The cache of the sequence; None once it is collected."""
         return self._cache()
 
     @property
     def layers(self) -> list[Any]:
-        """The cache's layers that attend."""
+        """Attention layers of the cache."""
         cache = self._cache()
         return [] if cache is None else [layer for _, layer in attending(cache)]
 
     @property
     def prefix(self) -> PagedPrefix | None:
-        """What it has in pages; None: nothing."""
+        """KV of the sequence in shared pages; None: none."""
         cache = self._cache()
         return None if cache is None else prefix_of(cache)
 
     @property
     def spans(self) -> np.ndarray[Any, Any]:
-        """The used slots of its windows, int32 (layers, 2)."""
+        """Used positions of the windows, int32 (layers, 2)."""
         spans = self._spans.copy()
         spans[:, 1] += self._unsynced
         return spans
 
     def attach(self, buffers: GroupBuffers, place: int) -> None:
-        """Have windows, with room for a token, and states in this row of the buffers. Raises CaptureError."""
+        """Move windows, with room for one token, and states to a row of the buffers. Raises CaptureError."""
         cache = self._cache()
         if self.place >= 0:
             self.sync()
@@ -247,31 +252,31 @@ class GraphSlot:
             layer.graph = self
             if window_of(layer).span[1] >= view[0].shape[2]:
                 layer.spill()
-            self._settle(layer, view)
+            self._bind_window(layer, view)
             if window_of(layer).room == 0:
                 layer.spill()
-                self._settle(layer, view)
+                self._bind_window(layer, view)
         self._look()
         self.stale = False
 
-    def make_room(self) -> None:
-        """Some window is full: its oldest tokens are searched from now on, as in eager decoding.
+    def evict_block(self) -> None:
+        """Evict the oldest block of each full window, as eager decoding does.
 
-        The host has them, or gets them now. What else the windows hold it gets by `bring`.
+        Tokens that are not on the host yet are copied now; those of the next block by `copy_ahead`.
         """
         self.sync()
         self._spill(flush=False)
         layers = self.layers
         for layer, view in zip(layers, self._views, strict=True):
-            self._settle(layer, view)
+            self._bind_window(layer, view)
         self._look()
         self.behind = [number for number, layer in enumerate(layers) if isinstance(layer, RetrievalLayer)]
         self._moved = event_now(self._views[0][0].device)
 
-    def bring(self, layers: int) -> None:
-        """Prepare the next time that windows are full, in so many layers more; while a step replays.
+    def copy_ahead(self, layers: int) -> None:
+        """Copy tokens of the next block to the host in `layers` further layers, while a step replays.
 
-        What they held when they were full last is copied to the host. What goes wrong is told when it is needed there.
+        Errors are logged and raised when the tokens are needed.
         """
         own = self.layers
         some, self.behind = self.behind[:layers], self.behind[layers:]
@@ -284,22 +289,22 @@ class GraphSlot:
             self.behind = []
 
     def use(self, slots: Sequence[LayerSlot]) -> None:
-        """From now on these slots' host parts estimate for it."""
+        """Let the host steps of these layer slots estimate the tail of this sequence from now on."""
         if slots is not self._slots:
             self.add_tail()
             self._slots = slots
             self._forget_tail()
 
     def commit(self) -> None:
-        """Count the token of a step that is over."""
+        """Count the token of a completed step."""
         cache = self._cache()
         if cache is not None:
             cache.batch.commit(1)
         self.room -= 1
         self._unsynced += 1
 
-    def leave(self) -> None:
-        """Let the cache go, with all tokens that count in it and windows of its own."""
+    def detach(self) -> None:
+        """Give the cache its committed tokens and windows of its own."""
         self.sync()
         self.add_tail()
         self._spill()
@@ -309,13 +314,13 @@ class GraphSlot:
                 layer.window.own()
         cache = self._cache()
         if cache is not None:
-            self._states.leave(cache)
+            self._states.detach(cache)
         self.place, self._views, self._slots, self.behind = -1, [], (), []
 
     # -- GraphHook -----------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Tell the cache's windows of the tokens that replays have appended, and its layers of the host's work."""
+        """Add the tokens of replays to the cache's windows, and the host's work to its layers."""
         count, self._unsynced = self._unsynced, 0
         paid, self._paid = self._paid, (self._costs.work.copy(), self._costs.nanoseconds.copy())
         if not count:
@@ -328,7 +333,7 @@ class GraphSlot:
                 note_host_work(layer.stats, work[number], float(nanoseconds[number]))
 
     def invalidate(self) -> None:
-        """Something else changes the cache: `sync`, and look at it anew before the next step."""
+        """Note that the cache is changed elsewhere: `sync` now and `attach` before the next step."""
         self.sync()
         if not self.stale:
             self.stale = True
@@ -337,11 +342,11 @@ class GraphSlot:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Never: the batch's own layers are recorded (`bucket_graph.py`), not this cache's."""
+        """Raise CaptureError: the layers of the batch are recorded (`runner/decode_graph.py`), not those of a cache."""
         raise CaptureError("a row of a batch is not recorded by itself")
 
     def add_tail(self) -> None:
-        """Add to the layers' `tail` what was estimated in replays since the last call. Waits for the device."""
+        """Add the tail mass estimated by replays to the layers' `tail`. Waits for the device."""
         tallies = self._tallies()
         if not tallies:
             return
@@ -358,7 +363,7 @@ class GraphSlot:
             torch._foreach_zero_(tallies)
 
     def _tallies(self) -> list[tuple[RetrievalLayer, Tensor]]:
-        """What is estimated for the row, with the layer that it is for."""
+        """Return the estimate buffers of this sequence with their layers."""
         return [
             (layer, host.tally_of(self.place))
             for slot, layer in zip(self._slots, self.layers, strict=False)
@@ -366,8 +371,8 @@ class GraphSlot:
             if host.rows.start <= self.place < host.rows.stop
         ]
 
-    def _settle(self, layer: Any, view: Buffers) -> None:
-        """The layer's window is in `view`, wherever it was. Raises CaptureError where it does not fit."""
+    def _bind_window(self, layer: Any, view: Buffers) -> None:
+        """Move a layer's window to `view`. Raises CaptureError if it does not fit."""
         window = window_of(layer)
         if window.buffers[0] is view[0]:
             return
@@ -376,9 +381,7 @@ class GraphSlot:
         window.use(*view)
 
     def _spill(self, *, flush: bool = True) -> None:
-        """Windows that are full move their oldest tokens to the host, as eager decoding does at once. flush: see
-        `HeldTokens.spill`.
-        """
+        """Evict the oldest block of each full window to the host. flush: see `LayerKV.spill`."""
         if any(layer.window.room == 0 for layer in self.layers):
             self.add_tail()  # what was estimated until now is of a row that may not have retrieved
             for layer in self.layers:
@@ -388,7 +391,7 @@ class GraphSlot:
                     layer.spill()
 
     def _look(self) -> None:
-        """Note where the windows' tokens lie now."""
+        """Store the positions of the windows."""
         layers = self.layers
         self._spans = np.array([layer.window.span for layer in layers], np.int32).reshape(len(layers), 2)
         self.room = min((layer.window.room for layer in layers), default=0)
@@ -399,12 +402,10 @@ class GraphSlot:
 
 
 def copy_ahead_share(rows: Iterable[GraphSlot]) -> None:
-    """While the device computes: a share of what the windows that moved last have and the host has not, so that it has
-    all of it before the next ones move.
-    """
+    """Copy a share of the next blocks to the host, so that all of it is there before the next window is full."""
     some = sorted((row for row in rows if row.behind), key=lambda row: row.room)
     left = -(-sum(len(row.behind) for row in some) // max(1, some[0].room)) if some else 0
     for row in some:
         count = min(left, len(row.behind))
-        row.bring(count)
+        row.copy_ahead(count)
         left -= count

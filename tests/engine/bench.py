@@ -1,4 +1,4 @@
-"""A bench for single schedules: plans are carried out at once, with fixed seconds for steps and cells."""
+"""A bench for single schedules: plans are carried out at once, with fixed seconds for steps and chunks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ LIMITS = Limits(
 
 
 class Bench:
-    """Carries plans out at once: each row gets its token, each reading its cells; checks after every tick."""
+    """Carries plans out at once: each row gets its token, each reading its chunks; checks after every tick."""
 
-    def __init__(self, step: float = 0.01, cell: float = 0.01, **changes: Any) -> None:
+    def __init__(self, step: float = 0.01, chunk: float = 0.01, **changes: Any) -> None:
         self.limits = replace(LIMITS, **changes)
         self.scheduler = Scheduler(self.limits)
         self.step_seconds = step
-        self.cell_seconds = cell
+        self.chunk_seconds = chunk
         self.now = 0.0
         self.results = StepResult()
         self.jobs: dict[str, RequestNeeds] = {}
-        self.cells: dict[str, int] = {}
+        self.chunks: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
         self.plans: list[SchedulerOutput] = []
         self.parks: list[tuple[str, ...]] = []
@@ -55,11 +55,11 @@ class Bench:
         self.parks.append(tuple(name for name in now_parked if name not in parked))
         self.resumes.append(tuple(name for name in parked if self.state(name) is State.DECODING))
         read, read_done = {}, []
-        for name, cells in plan.read:
-            done = self.cells.get(name, 0)
-            read[name] = min(cells, self.limits.cells(self.jobs[name]) - done)
-            self.cells[name] = done + read[name]
-            if self.cells[name] == self.limits.cells(self.jobs[name]):
+        for name, chunks in plan.read:
+            done = self.chunks.get(name, 0)
+            read[name] = min(chunks, self.limits.chunks(self.jobs[name]) - done)
+            self.chunks[name] = done + read[name]
+            if self.chunks[name] == self.limits.chunks(self.jobs[name]):
                 read_done.append(name)
         for name in plan.decode:
             self.tokens[name] = self.tokens.get(name, 0) + 1
@@ -69,9 +69,9 @@ class Bench:
             read=read,
             read_done=tuple(read_done),
             decode_seconds=seconds,
-            cell_seconds=self.cell_seconds if read else 0.0,
+            chunk_seconds=self.chunk_seconds if read else 0.0,
         )
-        self.now += seconds + self.cell_seconds * sum(read.values())
+        self.now += seconds + self.chunk_seconds * sum(read.values())
         return plan
 
     def until(self, done: Callable[[], bool], most: int = 10_000) -> None:

@@ -20,8 +20,8 @@ class Request:
     job: RequestNeeds
     stops_after: int
     fails_after: int
-    cells: int
-    cells_done: int = 0
+    chunks: int
+    chunks_done: int = 0
     read: bool = False
     tokens: int = 0
     reason: str = ""
@@ -61,12 +61,12 @@ class Plant:
             )
             return False
         unread = job.prompt_tokens - job.cached_tokens - 1
-        cells = -(-unread // self.limits.chunk_tokens) * self.limits.layers
-        # chunks that do not fit are halved: readings may take more cells than the limits say
-        cells += draw.randrange(3) if cells else 0
+        chunks = -(-unread // self.limits.chunk_tokens) * self.limits.layers
+        # chunks that do not fit are halved: readings may take more chunks than the limits say
+        chunks += draw.randrange(3) if chunks else 0
         stops = draw.randint(1, job.max_tokens) if draw.random() < 0.3 else job.max_tokens + 1
-        fails = draw.randint(1, cells + job.max_tokens) if draw.random() < 0.1 else cells + job.max_tokens + 1
-        self.there[name] = Request(job, stops, fails, cells, read=cells == 0)
+        fails = draw.randint(1, chunks + job.max_tokens) if draw.random() < 0.1 else chunks + job.max_tokens + 1
+        self.there[name] = Request(job, stops, fails, chunks, read=chunks == 0)
         return True
 
     def abort(self, name: str) -> None:
@@ -88,8 +88,8 @@ class Plant:
             request.job = replace(request.job, cached_tokens=more)
             if name not in self.started:
                 unread = replace(request.job, known_tokens=0).unread_tokens
-                request.cells = -(-unread // self.limits.chunk_tokens) * self.limits.layers
-                request.read = request.cells == 0
+                request.chunks = -(-unread // self.limits.chunk_tokens) * self.limits.layers
+                request.read = request.chunks == 0
         if self.there and self.draw.random() < 0.1:  # which may turn out wrong
             name = self.draw.choice(list(self.there))
             known = self.draw.randint(0, self.there[name].job.prompt_tokens - 1)
@@ -166,7 +166,7 @@ class Plant:
         assert not ready or self.scheduler.slots_in_use == limits.rows, "a slot is free and a job is ready"
         reads = [name for name, _ in plan.read]
         assert len(set(reads)) == len(reads)
-        assert all(cells > 0 and name in self.started for name, cells in plan.read)
+        assert all(chunks > 0 and name in self.started for name, chunks in plan.read)
         assert self.late or not any(self.there[name].read for name in reads), "it is read already"
         long = [name for name in reads if limits.is_long(self.there[name].job)]
         assert len(long) <= 1, "one long read at a time"
@@ -180,20 +180,20 @@ class Plant:
         """What comes of a plan; the last of the pending results when it is told late."""
         tokens, ended, failed, read_done = [], [], [], []
         read: dict[str, int] = {}
-        for name, cells in plan.read:
+        for name, chunks in plan.read:
             request = self.there[name]
-            done = min(cells, request.cells - request.cells_done)
-            request.cells_done += done
-            if request.cells_done >= request.fails_after:
+            done = min(chunks, request.chunks - request.chunks_done)
+            request.chunks_done += done
+            if request.chunks_done >= request.fails_after:
                 failed.append(name)
             if done:
                 read[name] = done
-            if request.cells_done == request.cells and not request.read:
+            if request.chunks_done == request.chunks and not request.read:
                 read_done.append(name)
                 request.read = True
         for name in plan.decode:
             request = self.there[name]
-            if request.cells + request.tokens + 1 >= request.fails_after:
+            if request.chunks + request.tokens + 1 >= request.fails_after:
                 failed.append(name)
                 continue
             request.tokens += 1
@@ -202,8 +202,8 @@ class Plant:
             if request.tokens >= request.stops_after:
                 ended.append(name)
         decode = 0.002 * len(plan.decode) * self.draw.uniform(0.5, 1.5)
-        cell = self.draw.uniform(0.001, 0.02)
-        self.now += decode + cell * sum(read.values()) + 0.0005
+        chunk = self.draw.uniform(0.001, 0.02)
+        self.now += decode + chunk * sum(read.values()) + 0.0005
         self._pending.append(
             StepResult(
                 ended=tuple(ended),
@@ -212,7 +212,7 @@ class Plant:
                 read=read,
                 read_done=tuple(read_done),
                 decode_seconds=decode,
-                cell_seconds=cell if read else 0.0,
+                chunk_seconds=chunk if read else 0.0,
             )
         )
         while len(self._pending) < 1 + self.late:

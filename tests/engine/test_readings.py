@@ -1,4 +1,4 @@
-"""How many tokens of short prompts a forward has: as many as its cells stay short with, beside rows that wait."""
+"""How many tokens of short prompts a forward has: as many as its chunks stay short with, beside rows that wait."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Clock:
 
 
 class Pack:
-    """A forward whose cells take the same time; cells: of all its layers."""
+    """A forward whose chunks take the same time; chunks: of all its layers."""
 
-    def __init__(self, clock: Clock, tokens: int, cell_seconds: float, cells: int = 32) -> None:
-        self.tokens, self.cells_done, self._cells = tokens, 0, cells
-        self._clock, self._cell_seconds = clock, cell_seconds
+    def __init__(self, clock: Clock, tokens: int, chunk_seconds: float, chunks: int = 32) -> None:
+        self.tokens, self.chunks_done, self._seconds_per_chunk = tokens, 0, chunks
+        self._clock, self._cell_seconds = clock, chunk_seconds
 
     @property
-    def cells_left(self) -> int:
-        return self._cells - self.cells_done
+    def chunks_left(self) -> int:
+        return self._seconds_per_chunk - self.chunks_done
 
-    def go(self, cells: int) -> None:
-        self.cells_done += cells
-        self._clock.now += cells * self._cell_seconds
+    def go(self, chunks: int) -> None:
+        self.chunks_done += chunks
+        self._clock.now += chunks * self._cell_seconds
 
     def wait(self, timeout: float | None = None) -> bool:
         return True
@@ -59,7 +59,7 @@ def reading() -> PrefillWorker:
 
 def test_a_forward_alone_is_large(reading: PrefillWorker) -> None:
     assert reading._tokens_together(alone=True) == ALONE_TOKENS
-    assert reading._tokens_together(alone=False) == BESIDE_TOKENS, "nothing is known of cells yet"
+    assert reading._tokens_together(alone=False) == BESIDE_TOKENS, "nothing is known of chunks yet"
 
 
 @pytest.mark.parametrize(

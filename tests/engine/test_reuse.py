@@ -15,7 +15,7 @@ import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache, seal
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.prefix_handle import HeldAnswer, text_mark
+from retrieval_attn.engine.prefix_handle import AnswerEntry, text_mark
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.model.weights import weight_state
 from retrieval_attn.runner.rows import step
@@ -96,7 +96,7 @@ def read_counts(llm: Any) -> Any:
 def answers_of(engine: Engine) -> list[Any]:
     """Nodes that hold answers."""
     assert engine._tree is not None
-    return [node for node in engine._tree._residents if isinstance(node.held, HeldAnswer)]
+    return [node for node in engine._tree._residents if isinstance(node.held, AnswerEntry)]
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -107,7 +107,7 @@ class TestAdmission:
         with pytest.raises(AdmissionError, match="there already"):
             bench.submit("a")
         bench.finish()
-        bench.cells.clear()
+        bench.chunks.clear()
         bench.submit("a")
         bench.finish()
 
@@ -153,7 +153,7 @@ class TestAdmission:
         bench.submit("b", prompt=900, tokens=50)
         assert bench.schedule().start == ("a",) and bench.scheduler.lacking_bytes == 0
         bench.until(lambda: bench.scheduler.lacking_bytes > 0)
-        assert bench.state("a") is not State.GONE and bench.cells["a"] > 0
+        assert bench.state("a") is not State.GONE and bench.chunks["a"] > 0
 
     def test_bytes_of_cached_tokens_are_the_trees(self) -> None:
         bench = Bench(host_bytes=20_000)

@@ -94,7 +94,7 @@ def test_the_schedules_reach_every_end() -> None:
 
 
 def test_load_decides_when_never_how_much() -> None:
-    """Alone or among others, a job gets the same number of tokens and cells."""
+    """Alone or among others, a job gets the same number of tokens and chunks."""
     alone = replace(limits(random.Random(0)), host_bytes=80_000, waiting=1_000)
     priorities: tuple[Priority, ...] = ("interactive", "batch")
     jobs = [RequestNeeds(f"j{n}", 5 + 13 * n, 1 + n, owner=str(n % 3), priority=priorities[n % 2]) for n in range(20)]

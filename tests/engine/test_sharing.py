@@ -225,37 +225,37 @@ class TestPriorities:
 
 class TestReading:
     def test_cells_fit_what_a_step_leaves(self) -> None:
-        """Steps of 10 ms, cells of 8 ms, a token every 50 ms at least: five cells beside each step, and no more."""
-        bench = Bench(step=0.010, cell=0.008)
+        """Steps of 10 ms, chunks of 8 ms, a token every 50 ms at least: five chunks beside each step, and no more."""
+        bench = Bench(step=0.010, chunk=0.008)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.until(lambda: bench.state("row") is State.DECODING)
         bench.submit("long", prompt=20_000)
         for _ in range(30):
             bench.schedule()
-        granted = [sum(cells for _, cells in plan.read) for plan in bench.plans[-20:]]
+        granted = [sum(chunks for _, chunks in plan.read) for plan in bench.plans[-20:]]
         assert set(granted) == {5} or set(granted) == {4}
         assert max(granted) * 0.008 + 0.010 <= bench.limits.inter_token_seconds
 
     def test_cells_of_several_prompts_fit_together(self) -> None:
-        bench = Bench(step=0.010, cell=0.008, rows=8)
+        bench = Bench(step=0.010, chunk=0.008, rows=8)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.schedule()
         for number in range(7):
             bench.submit(f"s{number}", prompt=90, tokens=1_000)
         bench.until(lambda: bench.state("s6") is State.DECODING)
         granted = [dict(plan.read) for plan in bench.plans]
-        assert any(len(cells) > 1 for cells in granted)
-        assert max(sum(cells.values()) for cells in granted) <= 5
+        assert any(len(chunks) > 1 for chunks in granted)
+        assert max(sum(chunks.values()) for chunks in granted) <= 5
 
     def test_cells_of_short_prompts_have_their_own_time(self) -> None:
         """A chunk of a long prompt takes 40 ms, one of a short prompt 1 ms: one of the first, or many of the second."""
         bench = Bench(step=0.010, rows=8)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("s0", prompt=90, tokens=1_000)
-        bench.cell_seconds = 0.001
+        bench.chunk_seconds = 0.001
         bench.until(lambda: bench.state("s0") is State.DECODING)
         bench.submit("long", prompt=50_000)
-        bench.cell_seconds = 0.040
+        bench.chunk_seconds = 0.040
         for _ in range(6):
             bench.schedule()
         for number in range(1, 6):
@@ -264,7 +264,7 @@ class TestReading:
 
     def test_a_cell_of_one_token_takes_as_long_as_one_of_a_few(self) -> None:
         """What was measured with one token is no 32nd of what 32 take: a layer's weights and keys are read for all."""
-        bench = Bench(step=0.010, cell=0.008)
+        bench = Bench(step=0.010, chunk=0.008)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("one", prompt=2, tokens=1_000)
         bench.until(lambda: bench.state("one") is State.DECODING)
@@ -272,39 +272,39 @@ class TestReading:
         assert bench.schedule().read == (("some", 2),)
 
     def test_a_cell_that_does_not_fit_comes_seldom(self) -> None:
-        """Cells of 100 ms, room for 40 ms a step: a cell in every third step, so that the mean keeps to the budget."""
-        bench = Bench(step=0.010, cell=0.100)
+        """Cells of 100 ms, room for 40 ms a step: a chunk in every third step, so that the mean keeps to the budget."""
+        bench = Bench(step=0.010, chunk=0.100)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("long", prompt=20_000)
         for _ in range(100):
             bench.schedule()
-        granted = [sum(cells for _, cells in plan.read) for plan in bench.plans[-60:]]
+        granted = [sum(chunks for _, chunks in plan.read) for plan in bench.plans[-60:]]
         assert max(granted) == 1 and sum(granted) == 20
 
     def test_steps_that_take_too_long_do_not_stop_a_reading(self) -> None:
         """Decoding alone takes twice what it should: a reading still gets an eighth of its time."""
-        bench = Bench(step=0.100, cell=0.010)
+        bench = Bench(step=0.100, chunk=0.010)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("long", prompt=20_000)
         for _ in range(50):
             bench.schedule()
-        assert [sum(cells for _, cells in plan.read) for plan in bench.plans[-40:]] == [1] * 40
+        assert [sum(chunks for _, chunks in plan.read) for plan in bench.plans[-40:]] == [1] * 40
 
     def test_without_measurements_a_reading_gets_on(self) -> None:
-        bench = Bench(step=0.0, cell=0.0)
+        bench = Bench(step=0.0, chunk=0.0)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("long", prompt=2_000)
         bench.until(lambda: bench.state("long") is State.DECODING, most=100)
 
     def test_a_reading_without_any_room_gets_on(self) -> None:
-        """A budget of nothing, and steps that nobody timed: no share of them is anything, and still cells come."""
-        bench = Bench(step=0.0, cell=0.010, inter_token_seconds=0.0)
+        """A budget of nothing, and steps that nobody timed: no share of them is anything, and still chunks come."""
+        bench = Bench(step=0.0, chunk=0.010, inter_token_seconds=0.0)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("long", prompt=250)
         bench.until(lambda: bench.state("long") is State.DECODING, most=500)
 
     def test_a_short_prompt_overtakes_a_long_one(self) -> None:
-        bench = Bench(step=0.010, cell=0.008)
+        bench = Bench(step=0.010, chunk=0.008)
         bench.submit("long", prompt=20_000, owner="a")
         bench.until(lambda: len(bench.plans) == 5)
         bench.submit("short", prompt=60, tokens=3, owner="b")
@@ -314,7 +314,7 @@ class TestReading:
         assert bench.state("long") is State.READING
 
     def test_a_long_prompt_gets_on_among_short_ones_without_end(self) -> None:
-        bench = Bench(step=0.010, cell=0.008)
+        bench = Bench(step=0.010, chunk=0.008)
         bench.submit("long", prompt=5_000, owner="a")
         number = 0
         while bench.state("long") is not State.DECODING:
@@ -336,7 +336,7 @@ class TestReading:
 
     def test_what_ends_a_layer_is_told_from_chunks(self) -> None:
         """It is granted alone, by what such ends took, and its time is not believed of chunks."""
-        bench = Bench(step=0.010, cell=0.004, inter_token_seconds=0.070)
+        bench = Bench(step=0.010, chunk=0.004, inter_token_seconds=0.070)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("long", prompt=20_000)
         for _ in range(20):
@@ -344,30 +344,30 @@ class TestReading:
         chunks = bench.plans[-1].read
         assert chunks == (("long", 15),)
         assert bench.schedule(at_end=("long",)).read == (("long", 1),)  # the first one, whatever it takes
-        end = {"read": {"long": 1}, "cell_seconds": 0.100}
-        bench.now += 0.100 - bench.cell_seconds
+        end = {"read": {"long": 1}, "chunk_seconds": 0.100}
+        bench.now += 0.100 - bench.chunk_seconds
         for _ in range(2):
             bench.schedule(**end)  # a chunk's turn again
             end = {}
         assert bench.plans[-1].read == chunks
         granted: list[Any] = []
         for _ in range(6):
-            took = {"cell_seconds": 0.100} if bench.plans[-1].read == (("long", 1),) else {}
+            took = {"chunk_seconds": 0.100} if bench.plans[-1].read == (("long", 1),) else {}
             granted.append(bench.schedule(at_end=("long",), **took).read)
         assert granted.count((("long", 1),)) <= 3 and () in granted  # room for 100 ms is saved up: 60 a tick
 
     def test_a_prompt_of_several_parts_takes_what_fits_to_its_end(self) -> None:
-        """Each part goes through all layers, and only the first one's cells were counted: of the second one a cell a
+        """Each part goes through all layers, and only the first one's chunks were counted: of the second one a chunk a
         tick made every short prompt of two parts wait 32 ticks.
         """
-        bench = Bench(step=0.010, cell=0.004, rows=4)
+        bench = Bench(step=0.010, chunk=0.004, rows=4)
         bench.submit("row", prompt=1, tokens=1_000)
         bench.submit("parts", prompt=90, tokens=1_000)
-        counted = bench.limits.cells(bench.jobs["parts"])
+        counted = bench.limits.chunks(bench.jobs["parts"])
         read: list[int] = []
         while len(read) < 12:
-            took = {"read": {"parts": read[-1]}, "cell_seconds": 0.004} if read else {"read": {}}
-            read += [cells for _, cells in bench.schedule(**took, read_done=()).read]
+            took = {"read": {"parts": read[-1]}, "chunk_seconds": 0.004} if read else {"read": {}}
+            read += [chunks for _, chunks in bench.schedule(**took, read_done=()).read]
         assert counted < 8 <= min(read[-6:])  # 40 ms are left: 10, or a few less
 
     def test_a_second_long_prompt_waits_without_holding_anything(self) -> None:
@@ -390,7 +390,7 @@ class TestReading:
         bench.until(lambda: bench.state("interactive") is State.GONE)
         assert bench.state("batch") is State.READING
         bench.finish()
-        assert bench.cells["batch"] == bench.limits.cells(bench.jobs["batch"]) == 402
+        assert bench.chunks["batch"] == bench.limits.chunks(bench.jobs["batch"]) == 402
 
 
 class TestCost:

@@ -45,15 +45,15 @@ class Clock:
         self.steps: list[float] = []
 
     def __enter__(self) -> Clock:
-        launch, step = OutputQueue.send_beside, DecodeGraph.step
+        launch, step = OutputQueue.flush_async, DecodeGraph.step
         clock = self
 
-        def send_beside(outbox: OutputQueue) -> None:
+        def flush_async(outputs: OutputQueue) -> None:
             clock._launched = time.perf_counter()
             if clock._over is not None:  # the first call of this step
                 clock.gaps.append(clock._launched - clock._over)
             clock._over = None
-            launch(outbox)
+            launch(outputs)
 
         def stepped(bucket: DecodeGraph, inputs: Any, *given: Any, **options: Any) -> Any:
             whole = len(inputs) == clock._rows and bucket.is_captured
@@ -65,9 +65,9 @@ class Clock:
                 clock.steps.append(clock._over - clock._launched)
             return found
 
-        setattr(OutputQueue, "send_beside", send_beside)  # noqa: B010  not an assignment: that is no method's for mypy
+        setattr(OutputQueue, "flush_async", flush_async)  # noqa: B010  not an assignment: that is no method's for mypy
         setattr(DecodeGraph, "step", stepped)  # noqa: B010
-        self._stack.callback(setattr, OutputQueue, "send_beside", launch)
+        self._stack.callback(setattr, OutputQueue, "flush_async", launch)
         self._stack.callback(setattr, DecodeGraph, "step", step)
         return self
 
@@ -77,10 +77,10 @@ class Clock:
 
 def drawing(engine: Any, rows: int) -> list[float]:
     """Seconds of the graph that draws for so many rows, launched alone. Nobody may be in a step meanwhile."""
-    group = engine._stepper._runner._group
+    group = engine._stepper._runner._pool
     if group is None:
         raise CaptureError("No step was a replay: drawing can only be timed where graphs run.")
-    bucket = next(one for size, one in sorted(group.buckets.items()) if size >= rows)
+    bucket = next(one for size, one in sorted(group.graphs.items()) if size >= rows)
     found = []
     for _ in range(DRAWS):
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What an engine's ticks took while prompts were read beside decoding rows, by the kind of their cells.
+"""What an engine's ticks took while prompts were read beside decoding rows, by the kind of their chunks.
 
-A tick is a step of all rows and the cells that were granted beside it. Times between tokens are long for one of three
-reasons: cells of some kind take long, something took longer than expected, or so much was granted.
+A tick is a step of all rows and the chunks that were granted beside it. Times between tokens are long for one of three
+reasons: chunks of some kind take long, something took longer than expected, or so much was granted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
-from retrieval_attn.engine.prefill_budget import PrefillBudget, kind_of
+from retrieval_attn.engine.prefill_budget import PrefillBudget, chunk_kind
 from retrieval_attn.engine.resource_pool import ScheduledRequest
 from tools.card.subject import in_ms
 
@@ -20,12 +20,12 @@ __all__ = ["Ticks"]
 
 
 class Tick(NamedTuple):
-    """kind: of its cells. seconds: that it took; expected: of these. step: of them, the decoding of all rows. margin:
+    """kind: of its chunks. seconds: that it took; expected: of these. step: of them, the decoding of all rows. margin:
     that was kept free.
     """
 
     kind: str
-    cells: int
+    chunks: int
     seconds: float
     expected: float
     step: float
@@ -49,9 +49,9 @@ class Ticks:
             entries = {entry.job.id: entry for entry in reading}
             self._note(grants, now)
             shares = usual(grants, entries.values(), rows, now)
-            kinds = {kind_of(entries[name]) for name, _ in shares}
+            kinds = {chunk_kind(entries[name]) for name, _ in shares}
             with self._lock:
-                self._granted[id(grants)] = "+".join(sorted(kinds)), sum(cells for _, cells in shares)
+                self._granted[id(grants)] = "+".join(sorted(kinds)), sum(chunks for _, chunks in shares)
             return shares
 
         setattr(PrefillBudget, "plan", plan)  # noqa: B010  not an assignment: that is no method's for mypy
@@ -67,11 +67,11 @@ class Ticks:
             granted = self._granted.get(id(grants))
             if grants._expected is None or granted is None:  # or it was planned before these were watched
                 return
-            (began, expected), (kind, cells) = grants._expected, granted
-            self.ticks.append(Tick(kind, cells, now - began, expected, grants._decode, grants._margin.seconds))
+            (began, expected), (kind, chunks) = grants._expected, granted
+            self.ticks.append(Tick(kind, chunks, now - began, expected, grants._decode, grants._margin.seconds))
 
     def report(self) -> Mapping[str, Any]:
-        """By kind: cells in all, and of ticks in milliseconds what they took, beyond what was expected, and of it the
+        """By kind: chunks in all, and of ticks in milliseconds what they took, beyond what was expected, and of it the
         step and the margin.
         """
         by_kind: dict[str, list[Tick]] = defaultdict(list)
@@ -79,7 +79,7 @@ class Ticks:
             by_kind[tick.kind].append(tick)
         return {
             kind: {
-                "cells": sum(one.cells for one in ticks),
+                "chunks": sum(one.chunks for one in ticks),
                 "took_ms": in_ms([one.seconds for one in ticks]),
                 "late_ms": in_ms([one.seconds - one.expected for one in ticks]),
                 "step_ms": in_ms([one.step for one in ticks]),

@@ -93,7 +93,7 @@ class Binding:
         self._replan(self.layers)
         self.stale = False
 
-    def make_room(self) -> None:
+    def evict_blocks(self) -> None:
         """Some window is full: move its oldest tokens to the host, as eager decoding does. Raises WindowsGrownError
         where windows grew instead, and lie elsewhere.
         """

@@ -68,7 +68,7 @@ class Launcher:
             binding.sync()
             binding.refresh()
         elif binding.room == 0:
-            binding.make_room()
+            binding.evict_blocks()
         self.decoder.memory.place(token, position)
         return self._launch(self._captured(token, position))
 

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer, Sampling
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.attention.cache import RetrievalCache, require_same_weights
+from retrieval_attn.attention.cache import RetrievalCache, Rollback, require_same_weights
 from retrieval_attn.attention.reread import goes_on
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.attention.rollback import Rollback
 from retrieval_attn.attention.sequence import attended_columns
 from retrieval_attn.config import Config, QuestionAttention, require_question_attention, resolve
 from retrieval_attn.errors import CacheMismatchError, InputDataError, UnsupportedModelError

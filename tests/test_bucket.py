@@ -26,6 +26,7 @@ from retrieval_attn.runner import ready
 from retrieval_attn.runner.decode_graph import DecodeGraph
 from retrieval_attn.runner.graph_runner import GraphPool, GraphRunner
 from tests.emulation import runtime as emulate
+from tests.engine_audit import check_engine
 from tests.graph_cases import DEVICE, FINER, ROARGRAPH
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.test_rows import Pair, feed, read
@@ -449,7 +450,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
     replays = 0
     with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-        engine.check()
+        check_engine(engine)
         replays = runners[0].replays
     assert replays > 10 and runners[0].reason == ""
     with pytest.MonkeyPatch.context() as patch:

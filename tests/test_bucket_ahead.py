@@ -16,6 +16,7 @@ from retrieval_attn.runner.graph_runner import GraphRunner
 from retrieval_attn.runner.graph_sampling import GraphSampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.emulation.runtime import EmulatedRuntime
+from tests.engine_audit import check_engine
 from tests.graph_cases import DEVICE
 from tests.test_bucket import ROWS
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
@@ -253,7 +254,7 @@ def test_an_engine_launches_ahead(launches: list[str]) -> None:
     ]
     with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-        engine.check()
+        check_engine(engine)
     steps = engine.stats["steps"]
     assert launches.count("ahead") > steps // 2 > 15 and launches.count("undone") < steps // 4
     for request, one in zip(requests, found, strict=True):
@@ -273,7 +274,7 @@ def test_questions_on_a_text_go_ahead_while_its_keys_have_codes(launches: list[s
         del launches[:]
         with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
             found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-            engine.check()
+            check_engine(engine)
         answers[tokens] = launches.count("ahead"), launches.count("launched")
         for request, one in zip(requests, found, strict=True):
             assert one.error is None and same(one, alone(llm, request)), request

@@ -14,6 +14,7 @@ from retrieval_attn.engine.request import Request
 from retrieval_attn.runner import graph_runner as bucket
 from retrieval_attn.runner.graph_runner import GraphRunner
 from retrieval_attn.sampling.sampling_params import SamplingParams
+from tests.engine_audit import check_engine
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.test_bucket_draw import DRAWS, check_draws, check_mixture, check_penalties, requests
@@ -174,7 +175,7 @@ def test_an_engine_decodes_by_graphs(index: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bucket, "eager_step", watched)
     with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-        engine.check()
+        check_engine(engine)
     assert eager == []
     for request, one in zip(requests, found, strict=True):
         assert one.error is None and one.tokens == alone(llm, request).tokens

@@ -17,6 +17,7 @@ from retrieval_attn.runner.graph.memory import StepMemory
 from retrieval_attn.runner.graph_runner import GraphRunner
 from retrieval_attn.sampling.sampler import SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
+from tests.engine_audit import check_engine
 from tests.test_engine import alone, ids, llm_of, same
 from tests.test_rows import read
 from tests.tiny_models import build_model
@@ -249,7 +250,7 @@ def test_text_that_cannot_be_made_ends_its_request_alone(
         tickets = [engine.submit(request) for request in asked]
         found = [ticket.result() for ticket in tickets]
         again = engine.submit(asked[0]).result()
-        engine.check()
+        check_engine(engine)
     assert sorted(one.reason for one in found) == ["error", "length", "length"]
     assert [str(one.error) for one in found if one.error is not None] == ["no such token"]
     assert again.reason == "length" and all(len(one.tokens) == 12 for one in found if one.error is None)

@@ -21,6 +21,7 @@ from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps
 from retrieval_attn.runner.decode_graph import DecodeGraph
 from retrieval_attn.runner.graph_runner import GraphRunner
+from tests.engine_audit import check_engine
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
 from tests.test_engine import CONFIG, ids, llm_of, same
@@ -246,7 +247,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
     settings: dict[str, Any] = {"paged_prefix_tokens": 1000}
     with Engine(llm, prefix_cache_bytes=1 << 26, **settings) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-        engine.check()
+        check_engine(engine)
         assert runners[0].replays > 5 and runners[0].reason == "" and eager == []
         kinds = [kind for one in runners[0]._pool.graphs.values() for kind in one.decoder.graphs]  # type: ignore[union-attr]
         assert any(kind.levels for kind in kinds)

@@ -17,6 +17,7 @@ from retrieval_attn.runner.graph_runner import GraphRunner
 from retrieval_attn.runner.graph_slot import BatchStates
 from retrieval_attn.runner.rows import step as eager_step
 from tests.emulation import runtime as emulate
+from tests.engine_audit import check_engine
 from tests.test_bucket import GraphFailure, Rows
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.test_hybrid import CONFIGS, new_model
@@ -165,7 +166,7 @@ def test_an_engine_decodes_by_graphs() -> None:
     with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
         engine.warm_up(rows=4, tokens=400)
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-        engine.check()
+        check_engine(engine)
         runner = engine._stepper._runner
         assert runner.reason == "" and runner.replays > 10
     for request, one in zip(requests, found, strict=True):

@@ -220,7 +220,7 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("retrieval_attn.attention.layer_kv.to_device", to_device)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.fetch", lambda build, ready: None)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.place", lambda build: None)
-    monkeypatch.setattr("retrieval_attn.attention.reading.Reading._moved", lambda reading, *given: None)
+    monkeypatch.setattr("retrieval_attn.attention.retrieval.Reading._moved", lambda reading, *given: None)
 
     def host_queries(part: Any, one: Any) -> Any:
         _, heads, new, dim = part._query.shape

@@ -39,6 +39,7 @@ from retrieval_attn.runner.rows import step
 from retrieval_attn.sampling import sampler as chooser
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
+from tests.engine_audit import check_engine
 from tests.tiny_models import QUESTION, Loaded, needle_text, random_ids, tiny_model
 from tools.engine_actions import watched
 from tools.engine_schedules import CONFIG, Library, run, schedule_of, wrong
@@ -86,7 +87,7 @@ def test_every_answer_is_the_one_it_gets_alone(index: str, prefix_cache_bytes: i
     requests = requests_of(1, 14)
     with Engine(llm, prefix_cache_bytes=prefix_cache_bytes) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-        engine.check()
+        check_engine(engine)
         assert engine.stats["rows"] == engine.stats["waiting"] == 0
     for request, one in zip(requests, found, strict=True):
         assert one.error is None and same(one, alone(llm, request)), request
@@ -194,7 +195,7 @@ def test_questions_on_a_long_text_are_short(read_before: bool, monkeypatch: pyte
         with engine._changed:  # no step before all are there
             tickets = [engine.submit(Request((text, question), 9)) for question in asked]
         found = [ticket.result() for ticket in tickets]
-        engine.check()
+        check_engine(engine)
     assert max(seen) >= 5
     for question, one in zip(asked, found, strict=True):
         assert one.tokens == alone(llm, Request((text, question), 9)).tokens
@@ -228,7 +229,7 @@ def test_rows_get_tokens_between_the_layers_of_questions(cancelled: bool) -> Non
             tickets += [engine.submit(Request((text, question), 5)) for question in asked]
         found = [ticket.result() for ticket in tickets]
         row.cancel()
-        engine.check()
+        check_engine(engine)
     for hook in hooks:
         hook.remove()
     packs = [place for place, (layer, tokens) in enumerate(seen) if tokens > 9]
@@ -278,7 +279,7 @@ def test_a_text_that_another_goes_on_with() -> None:
                 request = Request((document, (*long[200:204], *ids(5, 2))), 6, stop_ids=frozenset())
                 found = engine.submit(request).result()
                 assert same(found, alone(llm, request)) and found.cached_tokens == (len(document) if known else 0)
-                engine.check()
+                check_engine(engine)
                 sizes.append(engine.stats["shared"].nbytes)
             assert (
                 engine.stats["shared"].prefix_entries_resident == 2
@@ -323,7 +324,7 @@ def test_prefixes_are_given_up_for_what_needs_the_memory() -> None:
     with Engine(llm, prefix_cache_bytes=300_000) as engine:
         for number in range(8):
             engine.submit(Request((ids(400, number), ids(5, 90)), 3)).result()
-            engine.check()
+            check_engine(engine)
         shared = engine.stats["shared"]
     assert shared.evicted and shared.nbytes <= 300_000 and shared.prefix_entries_resident < 8
 
@@ -347,7 +348,7 @@ def test_one_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(bucket, "eager_step", failing)
         with Engine(llm) as engine:
             found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-            engine.check()
+            check_engine(engine)
     failed = [one for one in found if one.error is not None]
     assert len(failed) == 2 and {one.reason for one in failed} == {"error"}
     assert "the search failed" in str(failed[0].error) + str(failed[1].error)

@@ -25,6 +25,7 @@ from retrieval_attn.errors import EngineFullError, MemoryPlanError
 from retrieval_attn.runner import graph_runner as bucket
 from retrieval_attn.runner.rows import step
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
+from tests.engine_audit import check_engine
 from tests.tiny_models import random_ids, tiny_model
 from tools.engine_load import Look, grown
 from tools.engine_schedules import CONFIG
@@ -62,7 +63,7 @@ def engine_of(llm: Any, **changes: Any) -> Iterator[Engine]:
         last = asked(20, 99, 6)
         assert engine.submit(last).result().tokens == alone(llm, last).tokens
         until(lambda: engine._scheduler.idle)
-        engine.check()
+        check_engine(engine)
         assert engine._tree is not None and engine._tree.root.refs == 0
         assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-read")]
 

@@ -25,6 +25,7 @@ from retrieval_attn.errors import (
 from retrieval_attn.saving import save as late_check
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
+from tests.engine_audit import check_engine
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model
 from tools.engine_schedules import CONFIG
 
@@ -90,7 +91,7 @@ def test_answers_are_those_of_the_opened_context(loaded: Loaded, store: ContextS
             tickets = [engine.ask_saved("book", one, max_tokens=16) for one in questions]
             found.extend(ticket.result() for ticket in tickets)
             assert engine.stats["shared"].prefix_entries_resident == 1
-            engine.check()
+            check_engine(engine)
 
     longest = max(forwards(llm, ask))
     assert openings == ["book"] and longest < 100
@@ -113,7 +114,7 @@ def test_other_kinds_of_index_and_nothing_shared(index: str, prefix_cache_bytes:
         asked = [Request((turn, tail), 9, context="book", stop_ids=NEVER) for tail in tails]
         found = [ticket.result() for ticket in [engine.submit(one) for one in asked]]
         other = engine.submit(Request((turn, tails[0]), 9, context="book", stop_ids=NEVER, namespace="x")).result()
-        engine.check()
+        check_engine(engine)
     context.extend(turn, progress=False)
     expected = [context.continue_with(tail, max_new_tokens=9) for tail in tails]
     assert [list(one.tokens)[: len(two.tokens)] for one, two in zip(found, expected, strict=True)] == [
@@ -146,7 +147,7 @@ def test_given_up_and_opened_again(store: ContextStore, openings: list[str]) -> 
         first = engine.submit(request).result()
         for number in (1, 2):
             engine.submit(Request((ids(5, 9),), 6, context=f"book{number}")).result()
-            engine.check()
+            check_engine(engine)
         second = engine.submit(request).result()
         shared = engine.stats["shared"]
         assert shared.prefix_entries_resident == 1 and shared.evicted == 3
@@ -167,7 +168,7 @@ def test_a_text_that_was_asked_about_is_saved(store: ContextStore) -> None:
         with pytest.raises(InputDataError, match="does not hold"):
             engine.save("no", document, namespace="other")
         assert engine.save("book", document).new_tokens == 600
-        engine.check()
+        check_engine(engine)
         named = engine.submit(Request((ids(6, 9),), 8, context="book", stop_ids=NEVER)).result()
     assert asked.tokens == named.tokens and named.cached_tokens == 600
     opened = ra.Context(llm.model, llm.tokenizer, CONFIG).open("book", store=store, progress=False)
@@ -246,7 +247,7 @@ def test_damage_is_a_miss(
         assert [one.tokens for one in found] == expected and [tuple(one) for one in events] == expected
         assert sorted(one.cached_tokens for one in found) == [0, 900, 900] and beside.result().reason == "length"
         assert engine.submit(requests[0]).result().cached_tokens == 900
-        engine.check()
+        check_engine(engine)
         assert engine.stats["damaged_blocks"] == 1
         assert len([one for one in caplog.records if "'book' is damaged" in one.getMessage()]) == 1
         read(llm, 900, 3).save("book", store=store)  # other options: the same context is not repaired by it
@@ -289,7 +290,7 @@ def test_an_answer_that_damage_changed_ends_with_an_error(store: ContextStore, m
         found = engine.submit(request).result()
         assert isinstance(found.error, StoreDamagedError) and "Ask again" in str(found.error)
         assert engine.submit(request).result().tokens == expected
-        engine.check()
+        check_engine(engine)
 
 
 def test_ids_that_are_damaged_are_an_error(store: ContextStore) -> None:
@@ -312,7 +313,7 @@ def test_ids_that_are_damaged_are_an_error(store: ContextStore) -> None:
         with pytest.raises(StoreDamagedError, match="forgotten"):
             engine.submit(Request((ids(5, 1),), 9, context="cut", stop_ids=NEVER))
         assert engine.submit(Request((ids(40, 1),), 9, stop_ids=NEVER)).result().error is None
-        engine.check()
+        check_engine(engine)
 
 
 def test_rows_go_on_while_a_context_is_opened(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +341,7 @@ def test_rows_go_on_while_a_context_is_opened(store: ContextStore, monkeypatch: 
         began.wait()  # the one that waited opens it
         hold.set()
         assert waiting.result().error is None
-        engine.check()
+        check_engine(engine)
     hold.clear()
     engine = Engine(llm, store=store)
     ticket = engine.submit(request)
@@ -360,7 +361,7 @@ def test_what_continues_a_context_is_saved_with_it(store: ContextStore) -> None:
         with pytest.raises(InputDataError, match="does not hold"):
             engine.save("more", turn)
         saved = engine.save("more", turn, context="book")
-        engine.check()
+        check_engine(engine)
         found = engine.submit(Request((tail,), 9, context="more", stop_ids=NEVER)).result()
     assert saved.new_tokens == 150 and saved.tokens == 850 and found.cached_tokens == 850
     context.extend(turn, progress=False)

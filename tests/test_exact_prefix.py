@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.cache import RetrievalCache, Rollback
 from retrieval_attn.attention.paged_prefix import PagedPrefix
-from retrieval_attn.attention.rollback import Rollback
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
@@ -25,6 +24,7 @@ from retrieval_attn.errors import AdmissionError, CacheMismatchError, ConfigErro
 from retrieval_attn.gpu.shared import partials
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS
 from retrieval_attn.runner.rows import step
+from tests.engine_audit import check_engine
 from tests.test_engine import CONFIG, ids, llm_of, same
 from tests.test_hybrid import new_model
 from tests.test_packed import alone, loop_of, together
@@ -241,7 +241,7 @@ def test_rows_on_a_gpu(name: str) -> None:
 def with_engine(llm: Any, requests: list[Request], **options: Any) -> list[Finished]:
     with Engine(llm, **options) as engine:
         found = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
-        engine.check()
+        check_engine(engine)
         for one in found:
             assert one.error is None
         return found
@@ -342,7 +342,7 @@ def test_pages_are_given_back_and_waited_for() -> None:
         with Engine(llm, paged_prefix_tokens=400, paged_prefix_pages=8, prefix_cache_bytes=1 << 26) as engine:
             tickets = [engine.submit(request) for request in requests]
             found = [ticket.result() for ticket in tickets]
-            engine.check()
+            check_engine(engine)
             engine.submit(Request(((5,),), 1)).result()  # the ticks after the last end have passed
             assert engine._exact is not None and engine._tree is not None
             engine._tree.evict(Sizes(1 << 60, pages=1 << 60))

@@ -33,7 +33,7 @@ def test_moments_of_everything(needle_model_path: Path) -> None:
 
 def test_the_tool_finds_a_context_that_is_half(needle_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rollback of an extension, interrupted ones are lost."""
-    monkeypatch.setattr("retrieval_attn.attention.rollback.Rollback.undo", lambda self: True)
+    monkeypatch.setattr("retrieval_attn.attention.cache.Rollback.undo", lambda self: True)
     tally = interrupts.run(6, 0, ["auto"], needle_model_path, ["extend"])["extend"]
     assert tally.outcomes["refused"] + tally.outcomes["wrong"] > 0
 

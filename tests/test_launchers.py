@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from retrieval_attn.gpu.launchers import in_turn, load_launchers_in_turn
+from retrieval_attn.gpu.decode.kernels import in_turn, load_launchers_in_turn
 
 THREADS, VARIANTS = 6, 24
 

@@ -13,8 +13,7 @@ import retrieval_attn as ra
 from retrieval_attn.attention.layer_kv import LayerKV, retrieves_after
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.prior_kv import PriorKV
-from retrieval_attn.attention.reading import Reading
-from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.retrieval import Reading, RetrievalLayer
 from retrieval_attn.runner.decode import forward
 from tests.tiny_models import build_model, random_ids
 

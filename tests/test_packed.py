@@ -16,9 +16,9 @@ import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention import prefill_batch as read_together
 from retrieval_attn.attention.cache import RetrievalCache, seal
+from retrieval_attn.attention.prefill_batch import LEAST_SHARED, runs_of
 from retrieval_attn.attention.prior_kv import PriorKV
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.attention.shared_prefix import LEAST_SHARED, runs_of
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.engine import batched_prefill as packed
 from retrieval_attn.engine.batched_prefill import SHORT_TOKENS, BatchedPrefill, PrefillRequest, packable

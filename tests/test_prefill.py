@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.attention.reading import Reading
-from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.retrieval import Reading, RetrievalLayer
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError, UnsupportedModelError
 from retrieval_attn.gpu.knn import nearest_keys

@@ -151,7 +151,7 @@ def test_a_context_that_could_not_be_put_back_says_so(context: ra.Context, monke
         raise KeyboardInterrupt
 
     fork, empty = context.fork(), ra.Context(context.model, context.tokenizer, CONFIG)
-    monkeypatch.setattr("retrieval_attn.attention.rollback.Rollback.undo", fail)
+    monkeypatch.setattr("retrieval_attn.attention.cache.Rollback.undo", fail)
     monkeypatch.setattr("retrieval_attn.context.abandon", fail)
     for one in (fork, empty):
         interrupt(one, "And so on.", "last layer", KeyboardInterrupt(), monkeypatch)

@@ -27,6 +27,7 @@ from retrieval_attn.model.rope import length_rope
 from retrieval_attn.offload.queries import SPAN, TrainingQueries
 from retrieval_attn.runner.rows import step
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
+from tests.engine_audit import check_engine
 from tests.tiny_models import VOCABULARY, build_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread")
@@ -141,7 +142,7 @@ def test_engines(kind: str, lengths: list[int], data: st.DataObject, reuse: bool
                 turn = (*parts[:some], found.tokens, (5, 6, 7))
                 again = engine.submit(Request(turn, 3)).result()
                 assert list(again.tokens) == expected(kind, [*prompt, *found.tokens, 5, 6, 7], 3)
-        engine.check()
+        check_engine(engine)
 
 
 @PROPERTY

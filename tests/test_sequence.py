@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.attention.rollback import Rollback
-from retrieval_attn.attention.rows import rows_by_path, stacked, unstacked
-from retrieval_attn.attention.sequence import Batch
+from retrieval_attn.attention.cache import Rollback
+from retrieval_attn.attention.sequence import Batch, rows_by_path, stacked, unstacked
 from retrieval_attn.errors import CacheMismatchError
 from tests.tiny_models import build_model, random_ids
 

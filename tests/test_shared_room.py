@@ -20,6 +20,7 @@ from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.shared_room import exact_device_bytes, prefix_cache_device_bytes, shared_room
 from retrieval_attn.memory.units import GIB
 from retrieval_attn.server.spec import EngineSpec
+from tests.engine_audit import check_engine
 from tests.test_engine import ids, llm_of
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import tiny_model
@@ -103,7 +104,7 @@ def ask_all(engine: Engine, documents: int) -> list[tuple[int, ...]]:
     found = []
     for number in range(documents):
         found.append(engine.submit(Request((ids(400, number), ids(5, 90)), 3)).result().tokens)
-        engine.check()
+        check_engine(engine)
     engine.submit(Request(((5,),), 1)).result()
     return found
 

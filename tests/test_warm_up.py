@@ -17,6 +17,7 @@ from retrieval_attn.gpu.codes import search
 from retrieval_attn.runner import decode_graph as bucket_graph
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.emulation.runtime import EmulatedRuntime
+from tests.engine_audit import check_engine
 from tests.graph_cases import DEVICE
 from tests.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.test_reached import REACHED
@@ -77,7 +78,7 @@ def test_nothing_is_captured_after_it(
             answers = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
             assert all(len(answer.tokens) == tokens for answer in answers)
         assert len(captures) == made and runner.replays > 15
-        engine.check()
+        check_engine(engine)
     if not engine_options:
         for request, answer in list(zip(requests, answers, strict=True))[:3]:
             assert same(answer, alone(llm, request))
@@ -106,7 +107,7 @@ def test_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.warm_up(progress=False)
         assert seen and not [one for one in seen if one() is not None]
         assert engine._exact is not None and engine._exact.free_pages and not engine._exact.counts.held
-        engine.check()
+        check_engine(engine)
         assert engine._tree is not None and engine._tree.sizes == Sizes()
         monkeypatch.setattr(bucket_graph.DecodeGraph, "step", stepped)
         engine.submit(Request((ids(300, 1),), 4, stop_ids=frozenset())).result()

@@ -16,6 +16,7 @@ from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
+from tests.engine_audit import check_engine
 from tests.tiny_models import VOCABULARY, random_ids, tiny_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -136,7 +137,7 @@ def test_an_engine_reuses_keys_of_the_same_weights_alone(adapted: Any, change: C
         assert asked(engine).cached_tokens == len(TEXT)
         change(adapted)
         second, again = asked(engine), asked(engine)
-        engine.check()
+        check_engine(engine)
     with Engine(llm_of(adapted), prefix_cache_bytes=0) as fresh:
         expected = asked(fresh)
     assert second.error is None and second.cached_tokens == 0 and again.cached_tokens == len(TEXT)

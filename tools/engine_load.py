@@ -29,6 +29,7 @@ from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.sampling.sampling_params import SamplingParams
+from tests.engine_audit import check_engine
 from tools.engine_actions import Actions, watched
 from tools.engine_schedules import Library, llm_of
 
@@ -180,7 +181,7 @@ def main() -> int:
                     print(f"{type(errors[0]).__name__}: {errors[0]}", file=sys.stderr)
                     return 1
                 answers.add(engine.submit(known).result().tokens)
-                engine.check()
+                check_engine(engine)
                 store.gc()
                 looks.append(looked(engine))
                 if len(looks) % LOOKS == 1:

@@ -31,6 +31,7 @@ from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.store import ContextStore
+from tests.engine_audit import check_engine
 from tools.engine_actions import Actions, watched
 
 CONFIG = ra.Config(sink=4, window=24, spill=8, retrieve=6, prefill_chunk=64)
@@ -187,10 +188,10 @@ def run(llm: Any, schedule: Schedule, library: Library | None = None, actions: A
                     ticket.cancel()
                 alone = request if library is None else library.alone(request)
                 found[number] = [Answered(alone, ticket.result(), cancel is not None)]
-                engine.check()
+                check_engine(engine)
                 if save:
                     found[number] += asked_again(engine, f"made-{schedule.seed}-{number}", request, actions)
-                    engine.check()
+                    check_engine(engine)
             except BaseException as error:
                 errors.append(error)
 

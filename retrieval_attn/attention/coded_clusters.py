@@ -19,9 +19,11 @@ from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, segments_of
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, ClusterEntry, ClusterMass
+from retrieval_attn.gpu.codes.host_row_gather import GatherEntry
 from retrieval_attn.gpu.codes.search import CodeRange
 from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.index.device import SPARE_TOKENS
+from retrieval_attn.offload.int8_rows import Int8RowMirror, ask_for_rows
 from retrieval_attn.offload.staging import sent
 
 
@@ -156,3 +158,28 @@ def _entries(path: SequenceKV, piece: SearchRange) -> list[ClusterEntry] | None:
 def segment_of(path: SequenceKV, piece: SearchRange) -> Segment:
     """The segment of a path that a piece lies in."""
     return next(segment for segment in path.segments if segment.keys is piece.keys)
+
+
+def reach_entries(path: SequenceKV, one: CodedPieces, least: int) -> list[GatherEntry] | None:
+    """Of each key-value head, the coded keys of a path that was taken apart; none without codes.
+
+    None: they have no such rows, or none yet, and the host must attend to them. least: as in `GatherEntry`.
+    """
+    coded = coded_pieces(one.pieces)
+    if not coded:
+        return []
+    piece = coded[0]
+    if len(coded) > 1 or not one.codes or not all(one.codes):
+        return None
+    segment, coded_keys = segment_of(path, piece), one.codes[0]
+    assert coded_keys is not None
+    ask_for_rows(segment, coded_keys[0].device)
+    if not isinstance(segment.rounded, Int8RowMirror) or piece.index_first < segment.rounded.first:
+        return None
+    return segment.rounded.entries(segment, piece.index_first, piece.high, least)
+
+
+def late_pieces(pieces: Sequence[SearchRange]) -> list[SearchRange]:
+    """Those that stay the host's."""
+    coded = coded_pieces(pieces)
+    return [piece for piece in pieces if not any(piece is one for one in coded)]

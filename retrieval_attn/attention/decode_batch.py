@@ -29,8 +29,7 @@ from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.step.plan import LayerStep, StepCost, row_costs
 from retrieval_attn.cpu.store import SequenceKV, plan_stamp
 from retrieval_attn.cpu.windows import WindowRow, attend_stretches, put_last
-from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.window import WindowCache, places_of
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.stats import LayerStats

@@ -21,8 +21,7 @@ from retrieval_attn.cpu.step.plan import LayerStep, Rest, StepBuffers, StepCost,
 from retrieval_attn.cpu.step.search_range import SearchRange
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.attention.merge import Partial, merge
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge
 from retrieval_attn.gpu.clusters.mass import ClusterMass, TailPartial, name_with_mass
 from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch
 from retrieval_attn.index.formats import Format

@@ -24,14 +24,13 @@ from retrieval_attn.attention.audit import MAX_ERROR, HeadAudit
 from retrieval_attn.attention.device_codes import CodedRange, DeviceCodeSource, coded_range
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.layer_uploads import LayerUploads
-from retrieval_attn.attention.rows import rows_by_path, stacked, unstacked
+from retrieval_attn.attention.sequence import rows_by_path, stacked, unstacked
 from retrieval_attn.attention.upload import UploadSource
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import HostPartial, attend_paths, exact_head, exact_lse
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.gpu.attention.merge import Partial, merge
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import to_queries

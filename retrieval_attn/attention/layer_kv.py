@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,7 @@ from retrieval_attn.attention.exact import ExactPass
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.paged_prefix import PagedLayers, PagedSpan
 from retrieval_attn.attention.prior_kv import PriorKV
-from retrieval_attn.attention.rows import rows_by_path
-from retrieval_attn.attention.sequence import Batch, Forgotten, own_start
-from retrieval_attn.attention.tail_size import TailSize
+from retrieval_attn.attention.sequence import Batch, Forgotten, own_start, rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
 from retrieval_attn.gpu.attention.window import WindowCache, make_room, sinks_of
@@ -32,6 +30,37 @@ from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import host_format, to_device
 from retrieval_attn.offload.upload import UploadSpan
 from retrieval_attn.offload.work import HostWork
+
+
+class TailSize(NamedTuple):
+    """kept: tokens that stay when others move to the host. spill: tokens that gather behind them before they do.
+    grows: none moves to the host, see index "full": the tail's memory grows. least: slots that it has until they are
+    used up; 0: it keeps more than it uses.
+    """
+
+    kept: int
+    spill: int
+    grows: bool
+    least: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> TailSize:
+        """As the options say."""
+        return cls(MAX_KEYS if config.keeps_all else config.window, config.spill, config.keeps_all)
+
+    def slots(self, tail: int) -> int:
+        """Tokens that there is to be room for, where the tail has so many."""
+        if not self.grows:
+            return self.kept + self.spill
+        return self.least if tail < self.least else kept_tokens(tail)
+
+    def fit(self, window: WindowCache, tail: int) -> None:
+        """Give a window this room, for a tail that has, or is about to have, so many tokens."""
+        slots = self.slots(tail)
+        if self.grows:
+            make_room(window, slots - window.tail_len)
+        window.shrink(slots)
+
 
 CLUSTERED_FROM = 512
 """Keys between sinks and window from which on a path that has no clusters gets some."""

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.shared.partials import (
     PagedKeys,
     empty_pages,

@@ -12,12 +12,10 @@ from collections.abc import Sequence as Items
 from torch import Tensor
 
 from retrieval_attn.attention.layer_uploads import Cutter, LayerUploads
-from retrieval_attn.attention.rows import rows_by_path, stacked, unstacked
-from retrieval_attn.attention.sequence import Batch, own_start
+from retrieval_attn.attention.sequence import Batch, own_start, rows_by_path, stacked, unstacked
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.gpu.attention.flash import attend
-from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge
 from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.transfer import TORCH_DTYPE, to_device

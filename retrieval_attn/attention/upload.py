@@ -27,8 +27,7 @@ from retrieval_attn.attention.device_codes import (
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.cpu.step.plan import StepCost, total_cost
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.clusters.mass import TailPartial
 from retrieval_attn.gpu.codes.candidates import MAX_SLOTS, Candidates, StoredRows, attend_candidates, slots_for
 from retrieval_attn.gpu.codes.late import LateClusters, attend_late

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.answer_loop import AnswerLoop
-from retrieval_attn.attention.cache import RetrievalCache, require_same_weights
+from retrieval_attn.attention.cache import RetrievalCache, Rollback, require_same_weights
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.prefill_batch import Lanes, PrefillTokens, RowRead, read_together
 from retrieval_attn.attention.retrieval import RetrievalLayer, reads_plainly
-from retrieval_attn.attention.rollback import Rollback
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill, clear_frames, read_batch, settling, undo
 from retrieval_attn.engine.gate import Gate, GatedRead, ReadCancelled
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.model.hooks import KVView, MaskSpec
 from retrieval_attn.model.rope import counting_as
 from retrieval_attn.runner.attention import using_retrieval

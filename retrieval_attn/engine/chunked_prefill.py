@@ -20,9 +20,8 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.answer_loop import AnswerLoop, PromptRows
-from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.cache import RetrievalCache, Rollback
 from retrieval_attn.attention.layer import CacheLayer
-from retrieval_attn.attention.rollback import Rollback
 from retrieval_attn.engine.gate import Gate, GatedRead
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.model.placement import devices

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrieval_attn.gpu.decode.kernels import kernels_for
-from retrieval_attn.gpu.norm import rms_norm
+from retrieval_attn.gpu.products import rms_norm
 
 UNIT_EPS = 1e-6
 """What is added to the sum of squares of a query or a key before it is divided by its root."""

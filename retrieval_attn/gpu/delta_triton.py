@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.delta import UNIT_EPS, Asked, DeltaRule, States
-from retrieval_attn.gpu.overlap_triton import begin, overlap
+from retrieval_attn.gpu.products_triton import begin, overlap
 
 CHANNELS = 128
 """Of the convolution, of one program."""

@@ -83,7 +83,7 @@ class PackedWeights(NamedTuple):
     @property
     def matrix(self) -> Tensor:
         """All weights, bfloat16 (out, in), a new tensor."""
-        kernels = kernels_for(self.words, "unpack_triton")
+        kernels = kernels_for(self.words, "packed_triton")
         if kernels is not None:
             found: Tensor = kernels.matrix(self)
             return found

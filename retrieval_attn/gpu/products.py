@@ -19,8 +19,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrieval_attn.gpu.decode.kernels import kernels_for
-from retrieval_attn.gpu.norm import rms_norm
 from retrieval_attn.gpu.packed import PackedWeights
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float, from_one: bool = False) -> Tensor:
+    """hidden (..., dim) / sqrt(mean of its squares + eps), rounded to its dtype, times weight (dim,) of that dtype.
+
+    from_one: times 1 + weight, rounded once, behind that (Gemma, Qwen3.5). The mean is float32. One Triton kernel on a
+    GPU, else plain PyTorch; they differ in the order of the sum. dim > 0; no rows give none. (Zhang and Sennrich, "Root
+    Mean Square Layer Normalization", equation 4.)
+    """
+    kernels = kernels_for(hidden, "products_triton")
+    if kernels is not None and hidden.numel():
+        normal: Tensor = kernels.rms_norm(hidden, weight, eps, from_one)
+        return normal
+    numbers = hidden.float()
+    scale = torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + eps)
+    if from_one:
+        return (numbers * scale * (1 + weight.float())).to(hidden.dtype)
+    return weight * (numbers * scale).to(hidden.dtype)
+
 
 MAX_ROWS = 16
 """Rows of one call: those of one tile of a matrix instruction."""

@@ -21,9 +21,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.norm_triton import rms_norm
-from retrieval_attn.gpu.overlap_triton import begin, overlap
 from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, LinearWeights, Norm, Projected, Rotation
+
+OVERLAP_FROM = 9, 0
+"""Compute capability from which a kernel can start before the one ahead of it has ended."""
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """Let the next kernel's programs start, and wait until the kernels before this one have written all they write."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def overlap(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that may begin before the kernel ahead has ended, where the device can."""
+    overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAP_FROM
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
+
+
+@triton.jit
+def _norm_kernel(hidden, weight, out, eps, dim, FROM_ONE: tl.constexpr, D: tl.constexpr):
+    """One program per row: out = weight * round(hidden / sqrt(mean(hidden ** 2) + eps)); FROM_ONE: 1 + weight times
+    what is not rounded.
+    """
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    inside = column < dim
+    numbers = tl.load(hidden + row * dim + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(numbers * numbers, axis=0) / dim + eps)
+    normal, own = numbers * scale, tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if FROM_ONE:
+        own += 1
+    else:  # rounded before the weight, as transformers' modules round: the answer is to be the one that they give
+        normal = normal.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * dim + column, (own * normal).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tensor:
+    """See `norm.rms_norm`."""
+    hidden = hidden.contiguous()
+    out, dim = torch.empty_like(hidden), hidden.shape[-1]
+    width = triton.next_power_of_2(dim)
+    warps = max(1, min(16, width // 512))
+    _norm_kernel[(hidden.numel() // dim,)](hidden, weight, out, eps, dim, FROM_ONE=from_one, D=width, num_warps=warps)
+    return out
+
 
 DEEP_TILE_BYTES = 160 * 1024
 """Shared memory from which four stages of 512 columns fit."""

@@ -23,8 +23,8 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import has_position
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.errors import BackendError, CacheMismatchError, CaptureError, UnsupportedModelError
-from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.attention.merge import Scoring
+from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 from retrieval_attn.runner.graph.capture import capture
 from retrieval_attn.runner.graph.decoder import CapturedStep, GraphDecoder, StepKind, attending

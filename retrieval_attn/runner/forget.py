@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from retrieval_attn.attention.cache import RetrievalCache, unchecked_cache
+from retrieval_attn.attention.cache import RetrievalCache, Rollback, unchecked_cache
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.attention.rollback import Rollback
-from retrieval_attn.attention.rows import rows_by_path
-from retrieval_attn.attention.sequence import Forgotten, distinct
+from retrieval_attn.attention.sequence import Forgotten, distinct, rows_by_path
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import release_before

@@ -31,7 +31,7 @@ from retrieval_attn.attention.sequence import has_position
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device

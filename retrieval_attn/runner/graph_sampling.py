@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.gpu.capture.exchange import Replay
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import Replay, Runtime
 from retrieval_attn.runner.graph.memory import StepMemory
 from retrieval_attn.sampling.choose import DrawMode, SamplingState, choose
 from retrieval_attn.sampling.sampler import SampledToken

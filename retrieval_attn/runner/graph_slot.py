@@ -22,7 +22,7 @@ from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.index.task import descriptor as words
 from retrieval_attn.offload.build import event_now
 from retrieval_attn.offload.staging import bringing

@@ -34,8 +34,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
-from retrieval_attn.gpu.attention.merge import empty_partial, merge
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Scoring, empty_partial, merge
 from retrieval_attn.gpu.capture.polling import load_flags
 from retrieval_attn.gpu.codes.candidates import MAX_SLOTS, Candidates, StoredRows, attend_candidates, slots_for
 from retrieval_attn.gpu.codes.host_row_gather import HostRowGather, RowShape
@@ -57,7 +56,7 @@ from retrieval_attn.gpu.decode.kernels import (
     stage_queries,
     window_partials,
 )
-from retrieval_attn.gpu.norm import rms_norm
+from retrieval_attn.gpu.products import rms_norm
 from retrieval_attn.gpu.shared.partials import empty_pages, plan_shape, shared_partials
 from retrieval_attn.gpu.shared.plan import SharedPlan
 from retrieval_attn.index.formats import Format

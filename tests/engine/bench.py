@@ -9,6 +9,7 @@ from typing import Any
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
+from tests.engine_audit import check_scheduler
 
 LIMITS = Limits(
     rows=4,
@@ -49,7 +50,7 @@ class Bench:
         """One tick with what came of the last plan; `results` on top of it."""
         parked = list(self.scheduler._places.held[State.PREEMPTED])
         plan = self.scheduler.schedule(self.results._replace(**results), self.now)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self.plans.append(plan)
         now_parked = self.scheduler._places.held[State.PREEMPTED]
         self.parks.append(tuple(name for name in now_parked if name not in parked))

@@ -9,6 +9,7 @@ from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.errors import AdmissionError, EngineFullError
+from tests.engine_audit import check_scheduler
 
 END_REASONS = ("tokens", "ended", "failed", "aborted")
 
@@ -99,7 +100,7 @@ class Plant:
     def schedule(self) -> SchedulerOutput:
         results = self._pending.pop(0) if len(self._pending) > self.late else StepResult()
         plan = self.scheduler.schedule(results, self.now)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self.plans.append(plan)
         self._leave(plan, results)
         self._move(plan)

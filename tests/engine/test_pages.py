@@ -10,6 +10,7 @@ import pytest
 
 from retrieval_attn.engine.paged_prefix import PageCounts, PagePool
 from retrieval_attn.errors import ConfigError, OutOfPagesError, ReleasedError, ShapeError
+from tests.engine_audit import check_pages
 
 
 def test_pages_are_taken_and_freed() -> None:
@@ -20,7 +21,7 @@ def test_pages_are_taken_and_freed() -> None:
     assert pool.free(first[:2]) == 2
     assert pool.free(first[2:]) == 1
     assert pool.counts() == PageCounts(free=8, held=0, total=8)
-    pool.check()
+    check_pages(pool)
 
 
 def test_the_page_freed_last_is_taken_first() -> None:
@@ -38,7 +39,7 @@ def test_out_of_pages_says_the_numbers_and_takes_nothing() -> None:
     ):
         pool.take(4)
     assert pool.free_pages == 3
-    pool.check()
+    check_pages(pool)
 
 
 def test_freeing_more_often_than_taken_is_an_error_and_changes_nothing() -> None:
@@ -49,7 +50,7 @@ def test_freeing_more_often_than_taken_is_an_error_and_changes_nothing() -> None
     with pytest.raises(ReleasedError, match=r"\[3\] are freed more often"):
         pool.free([0, 3])
     assert pool.counts() == PageCounts(free=2, held=2, total=4)
-    pool.check()
+    check_pages(pool)
     pool.free(ids)
     with pytest.raises(ReleasedError):
         pool.free(ids)
@@ -81,7 +82,7 @@ def test_check_finds_a_page_that_is_lost_or_free_twice() -> None:
         else:
             pool._stack[0] = pool._stack[1]
         with pytest.raises(AssertionError):
-            pool.check()
+            check_pages(pool)
 
 
 def test_random_operations_conserve_pages() -> None:
@@ -104,7 +105,7 @@ def test_random_operations_conserve_pages() -> None:
                 some = draw.sample(sorted(held), draw.randint(0, len(held)))
                 assert pool.free(some) == len(some)
                 held.difference_update(some)
-            pool.check()
+            check_pages(pool)
             assert pool.counts() == (pool.pages - len(held), len(held), pool.pages), f"seed {seed}"
 
 
@@ -132,5 +133,5 @@ def test_threads_take_and_free() -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    pool.check()
+    check_pages(pool)
     assert pool.free_pages == 16

@@ -14,6 +14,7 @@ from retrieval_attn.engine.node import Node, Sizes
 from retrieval_attn.engine.radix_cache import Match, RadixCache
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 from tests.engine.tree_reference import Bytes
+from tests.engine_audit import check_tree
 
 TEXT = np.arange(100, dtype=np.int32)
 
@@ -35,7 +36,7 @@ def test_equal_texts_are_read_once() -> None:
     assert first.mine and first.future.result() is None
     assert not any(other.mine or other.future.done() for other in others)
     assert tree.stats.reading == 1 and tree.stats.waiting == 4
-    tree.check()
+    check_tree(tree)
     node = read(tree, TEXT)
     first.done(node)
     assert [other.future.result() for other in others] == [node] * 4
@@ -54,7 +55,7 @@ def test_one_by_one_the_others_get_the_work_of_who_fails() -> None:
     with pytest.raises(RuntimeError), claims[1]:
         raise RuntimeError("reading failed")
     assert claims[2].mine and not claims[3].mine
-    tree.check()
+    check_tree(tree)
     node = read(tree, TEXT)
     claims[2].done(node)
     assert claims[3].future.result() is node
@@ -95,7 +96,7 @@ def test_a_longer_and_a_shorter_text_wait_if_that_spares_them_enough() -> None:
     assert first.mine and not longer.mine and not shorter.mine and not other.mine
     assert too_short.mine, "it would wait for 100 tokens of which it needs 39"
     assert unlike.mine, "63 tokens in common are fewer than share_tokens"
-    tree.check()
+    check_tree(tree)
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_document() -> None:
@@ -113,7 +114,7 @@ def test_waiting_ones_that_do_not_serve_each_other_all_read() -> None:
     assert not any(other.mine for other in others)
     first.release()
     assert [other.mine for other in others] == [True, False, True]
-    tree.check()
+    check_tree(tree)
 
 
 def test_the_last_token_is_not_waited_for() -> None:
@@ -161,7 +162,7 @@ def test_what_hangs_on_a_future_may_use_the_tree() -> None:
     seen: list[int] = []
 
     def matched(future: Future[Node | None]) -> None:
-        tree.check()
+        check_tree(tree)
         seen.append(tree.match(TEXT, "a").length)
         claim(tree, TEXT[::-1].copy()).release()
 
@@ -205,7 +206,7 @@ def test_random_requests_all_end_and_read_only_what_is_needed() -> None:
                 ask(ids, True)
                 assert waiting[-1][1].length > found.length, f"seed {seed}: it waited for nothing"
             found.lease.release()
-            tree.check()
+            check_tree(tree)
         assert not waiting and tree.stats.prefix_lookups == 12
         assert tree.stats.reading == tree.stats.waiting == tree.root.refs == 0
         if not faults:
@@ -240,5 +241,5 @@ def test_threads_that_arrive_together_read_once() -> None:
     for thread in threads:
         thread.join()
     assert len(reads) == 3 and len(ends) == 6
-    tree.check()
+    check_tree(tree)
     assert tree.root.refs == 0 and tree.stats.reading == tree.stats.waiting == 0

@@ -23,6 +23,7 @@ from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.emulation.emulated import emulated
+from tests.engine_audit import check_engine
 from tests.tiny_models import random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=24, spill=8, retrieve=6, prefill_chunk=64)
@@ -123,7 +124,7 @@ def test_three_turns_are_those_of_one_session(index: str, graphs: bool) -> None:
         for number, new in enumerate([*news, ()]):
             found.append(engine.submit(request(parts, tokens[number])).result())
             parts = [*parts, (*found[-1].tokens, *new)]
-            engine.check()
+            check_engine(engine)
         other.cancel()
     assert [one.tokens for one in found] == expected
     assert [one.cached_tokens for one in found] == [0, 309 + 49, 309 + 50 + 7 + 19]
@@ -155,7 +156,7 @@ def test_layers_that_slide(kind: str) -> None:
     with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True) as engine:
         first = engine.submit(request(PARTS, 40)).result()
         second = follow_up(engine, PARTS, first)
-        engine.check()
+        check_engine(engine)
     assert first.tokens == expected and second.cached_tokens == 309 + 39
     assert second.tokens == session.turn(((expected[-1], *ids(6, 77)),), 9)
 
@@ -192,7 +193,7 @@ def test_other_ids_have_what_was_read() -> None:
         assert (found.tokens, found.cached_tokens) == (expected.tokens, 300)
         found = follow_up(engine, PARTS, first, namespace="somebody")
         assert (found.tokens, found.cached_tokens) == (whole.tokens, 0)
-        engine.check()
+        check_engine(engine)
 
 
 @pytest.mark.parametrize("where", ["in the step", "in its logits"])
@@ -216,7 +217,7 @@ def test_rows_that_failed_leave_nothing(where: str, monkeypatch: pytest.MonkeyPa
         # other tests may have changed the weights of this process's model, and put them back: then texts have a mark
         mark = len(text_mark(llm.model, weight_state(llm.model), 338))
         spans = [node.end - mark for node in answers_of(engine)]
-        engine.check()
+        check_engine(engine)
     assert sorted(spans) in ([309 + 29], [70, 309 + 29])
 
 
@@ -232,7 +233,7 @@ def test_answers_of_one_prompt_stand_side_by_side() -> None:
         tickets = [engine.submit(request(parts, 30, draw=draw)) for draw in draws]
         firsts = [ticket.result() for ticket in tickets]
         seconds = [follow_up(engine, parts, first) for first in firsts]
-        engine.check()
+        check_engine(engine)
     assert firsts[0].tokens != firsts[1].tokens
     assert [one.cached_tokens for one in seconds] == [309 + 29] * 2
 
@@ -242,7 +243,7 @@ def test_answers_are_given_up_as_prompts_are() -> None:
     with Engine(llm, prefix_cache_bytes=400_000, cache_generated=True) as engine:
         for seed in range(12):
             engine.submit(request((ids(200, seed), ids(9, 50 + seed)), 20)).result()
-            engine.check()
+            check_engine(engine)
         engine.submit(request((ids(9, 5),), 1)).result()
         stats = engine.stats["shared"]
     assert stats.evicted and stats.nbytes <= 500_000
@@ -259,12 +260,12 @@ def test_a_saved_context_and_pages(tmp_path: Path) -> None:
     with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True, store=store) as engine:
         first = engine.submit(request(PARTS[1:], 30, context="one")).result()
         second = follow_up(engine, PARTS[1:], first, context="one")
-        engine.check()
+        check_engine(engine)
     assert first.tokens == expected and second.tokens == again and second.cached_tokens == 309 + 29
     with Engine(llm, prefix_cache_bytes=SHARED, cache_generated=True, paged_prefix_tokens=700) as engine:
         first = engine.submit(request(PARTS, 30)).result()
         parts = (*PARTS[:1], (*PARTS[1], *first.tokens, *ids(60, 7)), ids(5, 8))
         found = [engine.submit(request(parts, 9)).result() for _ in range(2)]
-        engine.check()
+        check_engine(engine)
     assert found[0].cached_tokens == 309 + 29 and found[1].cached_tokens == 309 + 30 + 60
     assert found[0].tokens == found[1].tokens and found[0].error is None

@@ -11,6 +11,7 @@ from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.scheduler import SchedulerOutput, StepResult
 from retrieval_attn.errors import AdmissionError, ConfigError, EngineFullError
 from tests.engine.bench import LIMITS, Bench
+from tests.engine_audit import check_scheduler
 
 
 def test_a_job_goes_through_its_states_and_gets_its_tokens() -> None:
@@ -166,7 +167,7 @@ class TestAdmission:
         assert bench.schedule().start == ("b",)
         with pytest.raises(ConfigError, match="must keep them"):
             bench.scheduler.set_cached("a", 899)
-        bench.scheduler.check()
+        check_scheduler(bench.scheduler)
 
     def test_a_waiting_job_may_lose_what_was_cached(self) -> None:
         bench = Bench(host_bytes=5_000)
@@ -308,5 +309,5 @@ def test_a_step_whose_result_is_not_there_yet_is_counted() -> None:
     assert scheduler.schedule(StepResult(), 0.0).decode == ("a",)
     assert scheduler.schedule(StepResult(tokens=("a",)), 0.0).decode == ("a",)
     assert scheduler.schedule(StepResult(tokens=("a",)), 0.0).decode == ()
-    scheduler.check()
+    check_scheduler(scheduler)
     assert scheduler.schedule(StepResult(tokens=("a",)), 0.0).leave == ("a",)

@@ -14,6 +14,7 @@ from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
 from tests.engine.tree_reference import Bytes
+from tests.engine_audit import check_tree
 
 TEXT = np.arange(200, dtype=np.int32)
 
@@ -48,7 +49,7 @@ def test_a_child_begins_inside_a_span_that_is_not_cut() -> None:
     assert tree.match(join(TEXT, 1), "a").node is node
     assert other.prefix(4).tolist() == [*range(120), 7, 7, 7, 7]
     assert other.path() == [node, other]
-    tree.check()
+    check_tree(tree)
 
 
 def test_all_ids_are_compared() -> None:
@@ -91,7 +92,7 @@ def test_ten_thousand_children_of_one_place_are_told_apart() -> None:
         add(tree, text)
     for text in texts[::97]:
         assert tree.match(join(text, 5), "a").length == 40
-    tree.check()
+    check_tree(tree)
 
 
 def test_equal_text_is_one_node_however_it_was_cut() -> None:
@@ -114,7 +115,7 @@ def test_texts_that_were_read_at_the_same_time_are_all_found() -> None:
     assert tree.match(join(TEXT, 0), "a").length == 200
     assert tree.match(join(TEXT[:100], 7, 7, 7), "a").length == 102
     assert tree.match(join(TEXT[:60], 8, 8, 8), "a").node is inside
-    tree.check()
+    check_tree(tree)
 
 
 def test_namespaces_are_apart_unless_public() -> None:
@@ -132,7 +133,7 @@ def test_namespaces_are_apart_unless_public() -> None:
     for namespace in ("b", None):
         with pytest.raises(ConfigError, match="namespace"):
             tree.insert(node, [1, 2], Bytes(1), namespace)
-    tree.check()
+    check_tree(tree)
 
 
 def test_a_lease_holds_all_before_it() -> None:
@@ -169,7 +170,7 @@ def test_a_lease_is_released_once_by_many_threads() -> None:
             thread.join()
     assert node.refs == 1
     keep.release()
-    tree.check()
+    check_tree(tree)
 
 
 def test_match_and_lease_leave_no_gap() -> None:
@@ -232,7 +233,7 @@ def test_bad_input() -> None:
     with pytest.raises(ConfigError, match="share_tokens"):
         RadixCache(share_tokens=0)
     assert int32_row(TEXT) is TEXT and int32_row(range(3)).dtype == np.int32
-    tree.check()
+    check_tree(tree)
 
 
 def test_ids_are_the_trees_own() -> None:
@@ -269,7 +270,7 @@ def test_every_operation_waits_for_the_one_that_another_thread_does() -> None:
         lambda: tree.lease(node).release(),
         lambda: tree.evict(Sizes(host=1)),
         lambda: tree.stats,
-        tree.check,
+        lambda: check_tree(tree),
         lease.release,
     ]
     threads = [threading.Thread(target=operation) for operation in operations]
@@ -281,7 +282,7 @@ def test_every_operation_waits_for_the_one_that_another_thread_does() -> None:
     for thread in threads:
         thread.join()
     assert all(waiting)
-    tree.check()
+    check_tree(tree)
 
 
 def test_check_finds_what_does_not_add_up() -> None:
@@ -303,7 +304,7 @@ def test_check_finds_what_does_not_add_up() -> None:
             node.namespace = "b"
         return tree
 
-    damaged("none").check()
+    check_tree(damaged("none"))
     for name in ("refs", "bytes", "count", "start", "held", "namespace"):
         with pytest.raises(AssertionError):
-            damaged(name).check()
+            check_tree(damaged(name))

@@ -7,6 +7,7 @@ import numpy as np
 from retrieval_attn.engine.node import Node, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
 from tests.engine.tree_reference import Bytes
+from tests.engine_audit import check_tree
 
 
 def add(tree: RadixCache, fill: int, sizes: Bytes, seconds: float = 1.0, parent: Node | None = None) -> Node:
@@ -27,7 +28,7 @@ def test_who_has_what_is_short_goes() -> None:
     assert tree.evict(Sizes(device=1)) == Sizes(10, 50) and device.gone and not host.gone
     assert tree.evict(Sizes(device=1)) == Sizes(), "nothing that could go has any"
     assert tree.evict(Sizes(host=1)) == Sizes(1000) and host.gone
-    tree.check()
+    check_tree(tree)
 
 
 def test_bytes_of_the_kind_that_is_short_decide_who_is_worth_least() -> None:
@@ -49,7 +50,7 @@ def test_until_both_are_free() -> None:
     assert tree.evict(Sizes(250, 90)) == Sizes(280, 100)
     assert both.gone and all(node.gone for node in host) and not any(node.gone for node in device)
     assert tree.sizes == Sizes(0, 120) and tree.stats.evicted_bytes == 380
-    tree.check()
+    check_tree(tree)
 
 
 def test_children_without_go_for_what_is_before_them_and_last() -> None:

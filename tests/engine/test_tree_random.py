@@ -13,6 +13,7 @@ from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
 from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.errors import ConfigError, ReleasedError
 from tests.engine.tree_reference import Bytes, Record, Reference
+from tests.engine_audit import check_tree
 
 NAMESPACES: tuple[Namespace, ...] = (None, "a", "b")
 OPERATIONS = 50
@@ -136,7 +137,7 @@ class Play:
         assert self.tree.evict(need) == self.reference.evict(need, self.now) == before.less(self.tree.sizes)
 
     def compare(self) -> None:
-        self.tree.check()
+        check_tree(self.tree)
         nodes, waiting = [], [self.tree.root]
         while waiting:
             node = waiting.pop()
@@ -162,7 +163,7 @@ class Play:
             lease.release()
             lease.release()
         self.tree.evict(ALL)
-        self.tree.check()
+        check_tree(self.tree)
         assert (len(self.tree), self.tree.sizes, self.tree.root.refs) == (0, Sizes(), 0)
         assert self.tree.root.branches is None
 
@@ -233,13 +234,13 @@ def test_two_threads_keep_the_counts() -> None:
             if number % 7 == 0:
                 tree.evict(Sizes(30))
             if number % 50 == 0:
-                tree.check()
+                check_tree(tree)
     finally:
         over.set()
         for thread in threads:
             thread.join()
     assert not errors
-    tree.check()
+    check_tree(tree)
     assert tree.root.refs == 0
     tree.evict(ALL)
     assert (len(tree), tree.sizes) == (0, Sizes())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.gpu.clusters import mass as cluster_mass
 from retrieval_attn.gpu.clusters.cluster import make_clusters
 from retrieval_attn.gpu.clusters.mass import ClusterEntry, ClusterMass, TailPartial

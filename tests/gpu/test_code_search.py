@@ -20,12 +20,12 @@ from retrieval_attn.gpu.codes.search import (
     CodeSearch,
     CodeShape,
     EstimatedLogits,
+    QueryTiles,
     QuestionSearch,
     SearchScratch,
     shared_scratch,
     size_class,
 )
-from retrieval_attn.gpu.codes.tiles import QueryTiles
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_spaces
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
-from retrieval_attn.gpu.attention import plain as flash_math
-from retrieval_attn.gpu.attention.backends import BACKENDS, Call, _square
-from retrieval_attn.gpu.attention.flash import attend
+from retrieval_attn.gpu.attention import flash as flash_math
+from retrieval_attn.gpu.attention.flash import BACKENDS, Call, _square, attend, math_attention
 from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.plain import math_attention
 from tests.reference.attention import reference_attention
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)

@@ -13,8 +13,7 @@ import torch
 
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention import flash
-from retrieval_attn.gpu.attention.backends import BACKENDS, Call, _function
-from retrieval_attn.gpu.attention.flash import attend
+from retrieval_attn.gpu.attention.flash import BACKENDS, Call, _function, attend
 
 GPU_NAMES = [name for name in BACKENDS if name not in ("torch-flash-cpu", "math")]
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.attention import libraries
+from retrieval_attn.gpu.capture import polling as libraries
 from retrieval_attn.gpu.capture.cuda import CudaRuntime, cuda_runtime
-from retrieval_attn.gpu.capture.exchange import HostCall
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import HostCall, Runtime
 from retrieval_attn.gpu.decode.kernels import HostResult, Parts, merge_parts, stage_queries
 from tests.emulation.runtime import EmulatedRuntime
 

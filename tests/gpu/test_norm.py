@@ -12,7 +12,7 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from retrieval_attn.gpu import norm
+from retrieval_attn.gpu import products as norm
 from retrieval_attn.model.fused import norms
 from retrieval_attn.model.fused.norms import fused_norms
 from tests.gpu.test_decode_kernels import INTERPRETED
@@ -31,7 +31,7 @@ def test_it_rounds_as_the_module(
 ) -> None:
     """Rows apart from each other, too: the module's numbers, but where the order of the sum turns a rounding."""
     if way == "triton" and INTERPRETED:
-        from retrieval_attn.gpu import norm_triton
+        from retrieval_attn.gpu import products_triton as norm_triton
 
         monkeypatch.setattr(norm, "kernels_for", lambda tensor, module: norm_triton)
     device = "cuda" if way == "triton" and not INTERPRETED else "cpu"

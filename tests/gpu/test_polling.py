@@ -17,8 +17,7 @@ from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture import cuda as cuda_module
 from retrieval_attn.gpu.capture import polling
 from retrieval_attn.gpu.capture.cuda import CudaRuntime, cuda_runtime
-from retrieval_attn.gpu.capture.exchange import Replay
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import Replay, Runtime
 from retrieval_attn.runner.graph import registry as graph_registry
 from tests.emulation.runtime import EmulatedRuntime
 from tests.gpu.test_decode_kernels import INTERPRETED

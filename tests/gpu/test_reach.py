@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.codes import host_row_gather as reaching
 from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, HostRowGather, RowShape
 from retrieval_attn.offload.host_rows import as_device, host_rows

@@ -35,7 +35,7 @@ class AtOnce:
 def staged(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the tensors lie, and the kernel that brings codes runs as those that search do."""
     if device == "cpu" and INTERPRETED:
-        from retrieval_attn.gpu.codes import stage_triton
+        from retrieval_attn.gpu.codes import codes_triton as stage_triton
 
         monkeypatch.setattr(stage_module, "kernels_for", lambda tensor, name: stage_triton)
     return device

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from retrieval_attn.sampling import sampler as chooser
+from tests.engine_audit import check_engine
 from tests.server.inside import Inside, body_of, sent
 
 TRIES = 120
@@ -38,7 +39,7 @@ def test_clients_that_go_leave_nothing_behind(inside: Inside) -> None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
             time.sleep(draw.choice((0, 0.001, 0.01, 0.03)))
     inside.wait_for_nobody()
-    inside.engine.check()
+    check_engine(inside.engine)
     with inside.client() as http:
         text = http.get("/metrics").text
         assert f"retrieval_attn:request_disconnected_total {TRIES}.0" in text, text
@@ -51,7 +52,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(inside: Inside) -> None:
         found = [http.post("/v1/completions", content=body_of(20, one), headers=headers) for one in range(5)]
         assert all(one.is_success for one in found)
     inside.wait_for_nobody()
-    inside.engine.check()
+    check_engine(inside.engine)
 
 
 def test_an_engine_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

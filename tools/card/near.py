@@ -15,7 +15,7 @@ from unittest import mock
 from torch import Tensor
 
 from retrieval_attn.gpu.attention import flash
-from retrieval_attn.gpu.attention.backends import Call
+from retrieval_attn.gpu.attention.flash import Call
 from retrieval_attn_eval.flags import as_tokens
 
 __all__ = ["add_read_window", "near_reads", "read_simply"]

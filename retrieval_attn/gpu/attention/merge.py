@@ -80,3 +80,10 @@ def sink_logit_partial(logits: Tensor, query: Tensor, value_dim: int) -> Partial
     """
     part = empty_partial(query, value_dim)
     return Partial(part.out, logits.float().view(1, -1, 1).expand_as(part.lse).contiguous())
+
+
+class Scoring(NamedTuple):
+    """scale * q.k, soft-capped unless softcap is None."""
+
+    scale: float
+    softcap: float | None = None

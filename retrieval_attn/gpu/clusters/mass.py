@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.gpu.clusters.cluster import MAX_CLUSTERS
 from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated, lacking
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QueryGroup, QuestionSearch, SearchScratch

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.gpu.clusters import mass as sizes
 from retrieval_attn.gpu.clusters.mass import RUN, TABLE_WORDS, ClusterMass, TailPartial, mass_grid
 from retrieval_attn.gpu.codes.codes import MOST_VARIANCE

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import BackendError
-from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.decode.kernels import kernels_for
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.codes.codes import MOST_VARIANCE
-from retrieval_attn.gpu.codes.refine_triton import refine
+from retrieval_attn.gpu.codes.refine_triton import MAX_ROUNDS, refine, tell, threshold
 from retrieval_attn.gpu.codes.search import (
     FINE,
     MIN_WIDTH,
@@ -28,8 +28,7 @@ from retrieval_attn.gpu.codes.search import (
     QueryGroup,
     SearchScratch,
 )
-from retrieval_attn.gpu.codes.threshold_triton import MAX_ROUNDS, tell, threshold
-from retrieval_attn.gpu.overlap_triton import begin, overlap
+from retrieval_attn.gpu.products_triton import begin, overlap
 
 BLOCK_KEYS = 128
 """Keys that a program scores at a time."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.gpu.codes.table import SharedTables, new_table
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
@@ -79,7 +79,7 @@ class StreamedCodes:
 
     def bring(self) -> None:
         """Bring them, by the current stream; nothing without kernels, which find codes where they lie."""
-        kernels = kernels_for(self._table, "codes.stage_triton")
+        kernels = kernels_for(self._table, "codes.codes_triton")
         if kernels is not None:
             kernels.bring(self._table)
 

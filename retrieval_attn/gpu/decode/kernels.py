@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.compile.cache_dir import use_triton_folder
-from retrieval_attn.gpu.launchers import load_launchers_in_turn
 
 logger = logging.getLogger(__name__)
 _trial = threading.Lock()
@@ -211,7 +210,7 @@ def _triton_works(device: torch.device) -> bool:
     use_triton_folder()
     try:
         load_launchers_in_turn()
-        importlib.import_module("retrieval_attn.gpu.decode.trial_triton").launch(device)
+        importlib.import_module("retrieval_attn.gpu.decode.kernels_triton").launch(device)
     except ImportError as error:
         logger.warning("Triton is not there (%s): decoding runs as plain PyTorch operations, slower", error)
         return False
@@ -224,3 +223,30 @@ def _triton_works(device: torch.device) -> bool:
         )
         return False
     return True
+
+
+_loading = threading.Lock()
+
+
+def load_launchers_in_turn() -> None:
+    """Have Triton make launchers one after the other, also those of other libraries' kernels; again: the same.
+
+    Raises ImportError where there is no Triton, RuntimeError where it finds no device.
+    """
+    import triton  # there is none without a GPU
+
+    in_turn(triton.runtime.driver.active)
+
+
+def in_turn(driver: Any) -> None:
+    """Let one thread at a time make launchers of this driver. One that has no such classes is left as it is."""
+    make = getattr(driver, "launcher_cls", None)
+    if make is None or hasattr(make, "made_in_turn"):
+        return
+
+    def made_in_turn(*args: Any) -> Any:
+        with _loading:
+            return make(*args)
+
+    setattr(made_in_turn, "made_in_turn", True)  # noqa: B010  not an assignment: mypy knows no such attribute
+    driver.launcher_cls = made_in_turn

@@ -262,3 +262,14 @@ def merge_parts(
 
 def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@triton.jit
+def _count_kernel(number):
+    tl.store(number, tl.load(number) + 1)
+
+
+def launch(device: torch.device) -> None:
+    """Compile the kernel, or load it, and launch it. Raises whatever Triton raises."""
+    with torch.cuda.device(device):
+        _count_kernel[(1,)](torch.zeros(1, dtype=torch.int32, device=device), num_warps=1)

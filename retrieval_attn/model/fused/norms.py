@@ -1,7 +1,8 @@
 """A model's RMS norms as one kernel each, while a step of one token is recorded.
 
-A module is taken if its class is called an RMS norm, nobody watches or has replaced its `forward`, and for numbers of
-its own shape `gpu/norm.py` gives what it gives, but for one rounding: by its weight, or by 1 + weight (Gemma, Qwen3.5).
+A module is replaced if its class is called an RMS norm, its `forward` is neither hooked nor replaced, and for numbers
+of its own shape `gpu/products.py` returns the same but for one rounding: by its weight, or by 1 + weight (Gemma,
+Qwen3.5).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from retrieval_attn.gpu.norm import rms_norm
+from retrieval_attn.gpu.products import rms_norm
 from retrieval_attn.model.layers import modules_of
 from retrieval_attn.runner.graph.support import watchers_of
 

@@ -18,9 +18,9 @@ from retrieval_attn.attention.host_attention import retrieved_keys
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.index.task import descriptor as words
 from retrieval_attn.offload.stats import LayerStats

@@ -18,10 +18,8 @@ from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.capture.exchange import Replay
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
+from retrieval_attn.gpu.capture.exchange import Replay, Runtime
 from retrieval_attn.runner.graph.host import HostResources
 from retrieval_attn.runner.graph.host_row_gather import Reads
 from retrieval_attn.runner.graph.memory import StepMemory, ordinary_tensors

@@ -25,10 +25,8 @@ from retrieval_attn.cpu.step.buffers import StepBuffers
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.scoring import Scoring
-from retrieval_attn.gpu.capture.exchange import HostCall
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
+from retrieval_attn.gpu.capture.exchange import HostCall, Runtime
 from retrieval_attn.gpu.clusters.mass import TailPartial
 from retrieval_attn.gpu.codes.host_row_gather import RowShape
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, SearchScratch, shared_scratch, size_class

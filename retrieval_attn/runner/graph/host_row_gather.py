@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from retrieval_attn.attention.coded_clusters import CodedPieces
-from retrieval_attn.attention.host_row_gather import late_pieces, reach_entries
+from retrieval_attn.attention.coded_clusters import CodedPieces, late_pieces, reach_entries
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.host_attend import NamedPieces
 from retrieval_attn.cpu.step.buffers import StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, HostRowGather, RowShape
 from retrieval_attn.gpu.codes.search import EstimatedLogits
 from retrieval_attn.gpu.codes.table import SharedTables

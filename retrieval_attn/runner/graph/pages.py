@@ -14,8 +14,7 @@ from torch import Tensor
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.paged_prefix import KnownPrefixes, PagedLayers, PagedPrefix, nodes_of
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.attention.merge import Partial
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.shared.partials import PagedKeys, follows_its_plan, plan_shape, shared_partials
 from retrieval_attn.gpu.shared.plan import LEVELS, PlanShape, SharedPlan
 

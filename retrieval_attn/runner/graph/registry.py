@@ -16,7 +16,7 @@ from retrieval_attn.attention.paged_prefix import PagedLayers
 from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.cuda import cuda_runtime
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.graph.binding import Binding, expected_kind
 from retrieval_attn.runner.graph.decoder import GraphDecoder

@@ -14,7 +14,7 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.model.adapters import adapter_state
 from retrieval_attn.model.quantization import plain_tensors
 from retrieval_attn.runner.graph.host import code_shape

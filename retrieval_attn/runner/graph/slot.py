@@ -11,8 +11,7 @@ from torch import Tensor
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.attention.merge import Partial, merge
-from retrieval_attn.gpu.attention.scoring import Scoring
+from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.decode.kernels import Parts, WindowBuffers, merge_parts, split_count, window_partials
 from retrieval_attn.runner.graph.host import HostResources, HostStep, LayerHeads, split_microbatches

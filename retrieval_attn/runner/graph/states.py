@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.capture.runtime import Runtime
+from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.runner.graph.memory import ordinary_tensors
 
 KEPT_STEPS = 2

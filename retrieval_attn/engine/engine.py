@@ -320,15 +320,6 @@ class Engine:
                 "shared": PrefixCacheStats() if self._tree is None else self._tree.stats,
             }
 
-    def check(self) -> None:
-        """Raise AssertionError unless pages, bytes, slots and references add up."""
-        with self._changed:
-            self._scheduler.check()
-            if self._tree is not None:
-                self._tree.check()
-            if self._exact is not None:
-                self._exact.check()
-
     def close(self, *, drain: bool = True) -> None:
         """End: once all are answered, or at once, and those that are there end as "cancelled"."""
         with self._changed:

@@ -115,15 +115,6 @@ class InflightPrefills:
         with self._lock:
             return next((read for read, waiting in self._reads.items() if claim in waiting), None)
 
-    def check(self) -> None:
-        """Raises AssertionError unless each claim reads or waits once, and those who wait have an open future."""
-        with self._lock:
-            waiting = [claim for others in self._reads.values() for claim in others]
-            if len(set(waiting)) != len(waiting) or set(waiting) & set(self._reads):
-                raise AssertionError("a claim waits twice, or reads and waits")
-            if any(claim.mine for claim in waiting) or not all(claim.mine for claim in self._reads):
-                raise AssertionError("a claim waits for a read that is its own, or reads without the work")
-
     def _pass_on(self, waiting: Iterable[PrefillClaim]) -> list[Callable[[], None]]:
         """Give the work to the first of them; the others wait for it, or read themselves where it does not serve."""
         resolve: list[Callable[[], None]] = []

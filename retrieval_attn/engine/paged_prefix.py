@@ -106,16 +106,6 @@ class PagePool:
         with self._lock:
             return PageCounts(self._free, int(self._held.sum()), self.pages)
 
-    def check(self) -> None:
-        """Raise AssertionError unless every page is free or held, once, and all are accounted for. O(pages)."""
-        free, held, total = self.counts()
-        with self._lock:
-            stack = self._stack[: self._free]
-            if free + held != total:
-                raise AssertionError(f"{free} free + {held} held pages are not {total}")
-            if len(np.unique(stack)) != len(stack) or self._held[stack].any():
-                raise AssertionError("a page is free twice, or free and held")
-
     def _take(self, n: int) -> PageIds:
         if n > self._free:
             held = self.pages - self._free
@@ -227,10 +217,6 @@ class PagedKVPool:
     def counts(self) -> PageCounts:
         """Free, held and all pages. Those that were given back since pages were taken count as held."""
         return self._pool.counts()
-
-    def check(self) -> None:
-        """Raise AssertionError unless every page is free or held, once."""
-        self._pool.check()
 
 
 class PageAllocation:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval_attn.engine.audit import check_nodes
 from retrieval_attn.engine.ids import Ids, common, int32_row
 from retrieval_attn.engine.inflight_prefills import InflightPrefills, PrefillClaim
 from retrieval_attn.engine.node import Branches, Namespace, Node, Payload, Place, Sizes
@@ -316,13 +315,6 @@ class RadixCache:
                 self._prune(node)
             self._counts = self._counts.add_eviction(dropped, freed.total)
         return freed
-
-    def check(self) -> None:
-        """Raises AssertionError unless all counts, links and references agree. O(nodes)."""
-        self._pending.check()
-        with self._lock:
-            self._residents.check()
-            check_nodes(self.root, self._residents, self._count)
 
     def _new(self, place: Place, span: Ids, namespace: Namespace) -> Node:
         self._last_number += 1

@@ -79,16 +79,6 @@ class ResidentSet:
                 if parent is not None and parent in self._last and _helps(parent, kinds):
                     heapq.heappush(heap, (*_order(parent, now, kinds), parent))
 
-    def check(self) -> None:
-        """Raises AssertionError unless counts and sums are those of the nodes."""
-        if self.sizes != (sums := Sizes(*map(sum, zip(Sizes(), *(node.sizes for node in self._nodes), strict=True)))):
-            raise AssertionError(f"{self.sizes} are counted, but nodes have {sums}")
-        if set(self._last) != {node for node in self._nodes if not node.held_children}:
-            raise AssertionError("nodes without a child in memory are not those that are listed")
-        for node in self._nodes:
-            if node.held is None or node.gone or node.parent is None or not node.parent.in_memory:
-                raise AssertionError(f"{node!r} is listed as in memory, but it or its parent is not")
-
 
 def _order(node: Node, now: float, kinds: Sequence[int]) -> tuple[bool, float, int]:
     return not node.sizes.of(kinds), eviction_score(node, now, kinds), node.number

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from retrieval_attn.engine.conservation import check_conservation
 from retrieval_attn.engine.fairness import FairQueue
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.prefill_budget import PrefillBudget
@@ -171,10 +170,6 @@ class Scheduler:
     def set_outside(self, host_bytes: int) -> None:
         """Host bytes, of those in the limits, that something else than a job holds from now on."""
         self._places.outside_bytes = host_bytes
-
-    def check(self) -> None:
-        """Raise AssertionError unless every byte and slot is free or held by one job in one state; O(jobs)."""
-        check_conservation(self.limits, self._places, self._queues)
 
     def schedule(self, results: StepResult, now: float) -> SchedulerOutput:
         """Take in what happened, and plan the next step. now: seconds, as in `submit`."""

@@ -84,8 +84,6 @@ class Worker:
             return self._submit(frame)
         if frame["do"] == "keep":
             return keep(self._engine, frame["name"], ids_from(frame["ids"]), frame["context"], frame["namespace"])
-        if frame["do"] == "check":
-            return self._engine.check()
         return plain_stats(self._engine)
 
     def _submit(self, frame: Plain) -> str:

@@ -107,7 +107,6 @@ class Drive:
             with collections_are_short(), filled:
                 answers = self._answers(engine, calls, batch, filled)
             cpu_seconds = time.process_time() - began
-            engine.check()
             held = engine.stats["shared"]
             if held.evicted:
                 self.gave_up = (

@@ -108,19 +108,6 @@ class HeadShare:
 
 
 @dataclass(frozen=True)
-class Audit:
-    """Relative error of heads' outputs, sinks and window merged, against exact attention. One above 1 counts as 1.
-
-    samples: heads that were compared, drawn evenly for every eager step's tokens. mean_error: theirs. upper_bound: what
-    the mean over all heads of all layers and tokens exceeds with a probability of 5 % at most.
-    """
-
-    samples: int
-    mean_error: float
-    upper_bound: float
-
-
-@dataclass(frozen=True)
 class Stats:
     """Cost of one answer, summed over layers. Seconds are wall clock.
 
@@ -128,13 +115,10 @@ class Stats:
     keys_scanned, host_bytes_read, host_seconds: work of the host's search and attention; search_seconds and
     attend_seconds are its two phases.
     host_bytes, device_bytes: memory held by the cache.
-    captured_mass: share of exact attention's weight that took part (sinks, window and retrieved keys), mean over the
-    heads and tokens measured; None unless `cache.instruments.measure_mass` asked for it.
     tail_share: share of attention's weight over keys that was estimated from clusters (`Config.tail`), mean over heads,
-    layers and tokens, those of a question among them that went through retrieval; 1 - tail_share estimates
-    `captured_mass`. Captured steps that went ahead and were taken back count, too. None where nothing is estimated.
+    layers and tokens, those of a question among them that went through retrieval. Captured steps that ran ahead and
+    were discarded count, too. None if nothing is estimated.
     tail_share_most: the head whose mean is largest.
-    audit: error of heads' outputs against exact attention; None unless `cache.instruments.audit` asked for it.
     indexes: kinds of the indexes that were searched, and how many heads have each; {} where all keys were beside the
     model. `Context.index_notes` says why a head has its index. all_keys: the dtype that all keys were there in, "int8"
     among them (`Config.full_attention`); None where they were retrieved.
@@ -154,10 +138,8 @@ class Stats:
     device_bytes: int
     search_seconds: float = 0.0
     attend_seconds: float = 0.0
-    captured_mass: float | None = None
     tail_share: float | None = None
     tail_share_most: HeadShare | None = None
-    audit: Audit | None = None
     indexes: Mapping[str, int] = field(default_factory=dict)
     all_keys: str | None = None
     decoded: str = "eager"

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from retrieval_attn.answer import Answer, Audit, HeadShare, Sampling, Stats
+from retrieval_attn.answer import Answer, HeadShare, Sampling, Stats
 from retrieval_attn.attention.cache import RetrievalCache, form_beside, retrieves
-from retrieval_attn.attention.instruments import audits, tail_shares
 from retrieval_attn.attention.sequence import ids_tensor
 from retrieval_attn.attention.tail_mass import largest_share, mean_share
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
@@ -357,8 +356,8 @@ def _require_numbers(logits: Tensor) -> None:
 
 
 def _stats(result: Generated, cache: RetrievalCache) -> Stats:
-    work, tails = cache.stats(), tail_shares(cache)
-    largest, found = largest_share(tails), audits(cache)
+    work, tails = cache.stats(), cache.tail_shares()
+    largest = largest_share(tails)
     return Stats(
         context_tokens=0,
         new_tokens=result.new_tokens,
@@ -372,12 +371,10 @@ def _stats(result: Generated, cache: RetrievalCache) -> Stats:
         device_bytes=cache.device_nbytes,
         search_seconds=work.search_seconds,
         attend_seconds=work.attend_seconds,
-        captured_mass=work.mass / work.mass_count if work.mass_count else None,
         indexes=cache.index_kinds() if retrieves(cache) else {},
         all_keys=form_beside(cache),
         tail_share=mean_share(tails),
         tail_share_most=None if largest is None else HeadShare(*largest),
-        audit=None if found is None else Audit(*astuple(found)),
         decoded=result.how,
     )
 

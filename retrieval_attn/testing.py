@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retrieval_attn.attention.exact import ExactPass as ExactPass
-    from retrieval_attn.attention.instruments import measure_mass as measure_mass
-    from retrieval_attn.attention.instruments import replace_layer as replace_layer
-    from retrieval_attn.attention.instruments import share_layer as share_layer
-    from retrieval_attn.attention.instruments import tail_shares as tail_shares
+    from retrieval_attn.attention.layer import AttentionRecord as AttentionRecord
     from retrieval_attn.attention.layer import CacheLayer as CacheLayer
     from retrieval_attn.attention.retrieval import RetrievalLayer as RetrievalLayer
     from retrieval_attn.attention.sequence import Batch as Batch
+    from retrieval_attn.attention.sequence import distinct as distinct
+    from retrieval_attn.attention.sequence import stacked as stacked
+    from retrieval_attn.attention.sequence import unstacked as unstacked
     from retrieval_attn.cli.numbers import check_numbers as check_numbers
     from retrieval_attn.cli.spinner import Spinner as Spinner
     from retrieval_attn.compile.progress import ProgressBar as ProgressBar
     from retrieval_attn.cpu.ahead import load_kernels as load_kernels
     from retrieval_attn.cpu.host_attend import attend_path as attend_path
+    from retrieval_attn.cpu.host_attend import exact_lse as exact_lse
     from retrieval_attn.cpu.store import SequenceKV as SequenceKV
     from retrieval_attn.engine.engine import default_limits as default_limits
     from retrieval_attn.gpu.attention.flash import attend as attend
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from retrieval_attn.offload.stats import LayerStats as LayerStats
     from retrieval_attn.offload.transfer import host_format as host_format
     from retrieval_attn.offload.transfer import to_device as to_device
+    from retrieval_attn.offload.transfer import to_queries as to_queries
     from retrieval_attn.remote.delta import Usage as Usage
     from retrieval_attn.remote.delta import read_delta as read_delta
     from retrieval_attn.remote.delta import read_usage as read_usage
@@ -90,15 +92,14 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "engine.engine": "default_limits",
     "attention.exact": "ExactPass",
-    "attention.instruments": "measure_mass replace_layer share_layer tail_shares",
-    "attention.layer": "CacheLayer",
+    "attention.layer": "AttentionRecord CacheLayer",
     "attention.retrieval": "RetrievalLayer",
-    "attention.sequence": "Batch",
+    "attention.sequence": "Batch distinct stacked unstacked",
     "cli.numbers": "check_numbers",
     "cli.spinner": "Spinner",
     "compile.progress": "ProgressBar",
     "cpu.ahead": "load_kernels",
-    "cpu.host_attend": "attend_path",
+    "cpu.host_attend": "attend_path exact_lse",
     "cpu.store": "SequenceKV",
     "runner.attention": "set_attention using_retrieval",
     "runner.decode": "PromptState DecodeSteps TokenChoice forward run",
@@ -123,7 +124,7 @@ _EXPORTS = {
     "model.rotation": "Rotation",
     "offload.queries": "SPAN",
     "offload.stats": "LayerStats",
-    "offload.transfer": "host_format to_device",
+    "offload.transfer": "host_format to_device to_queries",
     "remote.delta": "Usage read_delta read_usage",
     "remote.endpoint": "Endpoint http_client refusal",
     "remote.models": "model_names",

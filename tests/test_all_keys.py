@@ -176,7 +176,7 @@ def test_rows_and_watchers_retrieve() -> None:
     engine.in_batch = True
     assert attach_full_kv(model, engine) is None
     watched: Any = cache.fork()
-    watched.layers[0].mass_heads = 1
+    watched.layers[0].on_attention = print
     assert attach_full_kv(model, watched) is None
     assert attach_full_kv(model, read(model, random_ids(1, 12, 1))) is None, "nothing lies on the host alone"
 

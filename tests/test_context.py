@@ -15,7 +15,6 @@ from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
 from retrieval_attn.attention.host_attention import HostAttention
-from retrieval_attn.attention.instruments import measure_mass
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial
 from retrieval_attn.runner import decode
@@ -61,21 +60,6 @@ def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch:
 
     monkeypatch.setattr(HostAttention, "attend", nothing)
     assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, question_attention="retrieval").text
-
-
-def test_captured_mass_is_the_share_of_exact_attention(loaded: Loaded, text: str) -> None:
-    """All keys have the whole weight, one key has less than fifty; unasked it is not measured."""
-    shares = []
-    for retrieve in ("all", 50, 1):
-        context = ra.Context(*loaded, CONFIG.replace(retrieve=retrieve)).read(text[:6000], progress=False)
-        measure_mass(context.cache, 8)
-        answer = context.ask(QUESTION, max_new_tokens=6)
-        assert answer.stats.captured_mass is not None
-        shares.append(answer.stats.captured_mass)
-    assert shares[0] == pytest.approx(1, abs=1e-4)
-    assert 0 < shares[2] < shares[1] < 0.9999
-    plain = ra.Context(*loaded, CONFIG).read(text[:6000], progress=False).ask(QUESTION, max_new_tokens=2)
-    assert plain.stats.captured_mass is None
 
 
 def test_ask_equals_full_attention_and_leaves_the_context(context: ra.Context, loaded: Loaded) -> None:

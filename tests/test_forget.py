@@ -146,7 +146,7 @@ def test_distances_of_attention_are_those_of_a_text_without_the_forgotten_tokens
     forget_tokens(cache, model, START - 1, STOP + 40)
     seen: dict[int, Tensor] = {}
     for number, layer in enumerate(cache.layers):
-        layer.watch = lambda query, *_, number=number, **__: seen.__setitem__(number, query)
+        layer.on_attention = lambda record, number=number: seen.__setitem__(number, record.query)
     feed(model, cache, pieces[0])
     full = in_full(model, ids)
     gap = STOP + 40 - (START - 1)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
 import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf)
-from retrieval_attn.attention.instruments import tail_shares
 from retrieval_attn.attention.tail_mass import mean_share
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
 from retrieval_attn.runner.decode import DecodeSteps, forward
@@ -59,13 +58,13 @@ def test_replays_tally_what_eager_decoding_estimates(name: str, options: dict[st
     """Learned sinks; rows on one path, then apart. A capture's trials do not count; a cache that left keeps its own."""
     model = enabled(name)
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
-    found = tail_shares(graphed.cache)
-    for again in (found, tail_shares(graphed.cache)):
-        for number, tail in tail_shares(eager.cache).items():
+    found = graphed.cache.tail_shares()
+    for again in (found, graphed.cache.tail_shares()):
+        for number, tail in eager.cache.tail_shares().items():
             assert again[number].count == tail.count == (0 if "config" in options else NEW * options.get("repeats", 1))
             torch.testing.assert_close(again[number].means(), tail.means(), rtol=0, atol=1e-5)
     Decoded(model, True, **options)  # another cache takes the decoder
-    share = mean_share(tail_shares(graphed.cache))
+    share = mean_share(graphed.cache.tail_shares())
     assert share == mean_share(found) and (share is None) == ("config" in options)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.attention.instruments import tail_shares
 from retrieval_attn.engine.paged_prefix import PagedKVPool
 from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.runner.graph import host_row_gather as reached
@@ -124,8 +123,8 @@ def test_what_is_estimated_is_tallied() -> None:
     model = enabled("llama")
     options: dict[str, Any] = {**case_of("device"), "new": 20}
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
-    found = tail_shares(graphed.cache)
-    for number, tail in tail_shares(eager.cache).items():
+    found = graphed.cache.tail_shares()
+    for number, tail in eager.cache.tail_shares().items():
         assert found[number].count == tail.count == 20
         torch.testing.assert_close(found[number].means(), tail.means(), rtol=0, atol=1e-5)
 

@@ -230,8 +230,8 @@ def test_captured_steps_are_fed_the_same(model: Any, text: FedText, reference: F
     """
     config = CONFIG.replace(index="device-auto", index_options={"int8_rows": True}, host_dtype="int8", tail=True)
     held, _ = read(model, config, torch.from_numpy(text.ids[None, : text.context].copy()))
-    eager = _feed_fork(model, _fork(held, 20, True, 0), text, None)
-    every = _feed_captured(model, _fork(held, 20, True, 0), text)
+    eager = _feed_fork(model, _fork(held, 20, True), text, None, None)
+    every = _feed_captured(model, _fork(held, 20, True), text)
     nearer = config.replace(index_options={"int8_rows": True, "key_share": 0.25})
     some = next(feed_index(model, nearer, text, [20], 0, captured=True))
     torch.testing.assert_close(every.logits, eager.logits, rtol=0, atol=1e-4)

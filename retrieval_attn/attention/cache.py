@@ -21,6 +21,7 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import Batch, distinct, own_start
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.attention.state import StateLayer
+from retrieval_attn.attention.tail_mass import TailMass
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
@@ -210,6 +211,14 @@ class RetrievalCache(LayeredCache):
             layer.finish_index()
             total.add(layer.stats)
         return total
+
+    def tail_shares(self) -> dict[int, TailMass]:
+        """By layer number, the estimated shares of layers with retrieval since the cache (or its fork) was made."""
+        layers = [layer for layer in self.layers if isinstance(layer, RetrievalLayer)]
+        for layer in layers:
+            if layer.graph is not None:
+                layer.graph.add_tail()
+        return {layer.number: layer.tail for layer in layers}
 
     @property
     def coded_indexes(self) -> list[KeyIndex]:

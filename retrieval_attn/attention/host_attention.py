@@ -1,9 +1,7 @@
-"""The host's part of a step that runs eagerly, for one token or the many of a question: every row's queries over what
-lies between its sinks and its window.
+"""HostAttention: attention of an eager step's queries over the tokens between sinks and window, for every row.
 
-Where the device has codes of the keys, queries take the way of `coded_part.py`, and a long question that of
-`uploaded_part.py`. A captured step does the same through
-`runner/graph/host.py`.
+Queries use `DeviceCodeSource` if the device has codes of the keys, and a long question `UploadSource`. A captured step
+computes the same in `runner/graph/host.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -20,32 +17,22 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.attention import upload as uploaded_part
-from retrieval_attn.attention.audit import MAX_ERROR, HeadAudit
 from retrieval_attn.attention.device_codes import CodedRange, DeviceCodeSource, coded_range
+from retrieval_attn.attention.layer import PathRows
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.sequence import rows_by_path, stacked, unstacked
 from retrieval_attn.attention.upload import UploadSource
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import HeadBudgets
-from retrieval_attn.cpu.host_attend import HostPartial, attend_paths, exact_head, exact_lse
+from retrieval_attn.cpu.host_attend import HostPartial, attend_paths
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.transfer import to_queries
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class _Shared:
-    """A path and the rows that share it, over tokens [start, stop)."""
-
-    host: SequenceKV
-    rows: list[int]
-    start: int
-    stop: int
 
 
 def retrieved_keys(config: Config, host: SequenceKV, num_keys: int) -> int | HeadBudgets | None:
@@ -83,13 +70,13 @@ class HostAttention:
         self._scoring, self._spec, self._query, self._device = scoring, spec, query, query.device
         batch, self._q_heads, self._new, _ = query.shape
         self._shape = batch, self._q_heads, self._new
-        self._shared = _shared_paths(held)
-        self._coded: list[tuple[_Shared, DeviceCodeSource | UploadSource]] = []
-        self._apart: dict[int | HeadBudgets | None, list[_Shared]] = {}
+        self.paths = _shared_paths(held)
+        self._coded: list[tuple[PathRows, DeviceCodeSource | UploadSource]] = []
+        self._apart: dict[int | HeadBudgets | None, list[PathRows]] = {}
 
     def begin(self, config: Config) -> None:
         """Let the device search where it has codes: what follows until `attend` runs at the same time."""
-        for one in self._shared:
+        for one in self.paths:
             k = retrieved_keys(config, one.host, one.stop - one.start)
             span = one.start, one.stop
             over = coded_range(one.host, *span, k, self._spec, config.estimates) if isinstance(k, int) else None
@@ -107,7 +94,7 @@ class HostAttention:
 
     def _coded_part(self, over: CodedRange, queries: Tensor) -> DeviceCodeSource | UploadSource:
         # rows over several contexts stay on the host: each would wait for the keys of all the others
-        if len(self._shared) == 1 and uploaded_part.serves(over, queries, self._uploads):
+        if len(self.paths) == 1 and uploaded_part.serves(over, queries, self._uploads):
             return UploadSource(over, queries, self._uploads, **self._scoring._asdict())
         return DeviceCodeSource(over, queries, **self._scoring._asdict())
 
@@ -125,7 +112,7 @@ class HostAttention:
             self.rest = None if part.rest is None else unstacked(part.rest, self._shape[0])
             stats.host_seconds += time.perf_counter() - began
             return Partial(*(unstacked(one, self._shape[0]) for one in found))
-        if len(self._shared) == 1 and len(self._shared[0].rows) == self._shape[0]:  # nor here
+        if len(self.paths) == 1 and len(self.paths[0].rows) == self._shape[0]:  # nor here
             ((k, group),) = self._apart.items()
             (answer,) = self._ask(k, group, stats)
             self.rest = None if answer.rest is None else self._by_row(answer.rest)
@@ -147,7 +134,7 @@ class HostAttention:
         stats.host_seconds += time.perf_counter() - began
         return Partial(out, lse)
 
-    def _ask(self, k: int | HeadBudgets | None, group: list[_Shared], stats: LayerStats) -> list[HostPartial]:
+    def _ask(self, k: int | HeadBudgets | None, group: list[PathRows], stats: LayerStats) -> list[HostPartial]:
         """What the host attends to for some paths, k keys per query. Adds to `stats`, but for the time."""
         answers = attend_paths(
             [one.host for one in group],
@@ -172,61 +159,11 @@ class HostAttention:
         stats.attend_seconds += cost.attend_seconds
         return found
 
-    def measure_mass(self, heads: int, static: Tensor, retrieved: Tensor, stats: LayerStats) -> None:
-        """Add the share of exact attention's weight that sinks, window and retrieved keys have, for some heads.
-
-        heads: how many per call; they take turns. static, retrieved: lse (batch, q_heads, new), of which `rest` is
-        estimated.
-        """
-        if self.rest is not None:
-            retrieved = retrieved + torch.log1p(-self.rest)
-        static, retrieved = static.cpu(), retrieved.cpu()
-        first = stats.mass_count
-        chosen = [(first + i) % self._q_heads for i in range(min(heads, self._q_heads))]
-        for one in self._shared:
-            scale, softcap = self._scoring.scale, self._scoring.softcap
-            queries = self._host_queries(one)
-            exact = exact_lse(one.host, queries, one.start, one.stop, chosen, scale=scale, softcap=softcap)
-            middle = unstacked(torch.from_numpy(exact), len(one.rows))
-            near = static[one.rows][:, chosen]
-            share = torch.logaddexp(near, retrieved[one.rows][:, chosen]) - torch.logaddexp(near, middle)
-            stats.mass += float(share.exp().sum())
-            stats.mass_count += share.numel()
-
-    def audit(self, audit: HeadAudit, place: tuple[int, int], static: Partial, given: Tensor) -> None:
-        """Compare `given` (batch, q_heads, new, value_dim) with exact attention, for heads that `audit` draws.
-
-        place: of the draws, the layer and the position of the first new token. static: sinks and window, which `given`
-        holds too. The error of a draw is the mean over the rows, which it is made for together.
-        """
-        (layer, first), new = place, self._new
-        draws = np.array([audit.draw(layer, first + token, self._q_heads) for token in range(new)])  # (new, draws)
-        errors = np.zeros((self._shape[0], *draws.shape))
-        for head in np.unique(draws).tolist():
-            tokens = np.flatnonzero((draws == head).any(axis=1))
-            # rows with nothing between sinks and window have all of it in these
-            exact = Partial(*(part[:, head, tokens].cpu() for part in static))
-            for one in self._shared:
-                queries = unstacked(torch.from_numpy(self._host_queries(one)), len(one.rows))[:, :, tokens]
-                asked = stacked(queries, list(range(len(one.rows)))).contiguous().numpy()
-                found = exact_head(one.host, asked, one.start, one.stop, head, **self._scoring._asdict())
-                middle = Partial(*(torch.from_numpy(part).unflatten(0, (len(one.rows), -1)) for part in found))
-                both = merge(
-                    [Partial(*(part[one.rows, None] for part in exact)), Partial(*(p[:, None] for p in middle))]
-                )
-                exact.out[one.rows] = both.out[:, 0]
-            apart = torch.linalg.vector_norm(given[:, head, tokens].cpu().double() - exact.out, dim=2)
-            error = apart / torch.linalg.vector_norm(exact.out.double(), dim=2)
-            error = torch.where(apart == 0, 0.0, error).nan_to_num(nan=MAX_ERROR).numpy()
-            rows, number = np.nonzero(draws[tokens] == head)
-            errors[:, tokens[rows], number] = error[:, rows]
-        audit.add(np.minimum(errors, MAX_ERROR).mean(axis=0))
-
     @cached_property
     def _host_query(self) -> Tensor:
         return torch.from_numpy(to_queries(self._query))
 
-    def _host_queries(self, one: _Shared) -> np.ndarray:
+    def _host_queries(self, one: PathRows) -> np.ndarray:
         """The queries of the rows that share a path, float32: (q_heads, rows * new, head_dim)."""
         return stacked(self._host_query, one.rows).contiguous().numpy()
 
@@ -234,13 +171,13 @@ class HostAttention:
         """(q_heads, batch * new, ...) that all rows got together, (batch, q_heads, new, ...) on the query's device."""
         return unstacked(torch.from_numpy(part), self._shape[0]).to(self._device)
 
-    def _place_rest(self, one: _Shared, rest: Tensor | None) -> None:
+    def _place_rest(self, one: PathRows, rest: Tensor | None) -> None:
         if rest is None or self.rest is None:
             self.rest = None
         else:
             self._place(one, (rest,), (self.rest,))
 
-    def _place(self, one: _Shared, found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    def _place(self, one: PathRows, found: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Write answers (q_heads, rows * new, ...) to the rows that they belong to."""
         for part, target in zip(found, into, strict=True):
             rows = unstacked(part, len(one.rows)).to(target.device)
@@ -250,12 +187,12 @@ class HostAttention:
                 target[one.rows] = rows
 
 
-def _shared_paths(held: LayerKV) -> list[_Shared]:
+def _shared_paths(held: LayerKV) -> list[PathRows]:
     """The rows by path; those with nothing to retrieve are left out."""
     hosts, ranges = held.hosts, held.ranges
     shared = []
     for host, rows in rows_by_path(hosts):
         start, stop = ranges[rows[0]]
         if stop > start:
-            shared.append(_Shared(host, rows, start, stop))
+            shared.append(PathRows(host, rows, start, stop))
     return shared

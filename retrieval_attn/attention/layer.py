@@ -11,15 +11,16 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from copy import copy as shallow_copy
-from typing import Any, NoReturn, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from retrieval_attn.attention.audit import HeadAudit
 from retrieval_attn.attention.sequence import Batch
 from retrieval_attn.attention.tail_mass import TailMass
 from retrieval_attn.config import Config
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError, InputDataError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.window import WindowCache
@@ -161,39 +162,61 @@ class GraphHook(Protocol):
         """`sync`, and look at the cache anew before the next replay: something else is about to change it."""
 
 
-class AttentionWatch(Protocol):
-    """Told what a layer was asked and what it answered."""
+class PathRows(NamedTuple):
+    """A path in host memory and the rows of a batch that share it: tokens [start, stop) are candidates."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        new: tuple[Tensor, Tensor],
-        out: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> None:
-        """query, scale, softcap, sink_logits: as `CacheLayer.attend` got them, out: what it returns. new: the keys and
-        values that it stored first, (batch, kv_heads, new, dim). None of them may be changed.
-        """
+    host: SequenceKV
+    rows: list[int]
+    start: int
+    stop: int
+
+
+class RetrievedParts(NamedTuple):
+    """The partial results that a layer with retrieval merged, each (batch, q_heads, new, ...).
+
+    static: over sinks, window and pages. retrieved: over keys in host memory; None if no row has any. estimated: the
+    share of the weights of `retrieved` that is estimated from clusters; None without an estimate. candidates: the keys
+    that the search chose from.
+    """
+
+    static: Partial
+    retrieved: Partial | None
+    estimated: Tensor | None
+    candidates: list[PathRows]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRecord:
+    """One call of `CacheLayer.attend`, for `CacheLayer.on_attention`. The tensors must not be changed.
+
+    query, scale, softcap, sink_logits: as the call received them. key, value: stored by the call before it attended,
+    (batch, kv_heads, new, dim). out: its result. parts: None for exact attention and for layers without retrieval.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    scale: float
+    softcap: float | None
+    sink_logits: Tensor | None
+    parts: RetrievedParts | None
 
 
 class CacheLayer(HandleLayer):
     """One layer of a `RetrievalCache`. graph: set while a captured step decodes with this cache.
 
-    watch: told of every `attend` that is not part of a captured step, or None. Forks get it, too. stats, tail: what was
-    done, and which share of attention was estimated, since the layer or its fork was made. audit: of heads' outputs in
-    eager steps since then, or None.
+    on_attention: called at the end of each `attend`, or None. Forks share it; a step of the cache is then not captured.
+    stats, tail: the work done, and the estimated share of attention, since the layer or its fork was made.
     """
 
     def __init__(self, config: Config, batch: Batch | None = None) -> None:
         super().__init__(batch)
         self.config = config
         self.stats, self.tail = LayerStats(), TailMass()
-        self.audit: HeadAudit | None = None
         self.graph: GraphHook | None = None
-        self.watch: AttentionWatch | None = None
+        self.on_attention: Callable[[AttentionRecord], None] | None = None
+        self._parts: RetrievedParts | None = None  # of the current call, for `on_attention`
         self._announced: int | None = None
         self._alone = False
 
@@ -266,7 +289,7 @@ class CacheLayer(HandleLayer):
         """The layer's attributes, to be put back as they are; what changes in place is copied."""
         copy = self.fork(self.batch)
         copy.stats.add(self.stats)
-        return {**vars(copy), "tail": shallow_copy(self.tail), "audit": shallow_copy(self.audit)}
+        return {**vars(copy), "tail": shallow_copy(self.tail)}
 
     def fork(self, batch: Batch) -> Self:
         """This layer for a fork of its batch."""
@@ -301,8 +324,9 @@ class CacheLayer(HandleLayer):
         part = self._attend(query, key, value, spec, scale, softcap)
         if sink_logits is not None:
             part = merge([part, sink_logit_partial(sink_logits, query, value.shape[3])])
-        if self.watch is not None:
-            self.watch(query, (key, value), part.out, scale=scale, softcap=softcap, sink_logits=sink_logits)
+        if self.on_attention is not None:
+            parts, self._parts = self._parts, None
+            self.on_attention(AttentionRecord(query, key, value, part.out, scale, softcap, sink_logits, parts))
         return part.out
 
     def _attend(

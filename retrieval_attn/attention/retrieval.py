@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.attention.audit import HeadAudit
 from retrieval_attn.attention.exact import ExactPass
 from retrieval_attn.attention.host_attention import HostAttention
-from retrieval_attn.attention.layer import CacheLayer
+from retrieval_attn.attention.layer import CacheLayer, RetrievedParts
 from retrieval_attn.attention.layer_kv import LayerKV, begin_column, retrieves_after, take_paged
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.sequence import Batch, rows_by_path
@@ -208,8 +207,7 @@ DECODE_TOKENS = 8
 class RetrievalLayer(CacheLayer):
     """See the module. held: its tokens, None before the first ones. q_heads: of the model's layer, 0 before the first.
 
-    mass_heads: query heads for which every eager decode step also computes exact attention's denominator. exact_part:
-    for the next token, what it attends to in pages, where who steps several rows has it already.
+    exact_part: the next token's attention to pages, if a step of several rows has computed it already.
     """
 
     def __init__(
@@ -226,7 +224,6 @@ class RetrievalLayer(CacheLayer):
         """
         super().__init__(config, batch)
         self.number = number
-        self.mass_heads = 0
         self.exact_part: Partial | None = None
         self.held: LayerKV | None = None
         self._model = None if model is None else weakref.ref(model)
@@ -305,17 +302,14 @@ class RetrievalLayer(CacheLayer):
             static = merge([static, exact])
         parts = [static]
         if held.retrieves:
-            retrieved = host.attend(self.config, value.shape[3], self.stats)
-            parts.append(retrieved)
-            if self.mass_heads:
-                host.measure_mass(self.mass_heads, static.lse, retrieved.lse, self.stats)
+            parts.append(host.attend(self.config, value.shape[3], self.stats))
         if held.window.room == 0:  # it is full, or has grown for many tokens
             held.spill()
         found = merge(parts)
         if host.rest is not None:
             self.tail.add(host.rest, parts[-1].lse, found.lse)
-        if self.audit is not None:
-            host.audit(self.audit, (self.number, self.columns - new), static, found.out)
+        if self.on_attention is not None:
+            self._parts = RetrievedParts(static, parts[1] if held.retrieves else None, host.rest, host.paths)
         return found
 
     def _expected_offset(self) -> int:
@@ -399,7 +393,6 @@ class RetrievalLayer(CacheLayer):
         other.__dict__.update(self.__dict__)
         other.graph = None
         other.batch, other.stats, other.tail = batch, LayerStats(), TailMass()
-        other.audit = None if self.audit is None else HeadAudit(self.audit.heads)
         other.held = None if self.held is None else self.held.fork(batch, other.stats)
         return other
 
@@ -421,7 +414,7 @@ def alive(reference: weakref.ref[nn.Module] | None) -> nn.Module | None:
 
 def decodes_plainly(layer: RetrievalLayer) -> bool:
     """Whether nothing but a token's attention is wanted of it, on a CPU without codes: `begin_token` serves."""
-    watched = layer.mass_heads or layer.audit is not None or layer.watch is not None or layer.graph is not None
+    watched = layer.on_attention is not None or layer.graph is not None
     if watched or layer._reading is not None or layer.held is None or not layer.columns or layer._appends_exactly(1):
         return False
     return layer.held.device.type == "cpu" and not layer.index.spec.cls.keeps_device_keys
@@ -429,7 +422,7 @@ def decodes_plainly(layer: RetrievalLayer) -> bool:
 
 def reads_plainly(layer: RetrievalLayer, new: int) -> bool:
     """Whether so many new tokens of one row are a pass of their own, of which nothing else is wanted: `begin_read`."""
-    watched = layer.audit is not None or layer.watch is not None or layer._reading is not None
+    watched = layer.on_attention is not None or layer._reading is not None
     if watched or layer._announced is not None or layer.batch.valid is not None:
         return False
     exact = layer.batch.exact

@@ -360,52 +360,19 @@ def exact_lse(
     exp(lse - exact_lse) is the share of full attention's weight that the retrieved keys captured. An empty range gives
     -inf. Raises ShapeError, ConfigError.
     """
-    heads = range(queries.shape[0]) if heads is None else heads
-    found = [_exact_head(path, queries, (start, stop), head, (scale, softcap), False)[1] for head in heads]
-    return np.stack(found) if found else np.empty((0, queries.shape[1]), np.float32)
-
-
-def exact_head(
-    path: SequenceKV,
-    queries: npt.NDArray[np.float32],
-    start: int,
-    stop: int,
-    head: int,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> Partial:
-    """Exact attention of one query head over tokens [start, stop): out (n, value_dim) and lse (n,), float32.
-
-    queries (q_heads, n, head_dim) float32. Reads every key and value of the head. See `exact_lse`.
-    """
-    return _exact_head(path, queries, (start, stop), head, (scale, softcap), True)
-
-
-def _exact_head(
-    path: SequenceKV,
-    queries: npt.NDArray[np.float32],
-    span: tuple[int, int],
-    head: int,
-    scoring: tuple[float, float | None],
-    values: bool,
-) -> Partial:
-    """values: whether `out` is wanted; else it is something else."""
-    check_score_options(*scoring)
+    check_score_options(scale, softcap)
     group = len(_grouped(path, queries)) and queries.shape[0] // path.num_kv_heads
-    if not 0 <= head < queries.shape[0]:
-        raise ConfigError(f"heads [{head}] must lie in 0 .. {queries.shape[0] - 1}")
-    own, of = np.ascontiguousarray(queries[head : head + 1]), slice(head // group, head // group + 1)
-    parts = path.parts(*span)
-    if not parts:
-        n = queries.shape[1]
-        return np.zeros((n, path.value_dim), np.float32), np.full(n, -np.inf, np.float32)
+    heads = range(queries.shape[0]) if heads is None else heads
+    if wrong := [head for head in heads if not 0 <= head < queries.shape[0]]:
+        raise ConfigError(f"heads {wrong} must lie in 0 .. {queries.shape[0] - 1}")
+    parts, found = path.parts(start, stop), np.full((len(heads), queries.shape[1]), -np.inf, np.float32)
     with kernel_threads(path.threads):
-        out, lse = merge_partials(
-            [
-                # keys in place of values that nobody needs: they are at hand
-                attend_range_heads(own, s.keys[of], (s.values if values else s.keys)[of], low, high, path.fmt, *scoring)
+        for row, head in enumerate(heads if parts else ()):
+            own, keys_of = np.ascontiguousarray(queries[head : head + 1]), slice(head // group, head // group + 1)
+            partials = [
+                # keys in place of values, which do not change the lse
+                attend_range_heads(own, s.keys[keys_of], s.keys[keys_of], low, high, path.fmt, scale, softcap)
                 for s, low, high, _ in parts
             ]
-        )
-    return out[0], lse[0]
+            found[row] = merge_partials(partials)[1][0]
+    return found

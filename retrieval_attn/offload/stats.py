@@ -12,7 +12,6 @@ class LayerStats:
     host_seconds: retrieved attention as a whole; search_seconds and attend_seconds: its phases inside.
     copy_seconds, index_seconds: copying keys to the host and building indexes (beside a GPU: in threads, while it
     computes); lists_seconds: the GPU's time for training lists; wait_seconds: prefill waiting for the host.
-    mass, mass_count: sum and number of the shares of attention that were measured (`attention/instruments.py`).
     """
 
     index_seconds: float = 0.0
@@ -22,8 +21,6 @@ class LayerStats:
     host_seconds: float = 0.0
     search_seconds: float = 0.0
     attend_seconds: float = 0.0
-    mass: float = 0.0
-    mass_count: int = 0
     keys_scanned: int = 0
     bytes_read: int = 0
 

@@ -224,7 +224,7 @@ def _to_bring(cache: RetrievalCache) -> list[LayerKV]:
     if len(batch.sequences) != 1 or batch.forgotten.tokens or batch.exact is not None or batch.valid is not None:
         return []
     layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
-    if any(layer.mass_heads or layer.audit is not None or layer.watch is not None for layer in layers):
+    if any(layer.on_attention is not None for layer in layers):
         return []
     return [layer.held for layer in layers if layer.held is not None and layer.held.retrieves]
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.attention.state import StateLayer
@@ -35,8 +36,8 @@ def cache_refusal(cache: RetrievalCache) -> str | None:
         return "the cache has no layers that attend"
     if cache.config.retrieve == "all":
         return 'retrieve="all" attends to every key on the host, the reference mode'
-    if any(isinstance(layer, RetrievalLayer) and layer.mass_heads for layer in cache.layers):
-        return "measure_mass measures attention on the CPU at every step"
+    if any(isinstance(layer, CacheLayer) and layer.on_attention is not None for layer in cache.layers):
+        return "a layer has an on_attention callback, which a captured step cannot call"
     return None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from retrieval_attn import RetrievalCache
-from retrieval_attn.testing import ExactPass, MaskSpec, Partial, empty_partial, finish_prefill, share_layer
+from retrieval_attn.testing import ExactPass, MaskSpec, Partial, distinct, empty_partial, finish_prefill
 from retrieval_attn_eval.bench.source import Source, Span, attentions, blocks, tokens_of
 
 
@@ -39,10 +39,29 @@ def place(model: Any, cache: RetrievalCache, source: Source, spans: Sequence[Spa
             layer.end_pass()
     finish_prefill(cache)
     for number in range(source.distinct, len(modules)):
-        share_layer(cache, number, number % source.distinct)
+        _share_layer(cache, number, number % source.distinct)
     if source.distinct < len(modules):
         cache.batch.commit(total)
     return cache
+
+
+def _share_layer(cache: RetrievalCache, number: int, source: int) -> None:
+    """Make layer `number` share the host keys and indexes of layer `source`.
+
+    A benchmark then decodes with fewer distinct layers than the model has. The layer belongs to the module that uses it
+    first.
+    """
+    layers: list[Any] = cache.layers
+    layer = layers[source]
+    copies = {id(host): host.fork() for host in distinct(layer.hosts)}
+    for sequence in cache.batch.sequences:
+        sequence.kv[number] = copies[id(sequence.kv[source])]
+    other = layer.fork(cache.batch)
+    other.number, other._owner = number, None
+    if other.held is not None:
+        other.held = other.held.fork(cache.batch, other.stats, number)
+    other.commits = layers[number].commits
+    layers[number] = other
 
 
 @torch.no_grad()

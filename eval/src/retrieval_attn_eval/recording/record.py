@@ -29,7 +29,6 @@ from retrieval_attn.testing import (
     Rotation,
     forward,
     from_float32,
-    replace_layer,
     train_positions,
     using_retrieval,
 )
@@ -181,7 +180,8 @@ def _tap_layers(cache: RetrievalCache, layers: Sequence[int] | None, wanted: _Wa
         )
     taps = {i: _TappedLayer(cache.config, i, wanted) for i in sorted(set(chosen))}
     for i, tap in taps.items():
-        replace_layer(cache, i, tap)
+        tap.batch, tap.commits = cache.batch, cache.layers[i].commits
+        cache.layers[i] = tap
     return list(taps.values())
 
 

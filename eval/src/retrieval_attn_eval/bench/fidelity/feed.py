@@ -18,18 +18,11 @@ from torch import Tensor
 from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, UnsupportedModelError
-from retrieval_attn.testing import (
-    DecodeSteps,
-    RetrievalLayer,
-    finish_prefill,
-    measure_mass,
-    spare_bytes,
-    tail_shares,
-    using_retrieval,
-)
+from retrieval_attn.testing import DecodeSteps, RetrievalLayer, finish_prefill, spare_bytes, using_retrieval
 from retrieval_attn_eval.baselines.reader import ContextReader, forward_at
 from retrieval_attn_eval.baselines.registry import make_method
 from retrieval_attn_eval.baselines.retrieval import attended_tokens
+from retrieval_attn_eval.bench.fidelity.captured_mass import CapturedMass
 from retrieval_attn_eval.bench.fidelity.head_error import HeadErrors
 from retrieval_attn_eval.bench.fidelity.texts import FedText
 from retrieval_attn_eval.bench.keys import read
@@ -115,21 +108,23 @@ def feed_index(
     runs = [(budget, tail) for budget, tail in runs if tail or budget != "auto"]
     for budget, tail in dict.fromkeys(runs):
         errors = HeadErrors() if head_error else None
-        fork = _fork(held, budget, tail, mass_heads)
+        fork = _fork(held, budget, tail)
+        mass = CapturedMass(fork, mass_heads) if mass_heads else None
         fed = (
-            _feed_captured(model, fork, text) if captured and budget != "all" else _feed_fork(model, fork, text, errors)
+            _feed_captured(model, fork, text)
+            if captured and budget != "all"
+            else _feed_fork(model, fork, text, errors, mass)
         )
         yield replace(fed, budget=budget, tail=tail)
 
 
-def _fork(held: RetrievalCache, budget: Budget, tail: bool, mass_heads: int) -> RetrievalCache:
+def _fork(held: RetrievalCache, budget: Budget, tail: bool) -> RetrievalCache:
     """A continuation of its own with these options; without a tail it forgets the clusters that it shares."""
     cache = held.fork()
     for layer in _layers(cache):
         layer.config = layer.config.replace(retrieve=budget, tail=tail)
         for host in layer.hosts if not tail else ():
             host.clusters = None
-    measure_mass(cache, mass_heads)
     return cache
 
 
@@ -138,19 +133,21 @@ def _layers(cache: RetrievalCache) -> list[RetrievalLayer]:
 
 
 @torch.no_grad()
-def _feed_fork(model: Any, cache: RetrievalCache, text: FedText, errors: HeadErrors | None) -> Fed:
+def _feed_fork(
+    model: Any, cache: RetrievalCache, text: FedText, errors: HeadErrors | None, mass: CapturedMass | None
+) -> Fed:
     rows, attended = [], []
     watched = nullcontext() if errors is None else errors.watching(cache, text.context)
     with using_retrieval(model, cache.config.prefill_chunk), watched:
         for at, token in enumerate(text.forced.tolist()):
             rows.append(forward_at(model, cache, [token], text.context + at))
             attended += [seen for layer in _layers(cache) if (seen := attended_tokens(layer, 1)) is not None]
-    done, shares = cache.stats(), [layer.means() for layer in tail_shares(cache).values()]
+    shares = [layer.means() for layer in cache.tail_shares().values()]
     return Fed(
         None,
         torch.cat(rows).cpu(),
         attended=sum(attended) / len(attended) if attended else None,
-        captured=done.mass / done.mass_count if done.mass_count else None,
+        captured=None if mass is None else mass.mean(),
         estimated=float(np.concatenate(shares).mean()) if any(map(len, shares)) else None,
         head_errors=() if errors is None else errors.result(),
     )

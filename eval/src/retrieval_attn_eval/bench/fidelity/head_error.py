@@ -15,16 +15,36 @@ import torch
 from torch import Tensor
 
 from retrieval_attn import RetrievalCache
-from retrieval_attn.testing import CacheLayer, RetrievalLayer, attend, merge, sink_logit_partial, to_device
+from retrieval_attn.testing import (
+    AttentionRecord,
+    CacheLayer,
+    RetrievalLayer,
+    attend,
+    merge,
+    sink_logit_partial,
+    to_device,
+)
 from retrieval_attn_eval.baselines.cache import ContextLayer
 
-__all__ = ["HeadErrors"]
+__all__ = ["HeadErrors", "observe"]
 
 BLOCK_TOKENS = 16_384
 """Tokens whose keys and values are widened to float32 at once."""
 
 Block = Callable[[int, int, Tensor], tuple[Tensor, Tensor]]
 """(first, stop, like) -> keys and values (1, kv_heads, stop - first, dim) on the device of `like`."""
+
+
+def observe(layer: CacheLayer, callback: Callable[[AttentionRecord], None]) -> None:
+    """Call `callback` after each attention of a layer, after the callbacks that it has."""
+    before = layer.on_attention
+
+    def call_both(record: AttentionRecord) -> None:
+        if before is not None:
+            before(record)
+        callback(record)
+
+    layer.on_attention = call_both
 
 
 class HeadErrors:
@@ -48,8 +68,8 @@ class HeadErrors:
                 if not isinstance(layer, RetrievalLayer | ContextLayer):
                     continue
                 self._errors.append([])
-                layer.watch = _LayerWatch(layer, context, self._errors[-1])
-                undo.callback(setattr, layer, "watch", None)
+                undo.callback(setattr, layer, "on_attention", layer.on_attention)
+                observe(layer, _LayerErrors(layer, context, self._errors[-1]))
             yield
 
     def result(self) -> tuple[Tensor, ...]:
@@ -57,25 +77,17 @@ class HeadErrors:
         return tuple(torch.stack(own, dim=1) for own in self._errors if own)
 
 
-class _LayerWatch:
+class _LayerErrors:
     """One layer's errors, which go to `errors` as (q_heads,) per token."""
 
     def __init__(self, layer: CacheLayer, context: int, errors: list[Tensor]) -> None:
         self._read, self._context, self._errors = _reader(layer), context, errors
         self._fed: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(
-        self,
-        query: Tensor,
-        new: tuple[Tensor, Tensor],
-        out: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> None:
+    def __call__(self, record: AttentionRecord) -> None:
+        query, out, sink_logits = record.query, record.out, record.sink_logits
         assert query.shape[0] == 1 and query.shape[2] == 1, query.shape
-        self._fed.append(new)
+        self._fed.append((record.key, record.value))
         query = query.float()
         blocks = [(first, min(first + BLOCK_TOKENS, self._context)) for first in range(0, self._context, BLOCK_TOKENS)]
         parts = []
@@ -84,7 +96,7 @@ class _LayerWatch:
                 key, value = (torch.cat(own, dim=2) for own in zip(*self._fed, strict=True))
             else:
                 key, value = self._read(*block, query)
-            parts.append(attend(query, key.float(), value.float(), scale=scale, softcap=softcap))
+            parts.append(attend(query, key.float(), value.float(), scale=record.scale, softcap=record.softcap))
         if sink_logits is not None:
             parts.append(sink_logit_partial(sink_logits, query, out.shape[3]))
         exact = merge(parts).out[0, :, 0]

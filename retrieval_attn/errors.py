@@ -18,7 +18,6 @@
     ├── RunFolderError         a results folder that belongs to another configuration
     ├── AdmissionError         a request that can never be admitted, with the arithmetic    (also ValueError)
     ├── EngineFullError        as many requests wait as may wait, or the engine is draining
-    ├── RemoteError            a server that cannot be reached, or that refuses a request
     └── StoreError             saved contexts that cannot be written or read, with the file
         ├── UnknownContextError    a name or a node that the store does not have
         ├── ContextNameError       a name that no saved context can have
@@ -123,10 +122,6 @@ class AdmissionError(_TooManyTokensError):
 
 class EngineFullError(RetrievalAttentionError):
     """As many requests wait as may wait, or the engine takes no new ones; a later try may succeed."""
-
-
-class RemoteError(RetrievalAttentionError):
-    """A server that cannot be reached, or that refuses a request; the message has what it said."""
 
 
 class StoreError(RetrievalAttentionError):

@@ -69,13 +69,14 @@ if TYPE_CHECKING:
     from retrieval_attn.offload.transfer import host_format as host_format
     from retrieval_attn.offload.transfer import to_device as to_device
     from retrieval_attn.offload.transfer import to_queries as to_queries
-    from retrieval_attn.remote.delta import Usage as Usage
-    from retrieval_attn.remote.delta import read_delta as read_delta
-    from retrieval_attn.remote.delta import read_usage as read_usage
-    from retrieval_attn.remote.endpoint import Endpoint as Endpoint
-    from retrieval_attn.remote.endpoint import http_client as http_client
-    from retrieval_attn.remote.endpoint import refusal as refusal
-    from retrieval_attn.remote.models import model_names as model_names
+    from retrieval_attn.remote import Endpoint as Endpoint
+    from retrieval_attn.remote import RemoteError as RemoteError
+    from retrieval_attn.remote import Usage as Usage
+    from retrieval_attn.remote import http_client as http_client
+    from retrieval_attn.remote import model_names as model_names
+    from retrieval_attn.remote import read_delta as read_delta
+    from retrieval_attn.remote import read_usage as read_usage
+    from retrieval_attn.remote import refusal as refusal
     from retrieval_attn.runner.attention import set_attention as set_attention
     from retrieval_attn.runner.attention import using_retrieval as using_retrieval
     from retrieval_attn.runner.decode import DecodeSteps as DecodeSteps
@@ -90,7 +91,6 @@ if TYPE_CHECKING:
     from retrieval_attn.store.pages import resident_bytes as resident_bytes
 
 _EXPORTS = {
-    "engine.engine": "default_limits",
     "attention.exact": "ExactPass",
     "attention.layer": "AttentionRecord CacheLayer",
     "attention.retrieval": "RetrievalLayer",
@@ -101,10 +101,7 @@ _EXPORTS = {
     "cpu.ahead": "load_kernels",
     "cpu.host_attend": "attend_path exact_lse",
     "cpu.store": "SequenceKV",
-    "runner.attention": "set_attention using_retrieval",
-    "runner.decode": "PromptState DecodeSteps TokenChoice forward run",
-    "runner.graph.registry": "forget",
-    "runner.prefill": "finish_prefill",
+    "engine.engine": "default_limits",
     "gpu.attention.flash": "attend",
     "gpu.attention.merge": "Partial empty_partial merge sink_logit_partial",
     "gpu.memory": "cap device_memory expand_segments peak spare_bytes start_peak",
@@ -125,9 +122,11 @@ _EXPORTS = {
     "offload.queries": "SPAN",
     "offload.stats": "LayerStats",
     "offload.transfer": "host_format to_device to_queries",
-    "remote.delta": "Usage read_delta read_usage",
-    "remote.endpoint": "Endpoint http_client refusal",
-    "remote.models": "model_names",
+    "remote": "Endpoint RemoteError Usage http_client model_names read_delta read_usage refusal",
+    "runner.attention": "set_attention using_retrieval",
+    "runner.decode": "DecodeSteps PromptState TokenChoice forward run",
+    "runner.graph.registry": "forget",
+    "runner.prefill": "finish_prefill",
     "store": "ContextStore",
     "store.pages": "give_up resident_bytes",
 }

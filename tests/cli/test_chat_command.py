@@ -163,7 +163,7 @@ def test_in_a_pipe(document: str) -> None:
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--temperature", "-1"], "temperature must be"),
         (["--url", "localhost"], "must be the address of a server"),
-        (["--url", "http://127.0.0.1:9"], "see that a server runs there"),
+        (["--url", "http://127.0.0.1:9"], "check that a server is running"),
         (["no/such-model"], "No model could be loaded"),
     ],
 )

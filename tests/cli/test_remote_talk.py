@@ -17,8 +17,8 @@ from eval.tests.load.tiny_server import TinyServer
 from retrieval_attn.cli import spinner as waiting
 from retrieval_attn.cli.chat.remote import RemoteBackend
 from retrieval_attn.cli.spinner import Spinner
-from retrieval_attn.errors import InputDataError, RemoteError
-from retrieval_attn.remote.endpoint import Endpoint
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.remote import Endpoint, RemoteError
 from tests.cli.terminal import CTRL_C, Terminal, chatting
 from tests.cli.test_local_talk import BERGEN, DOCUMENT, OSLO
 
@@ -81,7 +81,7 @@ def test_a_server_that_fails(talking: Callable[..., RemoteBackend], trouble: str
         with pytest.raises(InputDataError, match="nothing to save"):
             talk.forget(None)
             talk.save("name")
-    with pytest.raises(RemoteError, match="see that a server runs there"):
+    with pytest.raises(RemoteError, match="check that a server is running"):
         said(talk, "Who?")
 
 

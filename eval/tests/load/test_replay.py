@@ -16,9 +16,8 @@ import pytest
 
 from eval.tests.load.tiny_server import Body, TinyServer
 from retrieval_attn.cli import main
-from retrieval_attn.errors import ConfigError, RemoteError
-from retrieval_attn.remote.delta import Usage, read_delta
-from retrieval_attn.remote.endpoint import Endpoint, refusal
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.remote import Endpoint, RemoteError, Usage, read_delta, refusal
 from retrieval_attn_eval.load.line import Block, Line, written
 from retrieval_attn_eval.load.replay import Replay
 from retrieval_attn_eval.load.reply import Bounds, Reply
@@ -118,7 +117,7 @@ def test_failures_are_told_by_their_status(trouble: str, status: str, problem: s
 def test_nobody_answers() -> None:
     async def run() -> Reply:
         async with Sender(Endpoint.of("http://127.0.0.1:9"), Asking("tiny"), 5.0) as sender:
-            with pytest.raises(RemoteError, match="see that a server runs there"):
+            with pytest.raises(RemoteError, match="check that a server is running"):
                 await sender.rate()
             return await sender.send(line(0, 1), ["text"], 0.0, time.perf_counter())
 
@@ -223,7 +222,7 @@ def test_command_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main([*again, url]) == 2
     assert "answered 401: too many requests wait" in capsys.readouterr().err
     assert main([*again, "http://127.0.0.1:9"]) == 2
-    assert "see that a server runs there" in capsys.readouterr().err
+    assert "check that a server is running" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_key")

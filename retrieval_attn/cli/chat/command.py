@@ -116,8 +116,7 @@ def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> ChatBacke
 
 def _remote(args: argparse.Namespace, sampling: Sampling, text: str) -> ChatBackend:
     from retrieval_attn.cli.chat.remote import RemoteBackend
-    from retrieval_attn.remote.endpoint import Endpoint
-    from retrieval_attn.remote.models import model_names
+    from retrieval_attn.remote import Endpoint, model_names
 
     endpoint = Endpoint.of(args.url)
     named = [] if args.model == "bundled" else [args.model]

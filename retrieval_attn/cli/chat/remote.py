@@ -11,9 +11,8 @@ from retrieval_attn.answer import Sampling
 from retrieval_attn.cli.chat.backend import Message
 from retrieval_attn.cli.chat.conversation import Conversation
 from retrieval_attn.cli.spinner import Spinner
-from retrieval_attn.errors import InputDataError, RemoteError
-from retrieval_attn.remote.delta import Usage, read_delta
-from retrieval_attn.remote.endpoint import Endpoint, http_client, refusal
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.remote import Endpoint, RemoteError, Usage, http_client, read_delta, refusal
 
 __all__ = ["RemoteBackend"]
 
@@ -186,7 +185,8 @@ class RemoteBackend(Conversation):
 
     def _unreachable(self, error: Exception) -> RemoteError:
         return RemoteError(
-            f"{self._endpoint.base} could not be asked ({type(error).__name__}: {error}); see that a server runs there"
+            f"cannot reach {self._endpoint.base} ({type(error).__name__}: {error}); check that a server is running "
+            "there"
         )
 
 

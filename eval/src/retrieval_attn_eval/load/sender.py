@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrieval_attn.errors import RemoteError
-from retrieval_attn.testing import Endpoint, Usage, http_client, read_delta, read_usage, refusal
+from retrieval_attn.testing import Endpoint, RemoteError, Usage, http_client, read_delta, read_usage, refusal
 from retrieval_attn_eval.load.line import Block, Line
 from retrieval_attn_eval.load.reply import Reply
 from retrieval_attn_eval.load.words import Rate, Words
@@ -125,7 +124,7 @@ class Sender:
             response = await self._client.post(url, json=body, timeout=self._timeout)
         except self._httpx.HTTPError as error:
             raise RemoteError(
-                f"{url} could not be asked ({type(error).__name__}: {error}); see that a server runs there"
+                f"cannot reach {url} ({type(error).__name__}: {error}); check that a server is running there"
             ) from None
         if response.status_code != 200:
             raise RemoteError(f"{url} answered {response.status_code}: {refusal(response.content)}")

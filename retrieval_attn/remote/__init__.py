@@ -1,1 +1,0 @@
-"""A server with OpenAI's API, as its client sees it. Imports no torch."""

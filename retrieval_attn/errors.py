@@ -1,42 +1,34 @@
-"""Every exception this package raises on purpose. A leaf module: it imports nothing of the package.
+"""Public exceptions of the package. A leaf module: it imports nothing of the package.
 
     RetrievalAttentionError
-    ├── ConfigError            an option is unknown, of the wrong type or out of range      (also ValueError)
-    ├── ShapeError             arrays whose shape, dtype or layout a kernel cannot take      (also ValueError)
-    │   └── NotFiniteError     arrays with NaN or infinity where an index needs numbers
-    ├── UnsupportedModelError  a model this package cannot run exactly, with its reason
-    ├── UnsupportedMaskError   an attention mask that is not causal plus padding
-    ├── ContextLengthError     more tokens than the model has positions for                  (also ValueError)
+    ├── ConfigError            an option is unknown, of the wrong type or out of range       (also ValueError)
+    ├── ShapeError             arrays with an unsupported shape, dtype or layout             (also ValueError)
+    │   └── NotFiniteError     keys or queries with NaN or infinity
+    ├── UnsupportedModelError  a model, or an attention mask of it, that cannot run exactly
+    ├── ContextLengthError     more tokens than the model has positions                      (also ValueError)
     ├── CacheMismatchError     a cache used with another model, batch or token sequence
-    ├── CaptureError           a decode step that cannot be recorded as one graph, with its reason
-    ├── BackendError           no attention backend can serve a shape, dtype or device
-    │   └── RowsFailedError    some rows of a step for several failed; the others' logits are right
-    ├── MemoryPlanError        a plan that does not fit the memory it was given
-    ├── OutOfPagesError        more pages than are free
-    ├── ReleasedError          a page or a node that was given back, used as if it were still held
-    ├── InputDataError         a user's file or text that is missing, empty or malformed     (also ValueError)
-    ├── RunFolderError         a results folder that belongs to another configuration
-    ├── AdmissionError         a request that can never be admitted, with the arithmetic    (also ValueError)
-    ├── EngineFullError        as many requests wait as may wait, or the engine is draining
-    └── StoreError             saved contexts that cannot be written or read, with the file
-        ├── UnknownContextError    a name or a node that the store does not have
-        ├── ContextNameError       a name that no saved context can have
-        ├── StoreDamagedError      a saved context whose bytes are not those that were written
-        ├── StoreMismatchError     a context of another model, tokenizer or version of the store
-        ├── StoreFullError         no room on the disk, or in the bytes that the store may have
-        └── StoreBusyError         another process kept the store locked
+    ├── CaptureError           a decode step that cannot be captured as a CUDA graph
+    ├── BackendError           no attention backend supports a shape, dtype or device
+    ├── MemoryPlanError        a plan that does not fit the given memory
+    ├── InputDataError         a file or text that is missing, empty or malformed            (also ValueError)
+    ├── AdmissionError         a request that can never be admitted                          (also ValueError)
+    ├── EngineFullError        the engine's queue is full, or the engine is shutting down
+    └── StoreError             saved contexts that cannot be written or read
+        ├── UnknownContextError    a name or node that is not in the store
+        ├── StoreDamagedError      a saved context with a wrong checksum or size
+        └── StoreMismatchError     a saved context of another model, tokenizer or format version
 
-Messages say three things: what was needed, what was given, what to do.
+Messages state what was needed, what was given and what to do. Internal exceptions are defined in the modules that raise
+them and derive from RetrievalAttentionError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 
 class RetrievalAttentionError(Exception):
-    """Base of every exception this package raises on purpose."""
+    """Base class of all exceptions that the package raises on purpose."""
 
 
 class ConfigError(RetrievalAttentionError, ValueError):
@@ -44,23 +36,22 @@ class ConfigError(RetrievalAttentionError, ValueError):
 
 
 class ShapeError(RetrievalAttentionError, ValueError):
-    """Arrays whose shape, dtype or memory layout the called kernel cannot take."""
+    """Arrays have a shape, dtype or memory layout that the called kernel does not support."""
 
 
 class NotFiniteError(ShapeError):
-    """Keys or queries with NaN or infinity, for an index that cannot order those."""
+    """Keys or queries contain NaN or infinity."""
 
 
 class UnsupportedModelError(RetrievalAttentionError):
-    """A model that this package cannot run exactly; the message carries the reason."""
-
-
-class UnsupportedMaskError(RetrievalAttentionError):
-    """An attention mask that is not "causal plus per-row padding"."""
+    """A model, or an attention mask other than causal plus padding, cannot run exactly; the message has the reason."""
 
 
 class _TooManyTokensError(RetrievalAttentionError, ValueError):
-    """limit: tokens that a request may have. tokens: those that it has, at least. None: not counted in tokens."""
+    """Base class of errors with token counts.
+
+    limit: maximum tokens of a request. tokens: lower bound of the request's tokens. None: not counted in tokens.
+    """
 
     def __init__(self, message: str, *, limit: int | None = None, tokens: int | None = None) -> None:
         super().__init__(message)
@@ -68,94 +59,66 @@ class _TooManyTokensError(RetrievalAttentionError, ValueError):
 
 
 class ContextLengthError(_TooManyTokensError):
-    """More tokens than the model has positions for."""
+    """A request has more tokens than the model has positions."""
 
 
 class CacheMismatchError(RetrievalAttentionError):
-    """A cache used with another model, another batch size or tokens it has not seen."""
+    """A cache is used with another model, another batch size or tokens that it does not hold."""
 
 
 class CaptureError(RetrievalAttentionError):
-    """A decode step that cannot be recorded as one graph; the message carries the reason."""
+    """A decode step cannot be captured as a CUDA graph; the message has the reason."""
 
 
 class BackendError(RetrievalAttentionError):
-    """No attention backend can serve the given shape, dtype or device."""
-
-
-class RowsFailedError(BackendError):
-    """Some rows of a step for several rows failed; the others have their token.
-
-    errors: what went wrong, by the row's number. logits: (rows, vocabulary) float32, those of failed rows without
-    meaning.
-    """
-
-    def __init__(self, errors: Mapping[int, Exception], logits: Any) -> None:
-        self.errors, self.logits = dict(errors), logits
-        told = "; ".join(f"row {row}: {type(error).__name__}: {error}" for row, error in self.errors.items())
-        super().__init__(f"{told}. Their caches cannot be used any more; the other rows have their token.")
+    """No attention backend supports the given shape, dtype or device."""
 
 
 class MemoryPlanError(RetrievalAttentionError):
-    """A plan that does not fit into the memory it was given."""
-
-
-class OutOfPagesError(RetrievalAttentionError):
-    """More pages than are free; the message has the numbers."""
-
-
-class ReleasedError(RetrievalAttentionError):
-    """A page or a node that nobody holds any more: it was freed or evicted, or was never taken."""
+    """A plan does not fit the given memory."""
 
 
 class InputDataError(RetrievalAttentionError, ValueError):
-    """A file or text from the user that is missing, empty or malformed."""
-
-
-class RunFolderError(RetrievalAttentionError):
-    """A results folder that belongs to another configuration."""
+    """A file or text is missing, empty or malformed."""
 
 
 class AdmissionError(_TooManyTokensError):
-    """A request that could never be admitted, or whose name is taken; the message carries the arithmetic."""
+    """A request can never be admitted, or its id is in use; the message has the arithmetic."""
 
 
 class EngineFullError(RetrievalAttentionError):
-    """As many requests wait as may wait, or the engine takes no new ones; a later try may succeed."""
+    """The queue is full, or the engine accepts no new requests; a retry may succeed."""
+
+
+StoreReason = Literal["failed", "name", "full", "busy"]
+"""Kinds of StoreError without a class of their own."""
 
 
 class StoreError(RetrievalAttentionError):
-    """Saved contexts that cannot be written or read; the message names the file and what to do."""
+    """Saved contexts cannot be written or read; the message has the file and the cure.
+
+    reason: "name": an invalid context name. "full": no space on the disk. "busy": the store is in use by another
+    process or too many requests. "failed": anything else.
+    """
+
+    def __init__(self, message: str, *, reason: StoreReason = "failed") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class UnknownContextError(StoreError):
-    """A name, or a node of a chain, that the store does not have. context: the name; None: a node's."""
+    """A name or node is not in the store. context: the name; None for a node."""
 
     def __init__(self, message: str, *, context: str | None = None) -> None:
         super().__init__(message)
         self.context = context
 
 
-class ContextNameError(StoreError):
-    """A name that no saved context can have."""
-
-
 class StoreDamagedError(StoreError):
-    """A saved context whose bytes are not those that were written; nothing of it may be used.
-
-    blocks: that are known to be damaged, at least.
-    """
+    """A saved context has a wrong checksum or size. blocks: lower bound of its damaged blocks."""
 
     blocks = 1
 
 
 class StoreMismatchError(StoreError):
-    """A saved context of another model, tokenizer, format or version; the message says what differs."""
-
-
-class StoreFullError(StoreError):
-    """No room for a context: the disk is full, or a quota, or the bytes that the store may have."""
-
-
-class StoreBusyError(StoreError):
-    """Another process kept the store locked for longer than is waited."""
+    """A saved context has another model, tokenizer, format or version; the message names the differences."""

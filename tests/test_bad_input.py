@@ -22,7 +22,6 @@ from retrieval_attn.errors import (
     ContextLengthError,
     InputDataError,
     MemoryPlanError,
-    UnsupportedMaskError,
     UnsupportedModelError,
 )
 from tests.tiny_models import VOCABULARY, build_model, config_of, handed_out, random_ids, tiny_model
@@ -122,7 +121,7 @@ def test_a_cache_keeps_its_batch(model: Any) -> None:
 
 def test_a_forward_that_failed_leaves_a_cache_that_says_so(model: Any) -> None:
     cache = ra.RetrievalCache(model, CONFIG)
-    with pytest.raises(UnsupportedMaskError, match="dense mask"):
+    with pytest.raises(UnsupportedModelError, match="dense mask"):
         run(model, cache, attention_mask=torch.zeros(1, 1, 60, 60))
     with pytest.raises(CacheMismatchError, match="never attended"):
         run(model, cache)

@@ -20,11 +20,12 @@ from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
-from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
+from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.codes.search import MIN_CLASS
 from retrieval_attn.runner import ready
 from retrieval_attn.runner.decode_graph import DecodeGraph
 from retrieval_attn.runner.graph_runner import GraphPool, GraphRunner
+from retrieval_attn.runner.rows import RowsFailedError
 from tests.emulation import runtime as emulate
 from tests.engine_audit import check_engine
 from tests.graph_cases import DEVICE, FINER, ROARGRAPH

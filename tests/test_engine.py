@@ -25,17 +25,10 @@ from retrieval_attn.engine import prefill_worker as readings
 from retrieval_attn.engine.engine import READ_TOKENS, Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
-from retrieval_attn.errors import (
-    AdmissionError,
-    ConfigError,
-    ContextLengthError,
-    EngineFullError,
-    InputDataError,
-    RowsFailedError,
-)
+from retrieval_attn.errors import AdmissionError, ConfigError, ContextLengthError, EngineFullError, InputDataError
 from retrieval_attn.offload import page_lock
 from retrieval_attn.runner import graph_runner as bucket
-from retrieval_attn.runner.rows import step
+from retrieval_attn.runner.rows import RowsFailedError, step
 from retrieval_attn.sampling import sampler as chooser
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn_eval.bench.session.subject import number_tokenizer

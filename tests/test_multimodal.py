@@ -123,7 +123,7 @@ def test_images_whose_tokens_see_each_other_are_refused_by_name() -> None:
         ra.enable(model, ALL)
         got = model(**text, past_key_values=ra.RetrievalCache(model, ALL)).logits
         assert worst(got, expected) <= TOLERANCE
-        with pytest.raises(ra.UnsupportedMaskError, match="tokens of an image see each other"):
+        with pytest.raises(ra.UnsupportedModelError, match="tokens of an image see each other"):
             model(**inputs, past_key_values=ra.RetrievalCache(model, ALL))
 
 

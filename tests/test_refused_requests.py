@@ -39,7 +39,7 @@ def test_packed_position_ids_are_refused(model: Any, chunk: int) -> None:
         assert (apart - joined).abs().max() > 0.01  # so a cache that joins them without a word answers wrongly
     ra.enable(model, ALL, prefill_chunk=chunk)
     cache = ra.RetrievalCache(model, ALL)
-    with torch.no_grad(), pytest.raises(ra.UnsupportedMaskError, match="go from 59 to 0 at token 60"):
+    with torch.no_grad(), pytest.raises(ra.UnsupportedModelError, match="go from 59 to 0 at token 60"):
         model(input_ids=ids, position_ids=packed_positions(), past_key_values=cache)
     assert cache.get_seq_length() == 0
 
@@ -49,7 +49,7 @@ def test_packed_position_ids_are_refused_in_a_model_that_is_not_enabled() -> Non
     model = copy.deepcopy(tiny_model("llama"))
     model.set_attn_implementation("retrieval")
     cache = ra.RetrievalCache(model, ALL)
-    with torch.no_grad(), pytest.raises(ra.UnsupportedMaskError, match="packed into one row"):
+    with torch.no_grad(), pytest.raises(ra.UnsupportedModelError, match="packed into one row"):
         model(input_ids=random_ids(1, TOKENS), position_ids=packed_positions(), past_key_values=cache)
 
 
@@ -57,7 +57,7 @@ def test_the_lengths_of_packed_texts_are_refused() -> None:
     """The other way to pack: cumulative lengths for attention of variable length."""
     model = ra.enable(copy.deepcopy(tiny_model("llama")), ALL)
     lengths = torch.tensor([0, FIRST, TOKENS])
-    with torch.no_grad(), pytest.raises(ra.UnsupportedMaskError, match="cu_seq_lens_q"):
+    with torch.no_grad(), pytest.raises(ra.UnsupportedModelError, match="cu_seq_lens_q"):
         model(input_ids=random_ids(1, TOKENS), cu_seq_lens_q=lengths, past_key_values=ra.RetrievalCache(model, ALL))
 
 

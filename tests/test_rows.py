@@ -18,10 +18,10 @@ from retrieval_attn.attention import decode_batch as together
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.errors import BackendError, CacheMismatchError, RowsFailedError, ShapeError
+from retrieval_attn.errors import BackendError, CacheMismatchError, ShapeError
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import forward
-from retrieval_attn.runner.rows import step
+from retrieval_attn.runner.rows import RowsFailedError, step
 from tests.test_hybrid import CONFIGS as HYBRIDS
 from tests.test_hybrid import new_model
 from tests.tiny_models import CONFIGS, LAYERS, build_model, random_ids

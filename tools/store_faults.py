@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from retrieval_attn.errors import StoreError, StoreFullError, UnknownContextError
+from retrieval_attn.errors import StoreError, UnknownContextError
 from retrieval_attn.store import Bundle, ContextStore
 from retrieval_attn.store.crc_kernels import prepare
 from retrieval_attn.store.disk import OsDisk
@@ -303,12 +303,9 @@ def _fail(scenario: Scenario, folder: Path, moment: tuple[int, int, str, bool]) 
         for number in scenario.run(store):
             step = number + 1
         # cleaning up may fail in silence: the next gc does it
-    except StoreFullError:
-        if code != errno.ENOSPC:
-            return "a disk error became StoreFullError"
-    except StoreError:
-        if code == errno.ENOSPC:
-            return "no room became another error than StoreFullError"
+    except StoreError as error:
+        if (error.reason == "full") != (code == errno.ENOSPC):
+            return f"{errno.errorcode[code]} became a StoreError with the reason {error.reason!r}"
     except BaseException as error:
         return f"raised {error!r}"
     store.close() if not on else None

@@ -15,7 +15,7 @@ import retrieval_attn as ra
 from eval.tests.shared import parsed
 from retrieval_attn.cli import main
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.errors import ConfigError, ContextLengthError, MemoryPlanError, RunFolderError
+from retrieval_attn.errors import ConfigError, ContextLengthError, MemoryPlanError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.memory.clusters import host_cluster_bytes
 from retrieval_attn_eval.bench import decode as bench_decode
@@ -35,6 +35,7 @@ from retrieval_attn_eval.bench.resident import ResidentLayer
 from retrieval_attn_eval.bench.row import Row, Spread, same_tokens
 from retrieval_attn_eval.bench.rows import measure
 from retrieval_attn_eval.bench.source import attentions, blocks
+from retrieval_attn_eval.runs import RunFolderError
 from tests.emulation.emulated import emulated
 
 SMALL = ["--shape", "tiny", "--device", "cpu", "--sink", "4", "--window", "16", "--retrieve", "8", "--train", "64"]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from eval.tests.shared import parsed
-from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, RunFolderError
+from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.index import FlatIndex, SearchResult
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn_eval.bench import command as bench
@@ -22,6 +22,7 @@ from retrieval_attn_eval.bench.measure import Oracle, Point, WrongAnswer, measur
 from retrieval_attn_eval.bench.report import mean, plots, summary, table, worst_decile
 from retrieval_attn_eval.bench.variants import VARIANTS, HnswlibIndex, Variant, choose, lists_of
 from retrieval_attn_eval.recording.files import HeadRecording, Recording
+from retrieval_attn_eval.runs import RunFolderError
 
 DIM = 16
 

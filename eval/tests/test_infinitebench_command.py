@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from eval.tests.shared import parsed
-from retrieval_attn.errors import ConfigError, InputDataError, RunFolderError
+from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn_eval.infinitebench import command
+from retrieval_attn_eval.runs import RunFolderError
 
 
 def _run(*flags: str) -> int:

@@ -21,20 +21,14 @@ import pytest
 
 import retrieval_attn.cli as cli
 from eval.tests.shared import bundled_tokenizer, parsed
-from retrieval_attn.errors import (
-    ConfigError,
-    ContextLengthError,
-    InputDataError,
-    RetrievalAttentionError,
-    RunFolderError,
-)
+from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, RetrievalAttentionError
 from retrieval_attn_eval.models import BUNDLED_MODEL
 from retrieval_attn_eval.needle import command as needle
 from retrieval_attn_eval.needle.report import agreement_lines, panels_of
 from retrieval_attn_eval.needle.suite import NeedleSuite
 from retrieval_attn_eval.needle.text import NEEDLE
 from retrieval_attn_eval.prompts import Prompts, frame
-from retrieval_attn_eval.runs import load_run
+from retrieval_attn_eval.runs import RunFolderError, load_run
 from retrieval_attn_eval.suite import Row, tables
 from retrieval_attn_eval.suite.arguments import Options
 from retrieval_attn_eval.suite.runner import Selection, SuiteRun

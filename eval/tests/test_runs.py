@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from retrieval_attn.errors import InputDataError, RunFolderError
-from retrieval_attn_eval.runs import RunFolder, environment, fingerprint, load_run, read_rows, write_atomically
+from retrieval_attn.errors import InputDataError
+from retrieval_attn_eval.runs import (
+    RunFolder,
+    RunFolderError,
+    environment,
+    fingerprint,
+    load_run,
+    read_rows,
+    write_atomically,
+)
 
 SETTINGS = {"model": "m", "retrieval": {"retrieve": 100, "sink": 128}}
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from eval.tests.toy_suite import ToySuite
-from retrieval_attn.errors import InputDataError, RunFolderError
+from retrieval_attn.errors import InputDataError
 from retrieval_attn_eval import export
-from retrieval_attn_eval.runs import RunFolder
+from retrieval_attn_eval.runs import RunFolder, RunFolderError
 from retrieval_attn_eval.suite import Row, tables
 from retrieval_attn_eval.suite.report import write_report
 from retrieval_attn_eval.suite.scoring import score_again

@@ -14,10 +14,11 @@ import pytest
 
 from eval.tests.shared import bundled_tokenizer, parsed
 from eval.tests.toy_suite import ToySuite
-from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, RunFolderError
+from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
 from retrieval_attn_eval.baselines import Reply
 from retrieval_attn_eval.models import BUNDLED_MODEL
 from retrieval_attn_eval.prompts import Prompt, PromptFormat, Prompts
+from retrieval_attn_eval.runs import RunFolderError
 from retrieval_attn_eval.suite import Row, arguments
 from retrieval_attn_eval.suite.runner import Selection, SuiteRun
 from retrieval_attn_eval.suite.scoring import score_again

@@ -20,7 +20,7 @@ from retrieval_attn.cli.model_args import (
     load_llm,
     prompt_of,
 )
-from retrieval_attn.errors import ConfigError, ContextNameError, InputDataError, UnknownContextError
+from retrieval_attn.errors import ConfigError, InputDataError, StoreError, UnknownContextError
 from retrieval_attn.memory.units import parse_tokens, show_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ def _saved(args: argparse.Namespace) -> tuple[ContextStore | None, NamedContext 
         return store, store.resolve(missing[0])
     except UnknownContextError as error:
         raise InputDataError(f"{_short(missing[0])}: no such file, and {error}") from None
-    except ContextNameError:
+    except StoreError as error:
+        if error.reason != "name":
+            raise
         raise InputDataError(f"{_short(missing[0])}: no such file; give one that exists") from None
 
 

@@ -8,8 +8,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from retrieval_attn.engine.ids import Ids
+from retrieval_attn.errors import RetrievalAttentionError
 
 __all__ = ["Branches", "Namespace", "Node", "Payload", "Place", "Sizes"]
+
+
+class PrefixCacheError(RetrievalAttentionError):
+    """Too few pages are free, or a page or node is used after it was freed or evicted. Never leaves the engine."""
 
 
 class Sizes(NamedTuple):

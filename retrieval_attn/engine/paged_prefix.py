@@ -24,9 +24,9 @@ from retrieval_attn.attention.paged_prefix import PagedLayers, PagedPrefix, Page
 from retrieval_attn.config import Config
 from retrieval_attn.engine.ids import int32_row
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.node import Sizes
+from retrieval_attn.engine.node import PrefixCacheError, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
-from retrieval_attn.errors import AdmissionError, ConfigError, OutOfPagesError, ReleasedError, ShapeError
+from retrieval_attn.errors import AdmissionError, ConfigError, ShapeError
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import model_shape
@@ -78,7 +78,7 @@ class PagePool:
     def take(self, n: int) -> PageIds:
         """n free pages, int32 (n,), each taken once; what lies in them is undefined. n may be 0.
 
-        Raises OutOfPagesError where fewer are free.
+        Raises PrefixCacheError where fewer are free.
         """
         if n < 0:
             raise ShapeError(f"the number of pages to take must be 0 or more, but is {n}")
@@ -88,14 +88,14 @@ class PagePool:
     def free(self, ids: Sequence[int] | PageIds) -> int:
         """Give pages back; their number.
 
-        Raises ReleasedError for a page that is free already, or given twice.
+        Raises PrefixCacheError for a page that is free already, or given twice.
         """
         given = self._checked(ids)
         with self._lock:
             once, times = np.unique(given, return_counts=True)
             wrong = once[(times > 1) | ~self._held[once]]
             if wrong.size:
-                raise ReleasedError(f"pages {wrong.tolist()} are freed more often than taken")
+                raise PrefixCacheError(f"pages {wrong.tolist()} are freed more often than taken")
             self._held[given] = False
             self._stack[self._free : self._free + len(given)] = given[::-1]
             self._free += len(given)
@@ -109,7 +109,7 @@ class PagePool:
     def _take(self, n: int) -> PageIds:
         if n > self._free:
             held = self.pages - self._free
-            raise OutOfPagesError(
+            raise PrefixCacheError(
                 f"{n} pages of {self.page_tokens} tokens are needed, but {self._free} of {self.pages} are free and "
                 f"{held} are in use; wait until a sequence ends, or give the engine more pages"
             )
@@ -190,7 +190,7 @@ class PagedKVPool:
                 return None
         try:
             taken = self._pool.take(sum(counts))
-        except OutOfPagesError:  # no other thread takes any
+        except PrefixCacheError:  # no other thread takes any
             return None
         tables = np.split(taken, np.cumsum(counts)[:-1])
         return [PagedSpan(table, length, self._returned.append) for table, length in zip(tables, lengths, strict=True)]

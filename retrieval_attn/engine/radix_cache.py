@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from retrieval_attn.engine.ids import Ids, common, int32_row
 from retrieval_attn.engine.inflight_prefills import InflightPrefills, PrefillClaim
-from retrieval_attn.engine.node import Branches, Namespace, Node, Payload, Place, Sizes
+from retrieval_attn.engine.node import Branches, Namespace, Node, Payload, Place, PrefixCacheError, Sizes
 from retrieval_attn.engine.resident_set import ResidentSet
-from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
+from retrieval_attn.errors import ConfigError, ShapeError
 
 __all__ = ["Lease", "Match", "RadixCache", "PrefixCacheStats", "ending", "longest"]
 
@@ -258,7 +258,7 @@ class RadixCache:
         overlaps an existing one becomes a separate node.
 
         Raises:
-            ReleasedError: the parent was evicted.
+            PrefixCacheError: the parent was evicted.
             ConfigError: the parent belongs to another namespace.
             ShapeError: no ids, or a place so near the parent's start that no match reaches it.
         """
@@ -297,7 +297,7 @@ class RadixCache:
             return self._pending.claim(whole, place.length, namespace)
 
     def lease(self, node: Node) -> Lease:
-        """Lock a node and its ancestors and update their last use. Raises ReleasedError if it was evicted."""
+        """Lock a node and its ancestors and update their last use. Raises PrefixCacheError if it was evicted."""
         with self._lock:
             return self._lease(node)
 
@@ -371,7 +371,7 @@ def _must_take(place: Place, span: Ids, namespace: Namespace, share_tokens: int)
 
 def _must_be_here(node: Node) -> None:
     if node.gone:
-        raise ReleasedError(f"{node!r} was evicted; match again, and keep a lease on what is used")
+        raise PrefixCacheError(f"{node!r} was evicted; match again, and keep a lease on what is used")
 
 
 def _check_place(place: Place, share_tokens: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.errors import CacheMismatchError, ConfigError, UnsupportedMaskError, UnsupportedModelError
+from retrieval_attn.errors import CacheMismatchError, ConfigError, UnsupportedModelError
 from retrieval_attn.model.masks import read_mask
 from retrieval_attn.model.padding import Padding
 from retrieval_attn.model.positions import PositionCheck
@@ -176,7 +176,7 @@ def attention(
     plain tensors when the model runs without a retrieval cache (then: ordinary scaled dot-product attention).
     kwargs: what models add: dropout, softcap, s_aux (learned sink logits), and others for plain attention alone.
     Returns (batch, queries, q_heads, value_dim) in the query's dtype, and None for the weights.
-    Raises ConfigError where the weights were asked for, UnsupportedMaskError for several texts in one row. `backward`
+    Raises ConfigError where the weights were asked for, UnsupportedModelError for several texts in one row. `backward`
     through a retrieval cache raises UnsupportedModelError.
     """
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
@@ -208,13 +208,13 @@ def attention(
 def _checked_spec(module: nn.Module, attention_mask: MaskSpec | Tensor | None) -> MaskSpec:
     if not isinstance(attention_mask, MaskSpec):
         given = "no mask recipe" if attention_mask is None else f"a dense mask {tuple(attention_mask.shape)}"
-        raise UnsupportedMaskError(
+        raise UnsupportedModelError(
             f"{type(module).__name__} passed {given}; a RetrievalCache needs the 2-D padding mask or none. "
             "Pass attention_mask of shape (batch, tokens), and load the model with "
             f'attn_implementation="{NAME}".'
         )
     if attention_mask.unsupported is not None:
-        raise UnsupportedMaskError(
+        raise UnsupportedModelError(
             f"{type(module).__name__} asks for the mask {attention_mask.unsupported}; a RetrievalCache serves "
             "causal and sliding-window masks with padding only. Use another cache for this model."
         )
@@ -250,7 +250,7 @@ def _plain_attention(
         out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scale, is_causal=is_causal, **kwargs)
         return out
     if mask is not None and mask.dtype != torch.bool:
-        raise UnsupportedMaskError("Soft-cap and sink models need a boolean mask here, got an additive one.")
+        raise UnsupportedModelError("Soft-cap and sink models need a boolean mask here, got an additive one.")
     causal = mask is None and query.shape[2] == key.shape[2]
     part = attend(query, key, value, scale=scale, causal=causal, mask=mask, softcap=softcap)
     if s_aux is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
-from retrieval_attn.errors import UnsupportedMaskError
+from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.model.padding import Padding
 
 # What transformers' collators pass with packed rows, for attention of variable length.
@@ -23,7 +23,7 @@ class PositionCheck:
         self._done = False
 
     def require_one_text(self, padding: Padding | None, count: int, arguments: Mapping[str, Any]) -> None:
-        """Raise UnsupportedMaskError where each row's `count` new tokens are several texts.
+        """Raise UnsupportedModelError where each row's `count` new tokens are several texts.
 
         padding: of the forward; positions of rows with an attention mask are the caller's own affair, as in
         transformers, which takes a row for packed only without one. arguments: of a layer or of its attention, with
@@ -33,7 +33,7 @@ class PositionCheck:
             return
         self._done = True
         if any(arguments.get(name) is not None for name in _PACKING):
-            raise UnsupportedMaskError(_message("cu_seq_lens_q was given"))
+            raise UnsupportedModelError(_message("cu_seq_lens_q was given"))
         place = arguments.get("position_ids")
         if padding is not None or not isinstance(place, Tensor) or place.ndim != 2 or place.shape[1] != count:
             return
@@ -47,7 +47,7 @@ class PositionCheck:
         if len(jumps):
             row, column = jumps[0].tolist()
             before, after = place[row, column : column + 2].tolist()
-            raise UnsupportedMaskError(
+            raise UnsupportedModelError(
                 _message(f"position_ids of row {row} go from {before} to {after} at token {column + 1}")
             )
 

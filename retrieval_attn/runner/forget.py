@@ -24,7 +24,7 @@ from retrieval_attn.attention.sequence import Forgotten, distinct, rows_by_path
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import release_before
-from retrieval_attn.errors import ConfigError, UnsupportedMaskError, UnsupportedModelError
+from retrieval_attn.errors import ConfigError, UnsupportedModelError
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rotation import Rotation, rope_types
 from retrieval_attn.runner.attention import using_retrieval
@@ -47,7 +47,7 @@ _rotations: weakref.WeakKeyDictionary[nn.Module, Rotations] = weakref.WeakKeyDic
 def forget_tokens(cache: RetrievalCache, model: PreTrainedModel, start: int, stop: int) -> None:
     """No token attends to tokens [start, stop) of any row any more; see `Context.forget`. All or nothing.
 
-    model: the cache's. Raises ConfigError, UnsupportedModelError, UnsupportedMaskError for rows with padding.
+    model: the cache's. Raises ConfigError, UnsupportedModelError for rows with padding.
     """
     cache.quiet()
     span = _checked_span(cache, start, stop)
@@ -58,7 +58,7 @@ def forget_tokens(cache: RetrievalCache, model: PreTrainedModel, start: int, sto
             "it cannot forget some of them. Read the text without them in a new Context."
         )
     if cache.batch.valid is not None and not bool(cache.batch.valid[:, : span.stop].all()):
-        raise UnsupportedMaskError("Rows with padding among the tokens to forget cannot forget them together.")
+        raise UnsupportedModelError("Rows with padding among the tokens to forget cannot forget them together.")
     if span == cache.batch.forgotten:
         return
     rotations = _rotations_of(model)

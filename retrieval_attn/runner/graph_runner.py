@@ -30,7 +30,7 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import has_position
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.errors import BackendError, CaptureError, RowsFailedError
+from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.model.adapters import unwrapped
@@ -47,7 +47,7 @@ from retrieval_attn.runner.graph.signature import cache_batch_key, look_at
 from retrieval_attn.runner.graph.slot import slot_buffers, window_of
 from retrieval_attn.runner.graph.support import cache_refusal
 from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StateBuffers, StepCosts
-from retrieval_attn.runner.rows import StepClock, require_rows
+from retrieval_attn.runner.rows import RowsFailedError, StepClock, require_rows
 from retrieval_attn.runner.rows import step as eager_step
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams

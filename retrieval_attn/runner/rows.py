@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.reread import goes_on
 from retrieval_attn.attention.retrieval import RetrievalLayer, decodes_plainly
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.errors import CacheMismatchError, RowsFailedError, ShapeError, UnsupportedModelError
+from retrieval_attn.errors import BackendError, CacheMismatchError, ShapeError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.index.forked import use_threads
 from retrieval_attn.model.adapters import unwrapped
@@ -34,7 +35,7 @@ from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import forward
 
-__all__ = ["RowsCache", "RowsLayer", "StepClock", "position_groups", "require_rows", "step"]
+__all__ = ["RowsCache", "RowsFailedError", "RowsLayer", "StepClock", "position_groups", "require_rows", "step"]
 
 
 class RowsState(LinearAttentionLayer):
@@ -61,6 +62,18 @@ class RowsState(LinearAttentionLayer):
         for row, layer in enumerate(self._layers):
             for (name, number), own in layer.states():
                 own.copy_(getattr(self, name)[number][row : row + 1])
+
+
+class RowsFailedError(BackendError):
+    """Some rows of a batched decode step failed; the other rows have their token.
+
+    errors: exceptions by row. logits: (rows, vocabulary) float32; rows in `errors` are undefined.
+    """
+
+    def __init__(self, errors: Mapping[int, Exception], logits: Any) -> None:
+        self.errors, self.logits = dict(errors), logits
+        failed = "; ".join(f"row {row}: {type(error).__name__}: {error}" for row, error in self.errors.items())
+        super().__init__(f"{failed}. The caches of these rows are unusable; the other rows have their token.")
 
 
 _plans: weakref.WeakKeyDictionary[PreTrainedModel, StepPlans] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from retrieval_attn.errors import ConfigError, StoreBusyError, StoreError, UnknownContextError
+from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
 from retrieval_attn.server.client import EngineClient
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.store import ContextStore, NamedContext
@@ -32,9 +32,9 @@ class StorePool:
         self._jobs = 0
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Raises what the work raises, and StoreBusyError if MAX_STORE_JOBS wait already."""
+        """Run work in a thread. Raises its exceptions, and StoreError "busy" if MAX_STORE_JOBS are queued."""
         if self._jobs >= MAX_STORE_JOBS:
-            raise StoreBusyError(f"{self._jobs} requests wait for the store of contexts; come again later.")
+            raise StoreError(f"{self._jobs} requests are queued for the store of contexts; retry later.", reason="busy")
         self._jobs += 1
         done = asyncio.get_running_loop().run_in_executor(self._threads, work)
         done.add_done_callback(self._finished)

@@ -13,14 +13,11 @@ from retrieval_attn.errors import (
     CacheMismatchError,
     ConfigError,
     ContextLengthError,
-    ContextNameError,
     EngineFullError,
     InputDataError,
     RetrievalAttentionError,
-    StoreBusyError,
     StoreDamagedError,
     StoreError,
-    StoreFullError,
     StoreMismatchError,
     UnknownContextError,
 )
@@ -83,7 +80,7 @@ class ApiError(Exception):
 
 
 class _Answer(NamedTuple):
-    """What clients are told of an error. text: in place of its own words, which name files and commands; None: its."""
+    """HTTP form of an exception. text: replaces its message, which has paths and commands; None: its message."""
 
     kind: type[Exception]
     status: int
@@ -93,8 +90,6 @@ class _Answer(NamedTuple):
 
 _ANSWERS = (
     _Answer(UnknownContextError, 404, "context_not_found", "A part of this context is gone; save its text again."),
-    _Answer(ContextNameError, 400, "invalid_context",
-        "A context's name has 1 to 64 of the letters A-Z and a-z, digits and _ . -, and is not . or .. alone."),
     _Answer(StoreMismatchError, 409, "context_of_another_model",
         "This context was saved with another model, tokenizer, chat template or release; save its text again."),
     _Answer(CacheMismatchError, 409, "context_of_another_model",
@@ -102,9 +97,6 @@ _ANSWERS = (
         "when the text was read. Ask again, or save the context's text again."),
     _Answer(StoreDamagedError, 500, "context_damaged",
         "This saved context is damaged. Ask again; if that fails, too, save its text again under the same name."),
-    _Answer(StoreFullError, 507, "store_full",
-        "There is no room for another saved context; delete some, and save this one again."),
-    _Answer(StoreBusyError, 503, "store_busy", "Another process uses the saved contexts; send this again later."),
     _Answer(StoreError, 500, "store_failed", "Saved contexts cannot be read or written; the server's log says why."),
     _Answer(EngineFullError, 503, "queue_full",
         "As many requests wait as may, or the server is ending; send this again later."),
@@ -114,7 +106,16 @@ _ANSWERS = (
     _Answer(ConfigError, 400, "", None),
     _Answer(InputDataError, 400, "", None),
 )  # fmt: skip
-"""The first that fits. Of other errors the kind alone is told: their words are for who runs the server."""
+"""The first match counts. Other exceptions give status 500 and their class name."""
+
+_STORE_ANSWERS = {
+    "name": _Answer(StoreError, 400, "invalid_context",
+        "A context's name has 1 to 64 of the letters A-Z and a-z, digits and _ . -, and is not . or .. alone."),
+    "full": _Answer(StoreError, 507, "store_full",
+        "There is no room for another saved context; delete some, and save this one again."),
+    "busy": _Answer(StoreError, 503, "store_busy", "Another process uses the saved contexts; send this again later."),
+}  # fmt: skip
+"""Answers to a StoreError, by its reason."""
 
 RETRY_SECONDS = 5
 
@@ -130,11 +131,12 @@ def failure_of(error: BaseException, *, field: str = "prompt", answer_tokens: in
         return _too_long(error, error.limit, error.tokens, field, answer_tokens)
     if isinstance(error, UnknownContextError) and error.context is not None:
         return ApiError(404, f"There is no saved context {error.context[:80]!r}.", code="context_not_found")
-    for one in _ANSWERS:
-        if isinstance(error, one.kind):
-            retry_after = RETRY_SECONDS if one.status == 503 else None
-            return ApiError(one.status, one.text or str(error), code=one.code or None, retry_after=retry_after)
-    return ApiError(500, f"The server failed ({type(error).__name__}); its log says more.")
+    found = _STORE_ANSWERS.get(error.reason) if isinstance(error, StoreError) else None
+    found = found or next((one for one in _ANSWERS if isinstance(error, one.kind)), None)
+    if found is None:
+        return ApiError(500, f"The server failed ({type(error).__name__}); its log says more.")
+    retry_after = RETRY_SECONDS if found.status == 503 else None
+    return ApiError(found.status, found.text or str(error), code=found.code or None, retry_after=retry_after)
 
 
 @contextlib.contextmanager

@@ -159,7 +159,7 @@ def error_from(plain: list[Any]) -> Exception:
     kind, words, fields = plain
     found: Any = EngineLostError if kind == EngineLostError.__name__ else getattr(errors, kind, None)
     ours = isinstance(found, type) and issubclass(found, errors.RetrievalAttentionError)
-    if ours and found is not errors.RowsFailedError:  # that one is made of more than words
+    if ours:
         error: Exception = found(words)
         vars(error).update(fields)
         return error

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from retrieval_attn.errors import ConfigError, RetrievalAttentionError, StoreDamagedError, StoreError, StoreFullError
+from retrieval_attn.errors import ConfigError, RetrievalAttentionError, StoreDamagedError, StoreError
 from retrieval_attn.store.mapped import OddFileError
 
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -61,9 +61,10 @@ def guarded(doing: str, path: Path) -> Iterator[None]:
         where = error.filename or path
         why = error.strerror or str(error)
         if error.errno in _FULL:
-            raise StoreFullError(
+            raise StoreError(
                 f"no room to {doing} {where}: {why}; free some, or remove contexts with `retrieval-attn contexts rm` "
-                "and then `gc`"
+                "and then `gc`",
+                reason="full",
             ) from error
         cure = _CURES.get(error.errno or 0, "look after the disk, or name another folder for the store")
         raise StoreError(f"cannot {doing} {where}: {why}; {cure}") from error

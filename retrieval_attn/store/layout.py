@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.errors import StoreBusyError, StoreError, StoreMismatchError
+from retrieval_attn.errors import StoreError, StoreMismatchError
 from retrieval_attn.store.disk import Disk
 from retrieval_attn.store.failures import damaged, guarded
 from retrieval_attn.store.record import MAX_BYTES, Check, decode, encode, is_digest
@@ -143,13 +143,14 @@ class StoreLayout:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the store's lock inside the block. Raises StoreBusyError after BUSY_SECONDS."""
+        """Hold the store's lock inside the block. Raises StoreError with the reason "busy" after BUSY_SECONDS."""
         path = self.root / "LOCK"
         with guarded("lock", path):
             handle = self.disk.lock(path, wait_seconds=BUSY_SECONDS)
         if handle is None:
-            raise StoreBusyError(
-                f"another process has held {path} for {BUSY_SECONDS:.0f} s; wait for its `gc`, or end that process"
+            raise StoreError(
+                f"another process has held {path} for {BUSY_SECONDS:.0f} s; wait for its `gc`, or end that process",
+                reason="busy",
             )
         try:
             yield

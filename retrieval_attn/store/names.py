@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrieval_attn.errors import ContextNameError, StoreDamagedError, StoreError, UnknownContextError
+from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.store.failures import damaged, guarded
 from retrieval_attn.store.layout import FORMAT, StoreLayout, read_record, write_file
 from retrieval_attn.store.record import Check, encode, is_count, is_digest, is_fields, is_list_of, is_text
@@ -53,13 +53,14 @@ class NamedContext(NamedTuple):
 
 
 def check_name(name: str) -> str:
-    """`name`, if it may be one. Raises ContextNameError."""
+    """`name`, if it may be one. Raises StoreError with the reason "name"."""
     if isinstance(name, str) and _NAME.fullmatch(name) and name not in (".", ".."):
         return name
     path = isinstance(name, str) and ("/" in name or "\\" in name)
-    raise ContextNameError(
+    raise StoreError(
         f"a context's name has 1 to 64 of the letters A-Z and a-z, digits and _ . -, got {name!r:.80}"
-        + ("; it is not a path: the folder is the store's (--store, RETRIEVAL_ATTN_STORE)" if path else "")
+        + ("; it is not a path: the folder is the store's (--store, RETRIEVAL_ATTN_STORE)" if path else ""),
+        reason="name",
     )
 
 

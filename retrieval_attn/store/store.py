@@ -116,7 +116,7 @@ class ContextStore:
         """Let `name` mean this node from now on, as a whole or not at all; what it meant before is for `gc`.
 
         plain: JSON values that come with the name. Raises StoreError for a name that may not be one, ConfigError for
-        other values, UnknownContextError for a node that is gone, StoreFullError.
+        other values, UnknownContextError for a node that is gone, StoreError without space.
         """
         check_name(name)
         layout = self._layout

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from retrieval_attn.errors import StoreDamagedError, StoreError, StoreFullError, UnknownContextError
+from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.store.bundle import Bundle, Seal, laid_out, write_bundle
 from retrieval_attn.store.failures import guarded
 from retrieval_attn.store.layout import FORMAT, Pin, StoreLayout, write_file
@@ -78,7 +78,7 @@ class NodeWriter:
     def add(self, file: str, bundle: Bundle) -> None:
         """Write a bundle as `file`, a name like "layer-000", and wait until it is on the disk. Any thread.
 
-        Raises ConfigError for values or arrays that cannot be saved, StoreFullError, StoreError.
+        Raises ConfigError for values or arrays that cannot be saved, StoreError.
         """
         if not is_file_name(file) or file == IDS:
             raise StoreError(f"a bundle's name has letters, digits and _ . - only, and is not 'ids', got {file!r:.80}")
@@ -102,9 +102,10 @@ class NodeWriter:
         if self._room is None:
             return
         if nbytes > self._room:
-            raise StoreFullError(
+            raise StoreError(
                 f"the store {self._layout.root} may have {self._limit} bytes; {max(self._room, 0)} are left and "
-                f"{nbytes} are needed: remove contexts with `retrieval-attn contexts rm` and then `gc`, or allow more"
+                f"{nbytes} are needed: remove contexts with `retrieval-attn contexts rm` and then `gc`, or allow more",
+                reason="full",
             )
         self._room -= nbytes
 

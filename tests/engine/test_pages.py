@@ -8,8 +8,9 @@ import threading
 import numpy as np
 import pytest
 
+from retrieval_attn.engine.node import PrefixCacheError
 from retrieval_attn.engine.paged_prefix import PageCounts, PagePool
-from retrieval_attn.errors import ConfigError, OutOfPagesError, ReleasedError, ShapeError
+from retrieval_attn.errors import ConfigError, ShapeError
 from tests.engine_audit import check_pages
 
 
@@ -35,7 +36,7 @@ def test_out_of_pages_says_the_numbers_and_takes_nothing() -> None:
     pool = PagePool(10, page_tokens=64)
     pool.take(7)
     with pytest.raises(
-        OutOfPagesError, match=r"4 pages of 64 tokens are needed, but 3 of 10 are free and 7 are in use"
+        PrefixCacheError, match=r"4 pages of 64 tokens are needed, but 3 of 10 are free and 7 are in use"
     ):
         pool.take(4)
     assert pool.free_pages == 3
@@ -45,14 +46,14 @@ def test_out_of_pages_says_the_numbers_and_takes_nothing() -> None:
 def test_freeing_more_often_than_taken_is_an_error_and_changes_nothing() -> None:
     pool = PagePool(4)
     ids = pool.take(2)
-    with pytest.raises(ReleasedError, match=r"\[1\] are freed more often"):
+    with pytest.raises(PrefixCacheError, match=r"\[1\] are freed more often"):
         pool.free([0, 1, 1])
-    with pytest.raises(ReleasedError, match=r"\[3\] are freed more often"):
+    with pytest.raises(PrefixCacheError, match=r"\[3\] are freed more often"):
         pool.free([0, 3])
     assert pool.counts() == PageCounts(free=2, held=2, total=4)
     check_pages(pool)
     pool.free(ids)
-    with pytest.raises(ReleasedError):
+    with pytest.raises(PrefixCacheError):
         pool.free(ids)
 
 
@@ -95,7 +96,7 @@ def test_random_operations_conserve_pages() -> None:
             if draw.random() < 0.5:
                 n = draw.randint(0, 4)
                 if n > pool.pages - len(held):
-                    with pytest.raises(OutOfPagesError):
+                    with pytest.raises(PrefixCacheError):
                         pool.take(n)
                 else:
                     ids = pool.take(n).tolist()
@@ -120,7 +121,7 @@ def test_threads_take_and_free() -> None:
         for _ in range(2000):
             try:
                 ids = pool.take(draw.randint(1, 10))
-            except OutOfPagesError:
+            except PrefixCacheError:
                 continue
             owners[ids] = name
             if not (owners[ids] == name).all():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from retrieval_attn.engine.inflight_prefills import PrefillClaim
-from retrieval_attn.engine.node import Node, Sizes
+from retrieval_attn.engine.node import Node, PrefixCacheError, Sizes
 from retrieval_attn.engine.radix_cache import Match, RadixCache
-from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
+from retrieval_attn.errors import ConfigError, ShapeError
 from tests.engine.tree_reference import Bytes
 from tests.engine_audit import check_tree
 
@@ -151,7 +151,7 @@ def test_bad_claims() -> None:
     with pytest.raises(ConfigError, match="namespace"):
         tree.pending(node, [1], "b")
     tree.evict(Sizes(1))
-    with pytest.raises(ReleasedError, match="evicted"):
+    with pytest.raises(PrefixCacheError, match="evicted"):
         tree.pending(node, [1], "a")
 
 

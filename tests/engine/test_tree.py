@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from retrieval_attn.engine.ids import common, int32_row
-from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
+from retrieval_attn.engine.node import Namespace, Node, Place, PrefixCacheError, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
-from retrieval_attn.errors import ConfigError, ReleasedError, ShapeError
+from retrieval_attn.errors import ConfigError, ShapeError
 from tests.engine.tree_reference import Bytes
 from tests.engine_audit import check_tree
 
@@ -181,9 +181,9 @@ def test_match_and_lease_leave_no_gap() -> None:
     assert found.lease is not None
     found.lease.release()
     assert tree.evict(Sizes(1)) == Sizes(10)
-    with pytest.raises(ReleasedError, match="evicted"):
+    with pytest.raises(PrefixCacheError, match="evicted"):
         tree.lease(found.node)
-    with pytest.raises(ReleasedError, match="evicted"):
+    with pytest.raises(PrefixCacheError, match="evicted"):
         tree.insert(found, [1], Bytes(1), "a")
 
 

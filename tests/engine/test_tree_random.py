@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
+from retrieval_attn.engine.node import Namespace, Node, Place, PrefixCacheError, Sizes
 from retrieval_attn.engine.radix_cache import Lease, RadixCache
-from retrieval_attn.errors import ConfigError, ReleasedError
+from retrieval_attn.errors import ConfigError
 from tests.engine.tree_reference import Bytes, Record, Reference
 from tests.engine_audit import check_tree
 
@@ -109,7 +109,7 @@ class Play:
             lease = self.tree.match(self.known_text(), self.random.choice(NAMESPACES), leased=True).lease
             assert lease is not None
         elif self.gone and self.random.random() < 0.3:
-            with pytest.raises(ReleasedError, match="evicted"):
+            with pytest.raises(PrefixCacheError, match="evicted"):
                 self.tree.lease(self.random.choice(self.gone))
             return
         else:

@@ -17,6 +17,7 @@ import torch
 from retrieval_attn import errors
 from retrieval_attn.server.bodies import parse_json
 from retrieval_attn.server.failure import ApiError, failure_of
+from retrieval_attn.server.ipc import error_from, plain_error
 from retrieval_attn.server.request_bodies import ChatBody
 from retrieval_attn.server.streaming import noted
 from tests.server.inside import Inside
@@ -171,10 +172,19 @@ def test_a_name_that_no_context_can_have(http: httpx.Client) -> None:
 OURS = [
     kind
     for kind in vars(errors).values()
-    if isinstance(kind, type)
-    and issubclass(kind, errors.RetrievalAttentionError)
-    and kind is not errors.RowsFailedError
+    if isinstance(kind, type) and issubclass(kind, errors.RetrievalAttentionError)
 ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code"), [("name", 400, "invalid_context"), ("full", 507, "store_full"),
+    ("busy", 503, "store_busy"), ("failed", 500, "store_failed")],
+)  # fmt: skip
+def test_the_reason_of_a_store_error_decides_its_status(reason: errors.StoreReason, status: int, code: str) -> None:
+    """Also after the error crossed from the engine's process."""
+    error = error_from(plain_error(errors.StoreError("/var/store: no room", reason=reason)))
+    failure = noted(error)
+    assert (failure.status, failure.code) == (status, code) and "/var" not in failure.message
 
 
 @pytest.mark.parametrize("kind", OURS)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval_attn.errors import ConfigError, RunFolderError
+from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_tokens
+from retrieval_attn_eval.runs import RunFolderError
 
 __all__ = [
     "as_tokens",

@@ -20,15 +20,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from retrieval_attn.errors import InputDataError, RunFolderError
+from retrieval_attn.errors import InputDataError, RetrievalAttentionError
 from retrieval_attn_eval.parsed import parsed
 from retrieval_attn_eval.replace import replace_file
 
-__all__ = ["RunFolder", "environment", "fingerprint", "read_rows", "utc_now", "write_atomically"]
+__all__ = ["RunFolder", "RunFolderError", "environment", "fingerprint", "read_rows", "utc_now", "write_atomically"]
 
 _SCORES = (int, float, type(None))
 CONFIG, ENVIRONMENT, ROWS = "config.json", "env.json", "predictions.jsonl"
 _PACKAGES = ("retrieval-attn", "torch", "transformers", "tokenizers", "numpy", "numba", "faiss-cpu")
+
+
+class RunFolderError(RetrievalAttentionError):
+    """A results folder is malformed, in use or of other settings; the message has the difference."""
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
-from retrieval_attn.errors import UnsupportedMaskError, UnsupportedModelError
+from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.testing import Batch, CacheLayer, MaskSpec, Partial, RetrievalLayer
 from retrieval_attn_eval.baselines.policy import Meter, Policy, attend_all
 from retrieval_attn_eval.baselines.tokens import TokenBuffer
@@ -51,7 +51,7 @@ class ContextLayer(CacheLayer):
     ) -> Partial:
         valid = self.batch.note_padding(spec.padding, self.columns, key.shape[2])
         if key.shape[0] != 1 or valid is not None:
-            raise UnsupportedMaskError(f"Baselines run one unpadded sequence, got a batch of {key.shape[0]}.")
+            raise UnsupportedModelError(f"Baselines run one unpadded sequence, got a batch of {key.shape[0]}.")
         if softcap is not None:
             raise UnsupportedModelError(
                 "Baselines are defined for plain softmax attention; this model caps its scores."

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError, RunFolderError
+from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
 from retrieval_attn_eval.baselines.reply import POSITIONS
 from retrieval_attn_eval.prompts import Prompt, PromptFormat, Prompts
-from retrieval_attn_eval.runs import RunFolder, utc_now, write_atomically
+from retrieval_attn_eval.runs import RunFolder, RunFolderError, utc_now, write_atomically
 from retrieval_attn_eval.suite.sample import Row
 from retrieval_attn_eval.suite.suite import TaskSuite
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.errors import InputDataError, RunFolderError
+from retrieval_attn.errors import InputDataError
 from retrieval_attn_eval.flags import check_matplotlib
 from retrieval_attn_eval.parsed import parsed
-from retrieval_attn_eval.runs import CONFIG, ENVIRONMENT, load_run
+from retrieval_attn_eval.runs import CONFIG, ENVIRONMENT, RunFolderError, load_run
 from retrieval_attn_eval.suite.report import write_report
 from retrieval_attn_eval.suite.runner import score_fields
 from retrieval_attn_eval.suite.sample import Row

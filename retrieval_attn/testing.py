@@ -87,8 +87,8 @@ if TYPE_CHECKING:
     from retrieval_attn.runner.graph.registry import forget as forget
     from retrieval_attn.runner.prefill import finish_prefill as finish_prefill
     from retrieval_attn.store import ContextStore as ContextStore
-    from retrieval_attn.store.pages import give_up as give_up
-    from retrieval_attn.store.pages import resident_bytes as resident_bytes
+    from retrieval_attn.store.mapped import give_up as give_up
+    from retrieval_attn.store.mapped import resident_bytes as resident_bytes
 
 _EXPORTS = {
     "attention.exact": "ExactPass",
@@ -128,7 +128,7 @@ _EXPORTS = {
     "runner.graph.registry": "forget",
     "runner.prefill": "finish_prefill",
     "store": "ContextStore",
-    "store.pages": "give_up resident_bytes",
+    "store.mapped": "give_up resident_bytes",
 }
 """Exported names by module of the package."""
 

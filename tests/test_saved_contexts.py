@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from retrieval_attn.errors import (
     UnknownContextError,
 )
 from retrieval_attn.store import OS_DISK, ContextStore
+from retrieval_attn.store.disk import OsDisk
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, needle_text, tiny_model
 
 TEXT = 12_000
@@ -272,9 +274,17 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
 
 def test_a_disk_that_is_full(read: ra.Context, loaded: Loaded, tmp_path: Path) -> None:
     """What was saved before stays, the context answers on."""
-    store = ContextStore(tmp_path / "store", disk_bytes=1 << 20)
-    with pytest.raises(StoreError, match="1.0 MiB|1048576|1 MiB"):
+
+    class FullDisk(OsDisk):
+        def write(self, handle: int, data: memoryview) -> None:
+            if os.fstat(handle).st_size + len(data) > 1 << 20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().write(handle, data)
+
+    store = ContextStore(tmp_path / "store", disk=FullDisk())
+    with pytest.raises(StoreError, match="no room to write") as refused:
         read.save("bergen", store=store)
+    assert refused.value.reason == "full"
     assert store.list() == [] and store.verify() == []
     assert answers(read.fork()) == answers(read)
 

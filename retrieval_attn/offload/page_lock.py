@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.store.failures import guarded
+from retrieval_attn.store.disk import guarded
 from retrieval_attn.store.mapped import file_bytes, is_mapped, populate
 
 log = logging.getLogger(__name__)

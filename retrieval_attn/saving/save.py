@@ -50,7 +50,7 @@ from retrieval_attn.saving.layers import (
 )
 from retrieval_attn.saving.sequence import State
 from retrieval_attn.store import Bundle, ContextStore, NodeWriter, SavedNode, check_name
-from retrieval_attn.store.failures import damaged, guarded, parsed
+from retrieval_attn.store.disk import damaged, guarded, parsed
 from retrieval_attn.store.node import RECORD, SUFFIX
 from retrieval_attn.store.record import is_count, is_list_of
 

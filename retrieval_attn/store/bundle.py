@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, StoreError
 from retrieval_attn.store.crc import block_sums, crc32c
-from retrieval_attn.store.disk import Disk
-from retrieval_attn.store.failures import damaged, guarded
+from retrieval_attn.store.disk import Disk, damaged, guarded
 from retrieval_attn.store.mapped import Mapped
 from retrieval_attn.store.polynomial import BLOCK
 from retrieval_attn.store.record import canonical, is_count, is_fields, is_list_of, parse_json

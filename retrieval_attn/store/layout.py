@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import StoreError, StoreMismatchError
-from retrieval_attn.store.disk import Disk
-from retrieval_attn.store.failures import damaged, guarded
+from retrieval_attn.store.disk import Disk, damaged, guarded
 from retrieval_attn.store.record import MAX_BYTES, Check, decode, encode, is_digest
 
 VARIABLE = "RETRIEVAL_ATTN_STORE"

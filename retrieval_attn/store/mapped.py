@@ -256,3 +256,37 @@ def _libc() -> ctypes.CDLL:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc
+
+
+def give_up(path: Path) -> None:
+    """Ask the system to evict a file from its page cache. Mapped pages stay. Raises OSError."""
+    if not hasattr(os, "posix_fadvise"):  # macOS and Windows have no such call
+        return
+    handle = open_regular(path)
+    try:
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
+
+
+def resident_bytes(path: Path) -> int | None:
+    """Return the bytes of a file in memory, in whole pages; None if the system does not report them. Raises OSError."""
+    if os.name == "nt":
+        return None
+    handle = open_regular(path)
+    try:
+        nbytes = os.fstat(handle).st_size
+        if not nbytes:
+            return 0
+        with mmap.mmap(handle, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as opened:
+            view = ctypes.c_char.from_buffer(opened)
+            pages = np.zeros(-(-nbytes // _PAGE), np.uint8)
+            try:
+                libc = ctypes.CDLL(None, use_errno=True)
+                address, found = ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_void_p(pages.ctypes.data)
+                failed = libc.mincore(address, ctypes.c_size_t(nbytes), found)
+            finally:
+                del view  # or the map cannot be closed
+    finally:
+        os.close(handle)
+    return None if failed else min(int((pages & 1).sum()) * _PAGE, nbytes)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
-from retrieval_attn.store.failures import damaged, guarded
+from retrieval_attn.store.disk import damaged, guarded
 from retrieval_attn.store.layout import FORMAT, StoreLayout, read_record, write_file
 from retrieval_attn.store.record import Check, encode, is_count, is_digest, is_fields, is_list_of, is_text
 

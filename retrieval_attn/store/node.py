@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ShapeError, StoreError, StoreMismatchError, UnknownContextError
 from retrieval_attn.store.bundle import Bundle, BundleFile, Seal
-from retrieval_attn.store.failures import damaged, guarded
+from retrieval_attn.store.disk import damaged, guarded
 from retrieval_attn.store.layout import StoreLayout, read_record
-from retrieval_attn.store.mapped import Mapped
-from retrieval_attn.store.pages import resident_bytes
+from retrieval_attn.store.mapped import Mapped, resident_bytes
 from retrieval_attn.store.record import Check, canonical, is_count, is_digest, is_fields, is_list_of, is_text
 
 RECORD = "node.json"

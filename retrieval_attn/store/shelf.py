@@ -1,72 +1,131 @@
-"""Shelf: carries out what a policy decides, on the nodes of a store. Fetching runs in a thread of its own.
+"""Shelf: prefetches saved contexts into RAM and evicts others, by the queue of requests that wait for them.
 
-RAM is the system's cache of the files, so that every process that maps a context shares one copy, and giving a copy up
-costs nothing: the disk has it. The system may give pages up by itself; `refresh` looks what is there.
+RAM is the system's page cache of the files: every process that maps a context shares one copy, and eviction writes
+nothing. The system may evict pages by itself; `refresh` reads which are resident. The policy is that of CachedAttention
+(USENIX ATC 2024, section 3.3): the queue decides what is prefetched and what is evicted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
-from retrieval_attn.store.groups import Group, grouped
+from retrieval_attn.errors import ConfigError, StoreError
+from retrieval_attn.store.mapped import give_up, resident_bytes
 from retrieval_attn.store.names import NamedContext
-from retrieval_attn.store.pages import give_up
 from retrieval_attn.store.store import ContextStore
-from retrieval_attn.store.tiers import Ledger, Moves, Policy, TierEntry, Tiers
 
 __all__ = ["Done", "Shelf"]
 
 logger = logging.getLogger(__name__)
 IN_RAM = 0.9
-"""Share of a group's bytes in memory from which on it counts as there."""
+"""Share of a group's bytes in memory from which the group counts as resident."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes that the same names reach: they are prefetched and evicted together.
+
+    nodes: digests, root first; the last one identifies the group. names: contexts that contain the nodes. files: by
+    layer, so that the first layers of all nodes come first. nbytes: of all files.
+    """
+
+    nodes: tuple[str, ...]
+    names: frozenset[str]
+    files: tuple[Path, ...]
+    nbytes: int
+
+    @property
+    def digest(self) -> str:
+        return self.nodes[-1]
+
+    def resident_bytes(self) -> int:
+        """Return the bytes in memory, 0 if the system does not report them."""
+        found = 0
+        for path in self.files:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found += resident_bytes(path) or 0
+        return found
+
+
+@dataclass
+class TierEntry:
+    """State of a group. nbytes: size on disk. busy: requests that read it, which prevents eviction. used: last use."""
+
+    nbytes: int
+    in_ram: bool = True
+    busy: int = 0
+    used: float = 0.0
+
+
+class Moves(NamedTuple):
+    """Groups to move, by digest. fetch: from disk to RAM, soonest needed first. evict: from RAM, in this order."""
+
+    fetch: list[str]
+    evict: list[str]
 
 
 class Done(NamedTuple):
-    """What one pass did. fetched, evicted: groups of nodes, by the digest of their last. dropped: names.
-
-    nbytes: of what was fetched.
-    """
+    """Result of one pass. fetched, evicted: digests of groups. nbytes: of the fetched groups."""
 
     fetched: list[str]
     evicted: list[str]
-    dropped: list[str]
     nbytes: int
 
 
-class Shelf:
-    """Keeps the contexts that come next in RAM, and all of them within the disk's budget. Any thread.
+def plan_moves(entries: Mapping[str, TierEntry], queue: Sequence[str], ram_bytes: int) -> Moves:
+    """Choose the groups to prefetch and evict; change nothing.
 
-    Use it in a `with` block, or `close` it: its thread ends then.
+    The prefetch window is as many groups of the queue as `ram_bytes` holds of mean size. Eviction takes groups outside
+    the queue first, the least recently used first, then the queue's last, but none that is needed before the group that
+    it would make room for. Unknown digests of the queue are skipped.
     """
+    if not entries:
+        return Moves([], [])
+    waiting = [digest for digest in dict.fromkeys(queue) if digest in entries]
+    ranks = {digest: rank for rank, digest in enumerate(waiting)}
+    mean_bytes = max(sum(entry.nbytes for entry in entries.values()) / len(entries), 1.0)
+    missing = [digest for digest in waiting[: math.ceil(ram_bytes / mean_bytes)] if not entries[digest].in_ram]
 
-    def __init__(
-        self,
-        store: ContextStore,
-        *,
-        ram_bytes: int,
-        disk_bytes: int | None = None,
-        may_drop: Callable[[NamedContext], bool] = lambda context: False,
-        rebuild_seconds: Callable[[NamedContext], float] | None = None,
-        policy: Policy | None = None,
-    ) -> None:
-        """ram_bytes: of saved contexts in the system's cache. disk_bytes: of the whole store; None: no limit.
+    def value(digest: str) -> tuple[int, float]:
+        return (1, -ranks[digest]) if digest in ranks else (0, entries[digest].used)
 
-        may_drop: whether a context may be removed for room; without it none is. rebuild_seconds: to read a context
-        anew; without it a second per GiB. policy: Tiers by default. Raises ConfigError for negative budgets.
-        """
-        for name, given in (("ram_bytes", ram_bytes), ("disk_bytes", disk_bytes)):
-            if given is not None and given < 0:
-                raise ConfigError(f"{name} must not be negative, got {given}; use bytes")
-        self._store, self._ram_bytes, self._disk_bytes = store, ram_bytes, disk_bytes
-        self._may_drop, self._rebuild_seconds = may_drop, rebuild_seconds
-        self._policy: Policy = Tiers(Ledger(time.time)) if policy is None else policy
+    victims = sorted((digest for digest, entry in entries.items() if entry.in_ram and not entry.busy), key=value)
+    free = ram_bytes - sum(entry.nbytes for entry in entries.values() if entry.in_ram)
+    evicted = 0
+    while free < 0 and evicted < len(victims):
+        free += entries[victims[evicted]].nbytes
+        evicted += 1
+    fetch: list[str] = []
+    for digest in missing:
+        left, more = free - entries[digest].nbytes, evicted
+        while left < 0 and more < len(victims) and ranks.get(victims[more], math.inf) > ranks[digest]:
+            left += entries[victims[more]].nbytes
+            more += 1
+        if left < 0:  # the remaining groups in RAM are needed sooner
+            break
+        fetch.append(digest)
+        free, evicted = left, more
+    return Moves(fetch, victims[:evicted])
+
+
+class Shelf:
+    """Keeps the contexts that are needed next in RAM. Thread-safe. A context manager; `close` ends its thread."""
+
+    def __init__(self, store: ContextStore, *, ram_bytes: int) -> None:
+        """ram_bytes: maximum size of saved contexts in the page cache. Raises ConfigError if it is negative."""
+        if ram_bytes < 0:
+            raise ConfigError(f"ram_bytes must not be negative, got {ram_bytes}; use bytes")
+        self._store, self._ram_bytes = store, ram_bytes
+        self.entries: dict[str, TierEntry] = {}
+        """Groups by digest, as of the last `refresh`."""
         self._groups: dict[str, Group] = {}
         self._of_name: dict[str, tuple[str, ...]] = {}
         self._used: dict[str, float] = {}
@@ -84,12 +143,10 @@ class Shelf:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # -- what users say --------------------------------------------------------------------------------
-
     def expect(self, names: Sequence[str]) -> None:
-        """These contexts are needed, the first the soonest; the rest is done in the background.
+        """Prefetch these contexts in a background thread, the first one first.
 
-        A later call replaces the queue, also of a fetch that is under way. Unknown names are passed over.
+        A later call replaces the queue, also while a fetch runs. Unknown names are skipped.
         """
         with self._wake:
             if self._closed:
@@ -100,14 +157,14 @@ class Shelf:
                 self._thread.start()
             self._wake.notify_all()
 
-    def settle(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until what was expected is done; whether it is."""
+    def settle(self, timeout_seconds: float) -> bool:
+        """Wait until the queue is prefetched. Return False after a timeout."""
         with self._wake:
             return self._wake.wait_for(lambda: self._queue is None and not self._working, timeout_seconds)
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """A request reads this context inside the block: it is used now, and neither evicted nor dropped.
+        """Mark a context as used by a request inside the block, which prevents its eviction.
 
         Raises UnknownContextError.
         """
@@ -122,18 +179,12 @@ class Shelf:
                 self._used[name] = time.time()
                 self._busy[name] -= 1
 
-    def make_room(self, nbytes: int) -> list[str]:
-        """Remove contexts that may be dropped until a save of `nbytes` fits the disk's budget; returns their names."""
-        with self._lock:
-            self.refresh()
-            return self._drop(self._plan((), nbytes).drop)
-
     def apply(self, names: Sequence[str]) -> Done:
-        """What `expect` does, now and here."""
+        """Prefetch these contexts in this thread; see `expect`."""
         return self._apply(tuple(names), lambda: False)
 
     def close(self) -> None:
-        """End the thread, after the file that it reads now."""
+        """End the thread after the file that it reads now."""
         with self._wake:
             self._closed, self._queue = True, None
             self._wake.notify_all()
@@ -141,76 +192,43 @@ class Shelf:
         if thread is not None:
             thread.join()
 
-    # -- what is there ---------------------------------------------------------------------------------
-
-    @property
-    def ledger(self) -> Ledger:
-        """Groups of nodes and where they are, as of the last `refresh`."""
-        return self._policy.ledger
-
     def refresh(self) -> None:
-        """Read the store's names and look which bytes are in memory."""
+        """Read the store's names and which bytes are in memory."""
         with self._lock:
             contexts = {context.name: context for context in self._store.list()}
             self._groups, self._of_name = grouped(self._store, contexts.values())
-            ledger = self._policy.ledger
-            for digest in [digest for digest in ledger if digest not in self._groups]:
-                ledger.remove(digest)
-            for digest, group in self._groups.items():
-                here = [contexts[name] for name in group.names]
-                held = TierEntry(
+            self.entries = {
+                digest: TierEntry(
                     group.nbytes,
-                    rebuild_seconds=group.nbytes * max(self._cost(context) for context in here),
-                    parent=group.parent,
                     in_ram=group.resident_bytes() >= IN_RAM * group.nbytes,
-                    kept=not all(self._may_drop(context) for context in here),
                     busy=sum(self._busy.get(name, 0) for name in group.names),
+                    used=max(self._used.get(name, contexts[name].saved_at) for name in group.names),
                 )
-                ledger.add(digest, held)
-                held.used = max(self._used.get(context.name, context.saved_at) for context in here)
-
-    def _cost(self, context: NamedContext) -> float:
-        """Seconds to make a byte of a context anew."""
-        if self._rebuild_seconds is None:
-            return 1 / (1 << 30)
-        return self._rebuild_seconds(context) / max(context.nbytes, 1)
-
-    # -- moves -----------------------------------------------------------------------------------------
-
-    def _plan(self, names: Sequence[str], coming: int) -> Moves:
-        """coming: bytes that a save will need."""
-        queue = [digest for name in names for digest in self._of_name.get(name, ())]
-        free_disk = sys.maxsize
-        if self._disk_bytes is not None:
-            free_disk = self._disk_bytes - self._store.nbytes() - coming
-            if free_disk < 0:  # what no name reaches goes before anything that one does
-                self._store.gc()
-                free_disk = self._disk_bytes - self._store.nbytes() - coming
-        return self._policy.plan(queue, self._ram_bytes - self.ledger.ram_bytes, free_disk)
+                for digest, group in self._groups.items()
+            }
 
     def _apply(self, names: tuple[str, ...], stop: Callable[[], bool]) -> Done:
         with self._lock:
             self.refresh()
-            moves = self._plan(names, 0)
-            dropped = self._drop(moves.drop)
+            queue = [digest for name in names for digest in self._of_name.get(name, ())]
+            moves = plan_moves(self.entries, queue, self._ram_bytes)
             evicted = [digest for digest in moves.evict if self._evict(self._groups[digest])]
-            waiting = [(digest, self._groups[digest]) for digest in moves.fetch]
+            waiting = [self._groups[digest] for digest in moves.fetch]
         fetched, nbytes = [], 0
-        for digest, group in waiting:
+        for group in waiting:
             if stop():
                 break
             read = self._fetch(group, stop)
             nbytes += read
             if read:
-                fetched.append(digest)
+                fetched.append(group.digest)
                 with self._lock:
-                    if digest in self.ledger:
-                        self.ledger.move(digest, in_ram=True)
-        return Done(fetched, evicted, dropped, nbytes)
+                    if group.digest in self.entries:
+                        self.entries[group.digest].in_ram = True
+        return Done(fetched, evicted, nbytes)
 
     def _fetch(self, group: Group, stop: Callable[[], bool]) -> int:
-        """Bytes that were brought to memory; 0 where not all were."""
-        nbytes = 0
+        """Read a group into memory. Return its bytes, 0 if it was not read to the end."""
         try:
             nodes = [self._store.get(node) for node in group.nodes]
             for file in sorted({file for node in nodes for file in node.files}):
@@ -219,40 +237,23 @@ class Shelf:
                         if stop():
                             return 0
                         node.populate(file, None)
-            nbytes = sum(node.nbytes for node in nodes)
-        except StoreError as error:  # whoever opens the context gets the same error, by name
-            logger.warning("a context cannot be fetched ahead: %s", error)
+        except StoreError as error:  # opening the context raises the same error
+            logger.warning("cannot prefetch a saved context: %s", error)
             return 0
-        return nbytes
+        return sum(node.nbytes for node in nodes)
 
     def _evict(self, group: Group) -> bool:
         try:
             for path in group.files:
                 give_up(path)
         except (OSError, StoreError) as error:
-            logger.warning("the system keeps the pages of a context: %s", error)
+            logger.warning("cannot evict a saved context from the page cache: %s", error)
             return False
-        self.ledger.move(group.nodes[-1], in_ram=False)
+        self.entries[group.digest].in_ram = False
         return True
 
-    def _drop(self, digests: Sequence[str]) -> list[str]:
-        """Names that were removed, with the nodes that only they reached."""
-        names = sorted({name for digest in digests for name in self._groups[digest].names})
-        removed = []
-        for name in names:
-            with contextlib.suppress(UnknownContextError):
-                saved, known = self._store.resolve(name).digest, self._of_name.get(name, ())
-                if saved in known[-1:]:  # nobody saved it again meanwhile
-                    self._store.remove(name)
-                    removed.append(name)
-        if removed:
-            self._store.gc()
-            for digest in digests:
-                self.ledger.remove(digest)
-        return removed
-
     def _work(self) -> None:
-        """The thread: one queue after the other, and a newer one before the rest of an older one."""
+        """Run the thread: a newer queue replaces the rest of an older one."""
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._closed or self._queue is not None)
@@ -263,8 +264,52 @@ class Shelf:
             try:
                 self._apply(names, lambda: self._closed or self._queue is not None)
             except StoreError as error:
-                logger.warning("contexts are not fetched ahead: %s", error)
+                logger.warning("cannot prefetch saved contexts: %s", error)
             finally:
                 with self._wake:
                     self._working = False
                     self._wake.notify_all()
+
+
+def grouped(
+    store: ContextStore, contexts: Collection[NamedContext]
+) -> tuple[dict[str, Group], dict[str, tuple[str, ...]]]:
+    """Return all groups by digest, and the digests of each context's groups, root first.
+
+    A context with a missing node is left out.
+    """
+    reached: dict[str, set[str]] = {}
+    for context in contexts:
+        for node in context.chain:
+            reached.setdefault(node, set()).add(context.name)
+    groups: dict[str, Group] = {}
+    of_name: dict[str, tuple[str, ...]] = {}
+    for context in contexts:
+        try:
+            own = _groups_of(store, context, reached, groups)
+        except (OSError, StoreError) as error:
+            logger.warning("the context %r is neither prefetched nor evicted: %s", context.name, error)
+            continue
+        groups.update((group.digest, group) for group in own)
+        of_name[context.name] = tuple(group.digest for group in own)
+    return groups, of_name
+
+
+def _groups_of(
+    store: ContextStore, context: NamedContext, reached: dict[str, set[str]], known: dict[str, Group]
+) -> list[Group]:
+    """Return the groups of one chain. A name that reaches a node reaches its ancestors: equal sets are adjacent."""
+    groups: list[Group] = []
+    run: list[str] = []
+    for node, following in zip(context.chain, [*context.chain[1:], None], strict=True):
+        run.append(node)
+        if following is not None and reached[following] == reached[node]:
+            continue
+        group = known.get(node)
+        if group is None:
+            files = sorted((path for one in run for path in store.files(one)), key=lambda path: path.name)
+            nbytes = sum(path.stat().st_size for path in files)
+            group = Group(tuple(run), frozenset(reached[node]), tuple(files), nbytes)
+        groups.append(group)
+        run = []
+    return groups

@@ -13,13 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
-from retrieval_attn.store.disk import OS_DISK, Disk
-from retrieval_attn.store.failures import guarded
+from retrieval_attn.store.disk import OS_DISK, Disk, guarded
 from retrieval_attn.store.layout import Pin, StoreLayout, default_folder
+from retrieval_attn.store.maintenance import Damage, Freed, stored_bytes, sweep, verify
 from retrieval_attn.store.names import NamedContext, check_name, read_name, readable_names, remove_name, write_name
 from retrieval_attn.store.node import SUFFIX, SavedNode, chain_of, check_identity
-from retrieval_attn.store.sweep import Freed, stored_bytes, sweep
-from retrieval_attn.store.verify import Damage, verify
 from retrieval_attn.store.writer import NodeWriter, is_marked, is_whole
 
 
@@ -41,19 +39,13 @@ class ContextStore:
     the process ends.
     """
 
-    def __init__(
-        self, folder: str | Path | None = None, *, disk_bytes: int | None = None, disk: Disk = OS_DISK
-    ) -> None:
-        """folder: None takes RETRIEVAL_ATTN_STORE or the user's data folder; the first save makes it.
+    def __init__(self, folder: str | Path | None = None, *, disk: Disk = OS_DISK) -> None:
+        """folder: created by the first save. Defaults to RETRIEVAL_ATTN_STORE, else a folder in the user's data folder.
 
-        disk_bytes: what all nodes may take together; a save that needs more is refused. disk: the way to files.
+        disk: file operations.
         """
-        whole = isinstance(disk_bytes, int) and not isinstance(disk_bytes, bool)
-        if disk_bytes is not None and not (whole and disk_bytes >= 0):
-            raise ConfigError(f"disk_bytes must be None or a whole number of bytes, got {disk_bytes!r}")
         self.folder = default_folder() if folder is None else _absolute(folder)
         self._layout = StoreLayout(self.folder, disk)
-        self._disk_bytes = disk_bytes
         self._pins: builtins.list[Pin] = []
         self._lock = threading.Lock()
 
@@ -64,7 +56,7 @@ class ContextStore:
 
         Raises UnknownContextError where the parent is gone, StoreMismatchError where it has another identity.
         """
-        return NodeWriter(self._layout, (identity, parent, ids, options), self._disk_bytes, self._keep)
+        return NodeWriter(self._layout, identity, parent, ids, options, keep=self._keep)
 
     def _keep(self, pin: Pin) -> None:
         with self._lock:

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.store.bundle import Bundle, Seal, laid_out, write_bundle
-from retrieval_attn.store.failures import guarded
+from retrieval_attn.store.disk import guarded
 from retrieval_attn.store.layout import FORMAT, Pin, StoreLayout, write_file
+from retrieval_attn.store.maintenance import remove_tree
 from retrieval_attn.store.node import (
     DAMAGED,
     IDS,
@@ -28,7 +29,6 @@ from retrieval_attn.store.node import (
     is_file_name,
 )
 from retrieval_attn.store.record import canonical, encode
-from retrieval_attn.store.sweep import remove_tree, stored_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +42,19 @@ class NodeWriter:
     def __init__(
         self,
         layout: StoreLayout,
-        fields: tuple[str, str | None, npt.NDArray[Any], dict[str, Any]],
-        disk_bytes: int | None,
+        identity: str,
+        parent: str | None,
+        ids: npt.NDArray[Any],
+        options: dict[str, Any],
+        *,
         keep: Callable[[Pin], None],
     ) -> None:
-        """fields: identity, parent, ids, options. keep: gets the pin of a published node.
+        """ids: token ids after those of `parent`. keep: receives the pin of a published node.
 
-        Raises UnknownContextError where the parent, or one of its, is gone.
+        Raises UnknownContextError if the parent, or an ancestor of it, was removed.
         """
         self._layout, self._keep = layout, keep
-        self._identity, self._parent, ids, self._options = fields
+        self._identity, self._parent, self._options = identity, parent, options
         self._ids = check_ids(ids)
         self.digest = digest_of(self._identity, self._parent, self._options, self._ids)
         self._files: dict[str, Seal] = {}
@@ -65,12 +68,8 @@ class NodeWriter:
                 check_identity(layout, above[-1], self._identity)
             self._pin = Pin(layout, [*(record["digest"] for record in above), self.digest])
             self._folder = layout.tmp / self._pin.stem
-            self._room: int | None = None
             try:
                 self.exists = is_whole(layout, self.digest)
-                if disk_bytes is not None and not self.exists:
-                    self._room = disk_bytes - stored_bytes(layout)
-                    self._limit = disk_bytes
             except BaseException:
                 self.close()
                 raise
@@ -87,27 +86,15 @@ class NodeWriter:
     def _add(self, file: str, bundle: Bundle) -> None:
         if self.exists:
             return
-        nbytes = laid_out(bundle)[2]
+        laid_out(bundle)  # raises before anything is written
         with self._lock:
             if file in self._files:
                 raise StoreError(f"node {self.digest[:12]} has a bundle {file!r} already; add each once")
-            self._take(nbytes)
             self._files[file] = Seal(0, 0, 0)
             self._make_folder()
         path = self._folder / f"{file}{SUFFIX}"
         with guarded("write", path):
             self._files[file] = write_bundle(self._layout.disk, path, bundle)
-
-    def _take(self, nbytes: int) -> None:
-        if self._room is None:
-            return
-        if nbytes > self._room:
-            raise StoreError(
-                f"the store {self._layout.root} may have {self._limit} bytes; {max(self._room, 0)} are left and "
-                f"{nbytes} are needed: remove contexts with `retrieval-attn contexts rm` and then `gc`, or allow more",
-                reason="full",
-            )
-        self._room -= nbytes
 
     def _make_folder(self) -> None:
         if not self._made:

@@ -14,7 +14,7 @@ from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Request
 from retrieval_attn.engine.saved_text import ContextPrefetcher
 from retrieval_attn.store import ContextStore, Shelf
-from retrieval_attn.store.pages import give_up, resident_bytes
+from retrieval_attn.store.mapped import give_up, resident_bytes
 from tests.test_engine_saved import NEVER, ids, llm_of, read
 
 pytestmark = pytest.mark.usefixtures("compiled")

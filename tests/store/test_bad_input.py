@@ -156,23 +156,6 @@ def test_a_bundle_is_added_once(store: ContextStore) -> None:
             writer.add("layer-000", bundle(0))
 
 
-def test_the_bytes_that_a_store_may_have(store: ContextStore) -> None:
-    digest = save(store, "book")
-    used = store.nbytes()
-    small = ContextStore(store.folder, disk_bytes=used + 1000)
-    with pytest.raises(StoreError, match=r"may have \d+ bytes; \d+ are left and \d+ are needed"):
-        save(small, "more", ids=IDS[:9])
-    assert save(small, "same") == digest, "what is there needs no room"
-    enough = ContextStore(store.folder, disk_bytes=2 * used + 10_000)
-    save(enough, "more", ids=IDS[:9])
-    with pytest.raises(StoreError, match="0 are left"):
-        save(enough, "even more", ids=IDS[:8])
-    assert store.gc() == (0, 0, 0) and store.verify() == []
-    for wrong in (-1, 1.5, True, "1G"):
-        with pytest.raises(ConfigError, match="disk_bytes must be"):
-            ContextStore(store.folder, disk_bytes=wrong)  # type: ignore[arg-type]
-
-
 def test_a_lock_that_is_held(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "BUSY_SECONDS", 0.05)
     digest = save(store, "book")

@@ -15,7 +15,7 @@ import pytest
 from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
 from retrieval_attn.store import ContextStore
 from retrieval_attn.store.disk import file_system
-from retrieval_attn.store.pages import give_up, resident_bytes
+from retrieval_attn.store.mapped import give_up, resident_bytes
 from retrieval_attn.store.shelf import Shelf
 from tests.store.cases import IDS, save
 
@@ -66,7 +66,7 @@ def test_what_is_expected_comes_to_memory(store: ContextStore) -> None:
         assert shelf.settle(20)
         assert min(resident(store, name) for name in "ab") > 0.99
         assert resident(store, "c") < 0.1
-        assert sorted(digest for digest in shelf.ledger if shelf.ledger[digest].in_ram) == sorted(
+        assert sorted(digest for digest, entry in shelf.entries.items() if entry.in_ram) == sorted(
             store.resolve(name).digest for name in "ab"
         )
 
@@ -80,7 +80,7 @@ def test_memory_is_given_up_for_what_is_expected(store: ContextStore) -> None:
     with Shelf(store, ram_bytes=2 * nbytes + nbytes // 2) as shelf:
         assert shelf.apply(["a", "b"]).fetched == [digests["a"], digests["b"]]
         done = shelf.apply(["c", "b"])
-        assert (done.fetched, done.evicted, done.dropped) == ([digests["c"]], [digests["a"]], [])
+        assert (done.fetched, done.evicted) == ([digests["c"]], [digests["a"]])
         assert done.nbytes >= nbytes - 4096
         assert resident(store, "a") < 0.1 and min(resident(store, name) for name in "bc") > 0.99
         with shelf.using("b"):
@@ -89,49 +89,16 @@ def test_memory_is_given_up_for_what_is_expected(store: ContextStore) -> None:
     assert store.verify() == []
 
 
-def test_only_what_may_go_leaves_the_disk(store: ContextStore) -> None:
-    three(store)
-    budget = store.nbytes() + 1000
-    with Shelf(store, ram_bytes=ROOMY, disk_bytes=budget) as shelf:
-        assert shelf.make_room(100_000) == []
-    with Shelf(
-        store, ram_bytes=ROOMY, disk_bytes=budget, may_drop=lambda context: context.name != "a"
-    ) as shelf:  # fmt: skip
-        with shelf.using("b"):
-            assert shelf.make_room(100_000) == ["c"]
-        assert [context.name for context in store.list()] == ["a", "b"]
-        assert shelf.make_room(0) == []
-        assert shelf.make_room(budget) == ["b"]
-        assert [context.name for context in store.list()] == ["a"]
-    assert store.verify() == []
-
-
-def test_nodes_that_no_name_reaches_go_first(store: ContextStore) -> None:
-    three(store)
-    store.remove("b")
-    before = store.nbytes()
-    with Shelf(store, ram_bytes=ROOMY, disk_bytes=before, may_drop=lambda context: True) as shelf:
-        assert shelf.make_room(1000) == []
-    assert store.nbytes() < before and [context.name for context in store.list()] == ["a", "c"]
-
-
-def test_a_fork_leaves_without_what_it_shares(store: ContextStore) -> None:
-    """A chain of three nodes, a fork of the second: its own node goes alone, the rest with the last name."""
+def test_a_fork_moves_without_what_it_shares(store: ContextStore) -> None:
+    """A chain of three nodes, a fork of the second: nodes with the same names are one group."""
     root = save(store, None)
     turn = save(store, "long", IDS[:50], parent=root, seed=3)
-    save(store, "long", IDS[50:90], parent=turn, seed=4)
+    last = save(store, "long", IDS[50:90], parent=turn, seed=4)
     fork = save(store, "fork", IDS[90:], parent=turn, seed=5)
-    with Shelf(
-        store, ram_bytes=ROOMY, disk_bytes=store.nbytes(), may_drop=lambda context: context.name == "fork"
-    ) as shelf:  # fmt: skip
+    with Shelf(store, ram_bytes=ROOMY) as shelf:
         shelf.refresh()
-        assert len(list(shelf.ledger)) == 3, "root and turn are one group"
-        assert shelf.ledger[fork].parent == turn
-        assert shelf.make_room(1 << 30) == ["fork"]
-    assert store.resolve("long").chain[:2] == (root, turn)
-    assert store.verify() == []
-    with pytest.raises(UnknownContextError):
-        store.get(fork)
+        assert set(shelf.entries) == {turn, last, fork}, "root and turn are one group"
+        assert shelf.entries[turn].nbytes > store.get(root).nbytes
 
 
 def test_a_newer_queue_replaces_an_older_one(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +115,7 @@ def test_a_newer_queue_replaces_an_older_one(store: ContextStore, monkeypatch: p
             return 1
 
         monkeypatch.setattr(shelf, "_fetch", fetch)
-        monkeypatch.setattr("retrieval_attn.store.groups.Group.resident_bytes", lambda group: 0)
+        monkeypatch.setattr("retrieval_attn.store.shelf.Group.resident_bytes", lambda group: 0)
         shelf.expect(["a", "b"])
         assert started.wait(20)
         shelf.expect(["c"])
@@ -176,7 +143,7 @@ def test_what_cannot_be(store: ContextStore) -> None:
     with pytest.raises(ConfigError, match="must not be negative"):
         Shelf(store, ram_bytes=-1)
     shelf = Shelf(store, ram_bytes=1)
-    assert shelf.apply(["a"]) == ([], [], [], 0)  # a store that does not exist yet
+    assert shelf.apply(["a"]) == ([], [], 0)  # a store that does not exist yet
     shelf.close()
     shelf.close()
     with pytest.raises(StoreError, match="closed"):
@@ -187,7 +154,7 @@ def test_what_cannot_be(store: ContextStore) -> None:
 
 def test_saves_and_removals_beside_the_shelf(store: ContextStore) -> None:
     """A thread of fetches while names come and go: nothing is lost, nothing raised."""
-    with Shelf(store, ram_bytes=1 << 20, disk_bytes=ROOMY) as shelf:
+    with Shelf(store, ram_bytes=1 << 20) as shelf:
         for turn in range(12):
             save(store, f"n{turn % 4}", IDS + turn, seed=turn)
             shelf.expect([f"n{place}" for place in range(4)])

@@ -27,12 +27,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from retrieval_attn.config import Config
 from retrieval_attn.model.bundled import model_path
+from retrieval_attn.server.access import Keys
 from retrieval_attn.server.app import make_app
-from retrieval_attn.server.keys import Keys
+from retrieval_attn.server.engine_process import Child
 from retrieval_attn.server.run import service_for, started
-from retrieval_attn.server.settings import Settings
-from retrieval_attn.server.spec import EngineSpec
-from retrieval_attn.server.subprocess_limits import Child
+from retrieval_attn.server.settings import EngineSpec, Settings
 
 HELD_NAMES = 1024
 """That a replica tells Ray to send to it; the least recently used one is forgotten first."""

@@ -19,7 +19,7 @@ from retrieval_attn.memory.device import DeviceSize
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.shared_room import exact_device_bytes, prefix_cache_device_bytes, shared_room
 from retrieval_attn.memory.units import GIB
-from retrieval_attn.server.spec import EngineSpec
+from retrieval_attn.server.settings import EngineSpec
 from tests.engine_audit import check_engine
 from tests.test_engine import ids, llm_of
 from tests.test_memory_plan import llama3_8b

@@ -26,7 +26,7 @@ from retrieval_attn.memory.units import parse_bytes, parse_tokens
 from retrieval_attn.model.bundled import model_path
 
 if TYPE_CHECKING:
-    from retrieval_attn.server.spec import EngineSpec
+    from retrieval_attn.server.settings import EngineSpec
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
@@ -164,16 +164,15 @@ def run(args: argparse.Namespace) -> int:
     check_model_flags(args)
     config_of(args)
 
-    from retrieval_attn.server.heap import set_allocator
+    from retrieval_attn.server.engine_process import set_allocator
 
     set_allocator()
     import asyncio
 
     from retrieval_attn.compile.gc_pause import no_gc
-    from retrieval_attn.server.address import Address, listening, require_safe_host
-    from retrieval_attn.server.keys import Keys
+    from retrieval_attn.server.access import Address, Keys, listening, require_safe_host
+    from retrieval_attn.server.engine_process import Child
     from retrieval_attn.server.settings import Settings
-    from retrieval_attn.server.subprocess_limits import Child
 
     settings = Settings(
         name=args.name or _name_of(args.model),
@@ -260,7 +259,7 @@ def _end_at_once(*_: object) -> None:
 
 
 def _spec(args: argparse.Namespace) -> EngineSpec:
-    from retrieval_attn.server.spec import EngineSpec
+    from retrieval_attn.server.settings import EngineSpec
 
     loading = {
         "device": args.device,

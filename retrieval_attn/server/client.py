@@ -1,4 +1,4 @@
-"""EngineClient: what the server asks of an engine, wherever it runs; LocalEngine: one in this process."""
+"""Engine client: submits requests to an engine of this process, and saves contexts through it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,45 @@ from typing import Any, NamedTuple, Protocol
 
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.errors import AdmissionError, InputDataError
 from retrieval_attn.server.failure import EngineLostError, ended_error
-from retrieval_attn.server.saving import WrittenContext, keep
 
-__all__ = ["KEEPERS", "OPENERS", "EngineClient", "Item", "LocalEngine", "Put", "Submitted"]
+__all__ = ["EngineClient", "Item", "KEEPERS", "LocalEngine", "OPENERS", "Put", "Submitted", "WrittenContext", "keep"]
+
+HELD_TOKENS = 64
+"""While so many are generated, the tree cannot give the text up; they are cancelled when it is saved."""
+
+
+class WrittenContext(NamedTuple):
+    """A saved context as it was written: its digest, its tokens, and the bytes that this save wrote."""
+
+    digest: str
+    tokens: int
+    nbytes: int
+
+
+def keep(
+    engine: Engine, name: str, ids: tuple[int, ...], context: str | None = None, namespace: str | None = ""
+) -> WrittenContext:
+    """Wait until a text was read and saved. context: a saved one that it continues; then only the text is written.
+
+    Raises as `Engine.submit` and `Engine.save`, and what goes wrong with the reading.
+    """
+    request = Request(
+        (ids, ids[-1:]), HELD_TOKENS, stop_ids=frozenset(), namespace=namespace, owner=namespace or "", context=context
+    )
+    ticket = engine.submit(request)
+    try:
+        for _ in ticket:
+            break  # it is read, and its beginning is in the tree while the request is there
+        try:
+            saved = engine.save(name, ids, namespace=namespace, context=context, wait=False).wait()
+        except InputDataError as error:  # it was given up: texts of other requests took its room
+            raise AdmissionError(f"The text was read, and could not be kept to save it: {error}") from error
+        return WrittenContext(saved.digest, saved.tokens, saved.nbytes)
+    finally:
+        ticket.cancel()
+
 
 KEEPERS = 4
 """Threads that wait for texts that are read to be saved: threads of their own, so that no request waits for them."""

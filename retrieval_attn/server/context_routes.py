@@ -11,8 +11,17 @@ from starlette.responses import JSONResponse, Response
 
 from retrieval_attn.server.failure import ApiError, text_from
 from retrieval_attn.server.permissions import AdminRoute
-from retrieval_attn.server.request_bodies import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody
-from retrieval_attn.server.response_bodies import ERRORS, ContextList, ContextRecord, Deleted
+from retrieval_attn.server.protocol import (
+    ERRORS,
+    NAME_PATTERN,
+    ContextList,
+    ContextRecord,
+    Deleted,
+    ForkBody,
+    KeepBody,
+    Message,
+    MoreBody,
+)
 from retrieval_attn.server.service import Service, caller_of, service_of
 from retrieval_attn.store import NamedContext
 

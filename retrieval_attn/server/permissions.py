@@ -17,8 +17,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Scope
 
+from retrieval_attn.server.access import Keys
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.keys import Keys
 from retrieval_attn.server.service import service_of
 
 __all__ = ["AdminRoute", "GuardedRoute", "OpenRoute", "Permission", "UserRoute", "authorize"]

@@ -14,12 +14,11 @@ from typing import Any
 
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import RetrievalAttentionError
-from retrieval_attn.server.client import Put, Submitted
+from retrieval_attn.server.client import Put, Submitted, WrittenContext
+from retrieval_attn.server.engine_process import Child
 from retrieval_attn.server.failure import EngineLostError, ended_error
 from retrieval_attn.server.ipc import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
-from retrieval_attn.server.saving import WrittenContext
-from retrieval_attn.server.spec import EngineSpec, Facts
-from retrieval_attn.server.subprocess_limits import Child
+from retrieval_attn.server.settings import EngineSpec, Facts
 
 __all__ = ["RemoteEngine"]
 

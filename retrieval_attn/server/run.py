@@ -21,24 +21,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from retrieval_attn.model.loading import load
 from retrieval_attn.saving.save import template_digest
-from retrieval_attn.server.address import AllowedHosts
+from retrieval_attn.server.access import AllowedHosts, Keys
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.app import make_app
 from retrieval_attn.server.bodies import Bodies
 from retrieval_attn.server.client import EngineClient, LocalEngine
 from retrieval_attn.server.connections import Connections, LimitedProtocol, max_connections
 from retrieval_attn.server.contexts import Contexts
+from retrieval_attn.server.engine_process import Child
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.keys import Keys
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
+from retrieval_attn.server.protocol import MAX_MESSAGES
 from retrieval_attn.server.remote import RemoteEngine
-from retrieval_attn.server.request_bodies import MAX_MESSAGES
 from retrieval_attn.server.service import Service
-from retrieval_attn.server.settings import Settings
-from retrieval_attn.server.spec import EngineSpec, Facts
+from retrieval_attn.server.settings import EngineSpec, Facts, Settings
 from retrieval_attn.server.streaming import FailureReply
-from retrieval_attn.server.subprocess_limits import Child
 from retrieval_attn.server.token_texts import TokenTexts
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import PromptTemplate

@@ -8,13 +8,12 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from retrieval_attn.server.address import AllowedHosts
+from retrieval_attn.server.access import AllowedHosts, Caller, Keys
 from retrieval_attn.server.admission import Admission
 from retrieval_attn.server.bodies import Bodies
 from retrieval_attn.server.client import EngineClient
 from retrieval_attn.server.contexts import Contexts
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.keys import Caller, Keys
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
 from retrieval_attn.server.settings import Settings

@@ -1,12 +1,23 @@
-"""Settings: what a server is told when it starts, beside the model and the engine's own options."""
+"""Settings of a server: limits of requests, and the engine to load. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retrieval_attn.errors import ConfigError
 
-__all__ = ["Settings"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from retrieval_attn.engine.engine import Engine
+    from retrieval_attn.llm import LLM
+
+__all__ = ["EngineSpec", "Facts", "GENERATION_CONFIGS", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +65,105 @@ class Settings:
     def held_body_bytes(self) -> int:
         """Of all bodies that are read or parsed at a time."""
         return 4 * self.body_bytes
+
+
+GENERATION_CONFIGS = ("auto", "none", "vllm")
+"""Of `--generation-config`: use the model's sampling values, or neutral ones ("vllm" is vLLM's word for "none")."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Values of a generation config that requests get by default, as in vLLM."""
+
+PACE_TOKENS = 2048
+"""Read once at the start: admission estimates waits by it until requests were served."""
+
+
+class Facts(NamedTuple):
+    """What a server needs to know of a model beside its tokenizer. vocabulary: ids that it has embeddings for.
+    positions: tokens of a prompt with its answer, at most. token_seconds: to read one token of a prompt; None: not
+    measured. sampling: fields of `SamplingParams` for requests that do not say.
+    """
+
+    vocabulary: int
+    positions: int
+    token_seconds: float | None = None
+    sampling: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, prefix_cache_bytes,
+    prefix_cache_device_bytes: None: as the engine chooses. store: folder of saved contexts; None: the user's.
+    warm_tokens: of `Engine.warm_up`; 0: none. generation_config: one of GENERATION_CONFIGS.
+    """
+
+    model: str
+    loading: dict[str, Any]
+    config: dict[str, Any]
+    rows: int | None = None
+    prefix_cache_bytes: int | None = None
+    prefix_cache_device_bytes: int | None = None
+    paged_prefix_tokens: int = 0
+    store: str | None = None
+    warm_tokens: int = 0
+    cache_generated: bool = False
+    generation_config: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ConfigError(
+                f"generation_config must be one of {', '.join(GENERATION_CONFIGS)}; got {self.generation_config!r}."
+            )
+
+    def load(self) -> tuple[LLM, Engine]:
+        """Load the model and start its engine, warm. Raises as `LLM` and `Engine`."""
+        from retrieval_attn.config import Config
+        from retrieval_attn.engine.engine import Engine, default_limits
+        from retrieval_attn.llm import LLM
+
+        llm = LLM(self.model, **self.loading, config=Config.from_dict(self.config))
+        self._sampling(llm.model)  # what is wrong with it is said before the engine starts
+        limits = default_limits(llm.model, llm.config).sharing(self.prefix_cache_device_bytes)
+        if self.rows is not None:
+            limits = replace(limits, rows=self.rows)
+        engine = Engine(
+            llm,
+            limits=limits,
+            prefix_cache_bytes=self.prefix_cache_bytes,
+            store=self.store,
+            paged_prefix_tokens=self.paged_prefix_tokens,
+            cache_generated=self.cache_generated,
+        )
+        if self.warm_tokens:
+            engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False)
+        return llm, engine
+
+    def facts(self, llm: LLM, engine: Engine) -> Facts:
+        """Of the model that was loaded. Reads PACE_TOKENS tokens to time them, if the engine is warm."""
+        from retrieval_attn.answer_loop import AnswerLoop
+        from retrieval_attn.engine.request import Request
+
+        vocabulary = AnswerLoop(llm.model, llm.tokenizer).vocabulary
+        token_seconds = None
+        if self.warm_tokens:
+            count = max(1, min(PACE_TOKENS, self.warm_tokens, llm.max_context - 1))
+            ids = tuple(random.Random(0).choices(range(vocabulary), k=count))
+            began = time.perf_counter()
+            engine.submit(Request((ids,), 1, namespace="pace")).result()
+            token_seconds = (time.perf_counter() - began) / count
+        return Facts(vocabulary, llm.max_context, token_seconds, self._sampling(llm.model))
+
+    def _sampling(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the values that the model's generation config sets. Raises ConfigError for one out of its range."""
+        from retrieval_attn.sampling.sampling_params import SamplingParams
+
+        if self.generation_config != "auto" or model.generation_config is None:
+            return {}
+        given = model.generation_config.to_diff_dict()
+        found = {name: given[name] for name in SAMPLING if given.get(name) is not None}
+        try:
+            SamplingParams(**found)
+        except ConfigError as error:
+            raise ConfigError(
+                f"The model's generation_config.json has a value that cannot be a default: {error} Correct it, or "
+                "start with --generation-config none."
+            ) from error
+        return found

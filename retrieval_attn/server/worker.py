@@ -17,9 +17,8 @@ from typing import Any
 
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, RequestHandle
-from retrieval_attn.server.client import KEEPERS, OPENERS, plain_stats
+from retrieval_attn.server.client import KEEPERS, OPENERS, keep, plain_stats
 from retrieval_attn.server.ipc import Plain, frame_of, ids_from, item_of, plain_error, receive_frame, request_from
-from retrieval_attn.server.saving import keep
 
 __all__ = ["Worker"]
 

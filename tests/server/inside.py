@@ -18,14 +18,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.server.address import Address, listening
+from retrieval_attn.server.access import Address, Keys, listening
 from retrieval_attn.server.app import make_app
 from retrieval_attn.server.client import LocalEngine
-from retrieval_attn.server.keys import Keys
 from retrieval_attn.server.run import Started, http_config, service_for
 from retrieval_attn.server.service import Service
-from retrieval_attn.server.settings import Settings
-from retrieval_attn.server.spec import Facts
+from retrieval_attn.server.settings import Facts, Settings
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import tiny_model
 from tools.engine_schedules import CONFIG

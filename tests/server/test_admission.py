@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from retrieval_attn.server.admission import MAX_RETRY_SECONDS, SHORT_TOKENS, Admission, QueuedRequest
+from retrieval_attn.server.admission import MAX_RETRY_SECONDS, SHORT_TOKENS, UNPACED, Admission, QueuedRequest
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.queue_estimate import UNPACED
 
 
 @dataclass

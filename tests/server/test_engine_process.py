@@ -25,7 +25,7 @@ from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server import ipc as frames
 from retrieval_attn.server import remote
 from retrieval_attn.server.client import LocalEngine
-from retrieval_attn.server.spec import EngineSpec
+from retrieval_attn.server.settings import EngineSpec
 from retrieval_attn.server.worker import Worker
 from tests.server.process import ANSWER, END_SECONDS, QUESTION, Served, document, runs, serving
 

@@ -18,7 +18,7 @@ from retrieval_attn import errors
 from retrieval_attn.server.bodies import parse_json
 from retrieval_attn.server.failure import ApiError, failure_of
 from retrieval_attn.server.ipc import error_from, plain_error
-from retrieval_attn.server.request_bodies import ChatBody
+from retrieval_attn.server.protocol import ChatBody
 from retrieval_attn.server.streaming import noted
 from tests.server.inside import Inside
 from tests.server.process import Served, serving

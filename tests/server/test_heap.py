@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import ctypes, os, sys, threading
-from retrieval_attn.server.heap import set_allocator
+from retrieval_attn.server.engine_process import set_allocator
 
 did = set_allocator() if "one" in sys.argv else None
 libc = ctypes.CDLL(None)
@@ -56,7 +56,7 @@ def test_threads_allocate_from_one_arena() -> None:
 GROWS = """
 import ctypes, os, sys
 from pathlib import Path
-from retrieval_attn.server.heap import set_allocator
+from retrieval_attn.server.engine_process import set_allocator
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

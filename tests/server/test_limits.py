@@ -20,8 +20,8 @@ from retrieval_attn.engine.request import Event, Request
 from retrieval_attn.server import bodies, connections, contexts
 from retrieval_attn.server import streaming as reply
 from retrieval_attn.server.admission import Admission
+from retrieval_attn.server.answering import MAX_UNREAD, Choices
 from retrieval_attn.server.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_KEYS, MAX_STRINGS, check_json
-from retrieval_attn.server.choices import MAX_UNREAD, Choices
 from retrieval_attn.server.client import Submitted
 from retrieval_attn.server.connections import MAX_HEAD_BYTES, MAX_HEADERS
 from retrieval_attn.server.failure import ApiError

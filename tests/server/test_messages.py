@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.prompt import render as rendering
-from retrieval_attn.server import routes
+from retrieval_attn.server import app as app_routes
 from retrieval_attn.server.prompts import Extras, Prompts
-from retrieval_attn.server.request_bodies import ChatBody, CompletionBody, KeepBody, TokenizeBody
+from retrieval_attn.server.protocol import ChatBody, CompletionBody, KeepBody, TokenizeBody
 from tests.prompt.test_encode import BUNDLED, PIECES, bytelevel, decoded
 from tests.server.test_prompts import prompts_of, turn
 
@@ -250,7 +250,9 @@ def test_the_route_of_tokenize_passes_each_field_on(needle_model_path: Path) -> 
 
     def text_of(**fields: Any) -> str:
         body = TokenizeBody.model_validate({"messages": [turn("user", "a")], **fields})
-        return decoded(prompts.tokenizer, json.loads(bytes(asyncio.run(routes.tokenize(body, request)).body))["tokens"])
+        return decoded(
+            prompts.tokenizer, json.loads(bytes(asyncio.run(app_routes.tokenize(body, request)).body))["tokens"]
+        )
 
     whole = text_of()
     assert whole.endswith("<|assistant|>")

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval_attn.server.address import AllowedHosts
+from retrieval_attn.server.access import AllowedHosts, Caller, Keys
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.keys import Caller, Keys
 from retrieval_attn.server.permissions import GuardedRoute
 from tests.server.inside import Inside
 

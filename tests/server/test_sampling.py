@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.sampling.sampling_params import SamplingParams
-from retrieval_attn.server.request_bodies import CompletionBody
-from retrieval_attn.server.spec import EngineSpec
+from retrieval_attn.server.protocol import CompletionBody
+from retrieval_attn.server.settings import EngineSpec
 from tests.server.process import Served, serving
 from tests.tiny_models import build_model
 

@@ -27,7 +27,7 @@ import retrieval_attn as ra
 from retrieval_attn.cli.serve import NEEDED
 from retrieval_attn.model.bundled import BUNDLED
 from retrieval_attn.model.loading import choose_device
-from retrieval_attn.server.spec import EngineSpec
+from retrieval_attn.server.settings import EngineSpec
 from retrieval_attn_eval.bench.random_model import layers_text, random_model
 from tests.server.process import serving
 from tools.card.subject import save_found

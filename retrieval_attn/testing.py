@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from retrieval_attn.attention.sequence import distinct as distinct
     from retrieval_attn.attention.sequence import stacked as stacked
     from retrieval_attn.attention.sequence import unstacked as unstacked
-    from retrieval_attn.cli.numbers import check_numbers as check_numbers
-    from retrieval_attn.cli.spinner import Spinner as Spinner
+    from retrieval_attn.cli.output import Spinner as Spinner
     from retrieval_attn.compile.progress import ProgressBar as ProgressBar
     from retrieval_attn.cpu.ahead import load_kernels as load_kernels
     from retrieval_attn.cpu.host_attend import attend_path as attend_path
@@ -95,8 +94,7 @@ _EXPORTS = {
     "attention.layer": "AttentionRecord CacheLayer",
     "attention.retrieval": "RetrievalLayer",
     "attention.sequence": "Batch distinct stacked unstacked",
-    "cli.numbers": "check_numbers",
-    "cli.spinner": "Spinner",
+    "cli.output": "Spinner",
     "compile.progress": "ProgressBar",
     "cpu.ahead": "load_kernels",
     "cpu.host_attend": "attend_path exact_lse",

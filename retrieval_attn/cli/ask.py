@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from retrieval_attn.cli.answers import without_leading_space
 from retrieval_attn.cli.documents import STANDARD_INPUT, add_encoding_argument, read_documents
 from retrieval_attn.cli.model_args import (
     add_config_arguments,
@@ -20,6 +19,7 @@ from retrieval_attn.cli.model_args import (
     load_llm,
     prompt_of,
 )
+from retrieval_attn.cli.output import without_leading_space
 from retrieval_attn.errors import ConfigError, InputDataError, StoreError, UnknownContextError
 from retrieval_attn.memory.units import parse_tokens, show_bytes
 

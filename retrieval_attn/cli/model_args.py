@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from retrieval_attn.cli.spinner import Spinner
+from retrieval_attn.cli.output import Spinner
 from retrieval_attn.compile.gc_pause import no_gc
 from retrieval_attn.config import HOST_DTYPES, QUANTIZATIONS, YARN_FLAG, Config, Retrieve, named_options
 from retrieval_attn.errors import ConfigError, ContextLengthError

@@ -20,7 +20,7 @@ from retrieval_attn.cli.model_args import (
     check_model_flags,
     config_of,
 )
-from retrieval_attn.cli.spinner import Spinner
+from retrieval_attn.cli.output import Spinner
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_bytes, parse_tokens
 from retrieval_attn.model.bundled import model_path

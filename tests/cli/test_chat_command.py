@@ -39,7 +39,7 @@ def test_a_conversation(document: str, tmp_path: Path) -> None:
         for keys, shown in (
             ("/save turn\n", r"saved [\d,]+ tokens as 'turn', [\d.]+ \w+ in [\d.]+ s; /load turn here"),
             ("/fork here\n", "remembered as 'here' until the program ends"),
-            ("/stats\n", r"1 question answered\r\nlast answer: [\d,]+ tokens read before it, \d+ generated"),
+            ("/stats\n", r"1 question answered\r\nlast answer: [\d,]+ tokens prefilled, \d+ generated"),
             ("/undo\n", "dropped 1 question\r\n"),
             ("/load here\n", r"back at [\d,]+ tokens, 1 question answered"),
             ("/undo some\n", "/undo takes a number of questions, got 'some'"),
@@ -49,7 +49,7 @@ def test_a_conversation(document: str, tmp_path: Path) -> None:
             ("/what\n", "There is no command /what; /help lists them"),
             ("/help\n", "/save NAME    keep this conversation"),
             ("\n", ">>> "),
-            ("/load turn\n", r"loaded 'turn': [\d,]+ tokens, none of them read again"),
+            ("/load turn\n", r"loaded 'turn': [\d,]+ tokens, none prefilled again"),
             (f"{OSLO[:20]}\\\n", r"\.\.\. "),
             (f"{OSLO[20:]}\n", "\r\n"),
         ):
@@ -123,7 +123,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(document: str) -> None:
     long = ("--temperature", "9", "--seed", "1", "--max-new-tokens", "3000", "--window", "64", "--index", "flat")
     with chatting("--document", document, *long) as terminal:
         terminal.wait_for(">>> ")
-        terminal.interrupt(r"/quit, or Ctrl-D, ends this\s+>>> ")  # what is typed before that is shown twice
+        terminal.interrupt(r"/quit or Ctrl-D ends the chat\s+>>> ")  # what is typed before that is shown twice
         for keys in (CTRL_C, CTRL_C + CTRL_C):
             behind = len(terminal.seen)
             terminal.type(f"{BERGEN}\n")

@@ -143,7 +143,7 @@ def test_saved_conversations_go_on(
     expected = said(talking, OSLO)
     tokens = talking._tokens()
     again = talk(template)
-    assert "none of them read again" in again.load("turn")
+    assert "none prefilled again" in again.load("turn")
     loaded = again._tokens()
     asked = llm.open("turn", store=tmp_path / "store", progress=False).ask(OSLO, SAMPLING).text.strip()
     assert said(again, OSLO) == asked

@@ -16,7 +16,7 @@ import retrieval_attn as ra
 from eval.tests.load.tiny_server import TinyServer
 from retrieval_attn.cli import spinner as waiting
 from retrieval_attn.cli.chat.remote import RemoteBackend
-from retrieval_attn.cli.spinner import Spinner
+from retrieval_attn.cli.output import Spinner
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.remote import Endpoint, RemoteError
 from tests.cli.terminal import CTRL_C, Terminal, chatting
@@ -69,7 +69,7 @@ def test_what_the_server_is_sent(talking: Callable[..., RemoteBackend]) -> None:
 
 @pytest.mark.parametrize(
     ("trouble", "message", "kept"),
-    [("503", "answered 503: too many requests wait", 0), ("error", "broke off: the engine ended", 2)],
+    [("503", "answered 503: too many requests wait", 0), ("error", "ended early: the engine ended", 2)],
 )
 def test_a_server_that_fails(talking: Callable[..., RemoteBackend], trouble: str, message: str, kept: int) -> None:
     """It is said; of an answer that began, what came stays."""
@@ -89,7 +89,7 @@ def test_an_answer_that_breaks_off_without_a_word(talking: Callable[..., RemoteB
     """A stream that ends in the middle is an error, not an answer."""
     with TinyServer(lambda body: "cut").running() as url:
         talk = talking(Endpoint.of(url), "tiny", SAMPLING)
-        with pytest.raises(RemoteError, match="broke off"):
+        with pytest.raises(RemoteError, match="ended early"):
             said(talk, "Who?")
         assert talk._messages[-1]["content"] == " ".join(["word"] * 6)
 
@@ -138,7 +138,7 @@ def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> Non
             (f"{BERGEN}\n", r"7391846\r\n"),
             ("/save turn\n", r"saved [\d,]+ tokens as 'turn' at the server; /load turn goes on"),
             (f"{OSLO}\n", r"1234567\r\n"),
-            ("/stats\n", r"2 questions answered\r\nlast answer: [\d,]+ tokens of prompt, [1-9][\d,]+ of them not read"),
+            ("/stats\n", r"2 questions answered\r\nlast answer: [\d,]+ prompt tokens, [1-9][\d,]+ of them cached"),
             ("/load other\n", r"answered 404: "),
             ("/load turn\n", r"loaded 'turn': [\d,]+ tokens\r\n"),
             (f"{OSLO}\n", r"1234567\r\n"),
@@ -156,7 +156,7 @@ def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> Non
             (f"{OSLO}\n", r"answered 404: "),
             ("/load here\n", "back at 0 questions answered"),
             (f"{OSLO}\n", r"1234567\r\n"),
-            ("/stats\n", rf"behind the context 'here'\r\nlast answer: [\d,]+ tokens of prompt, {tokens:,} of them not"),
+            ("/stats\n", rf"behind the context 'here'\r\nlast answer: [\d,]+ prompt tokens, {tokens:,} of them cached"),
         ):
             answered(terminal, keys, shown)
         terminal.type("/quit\n")

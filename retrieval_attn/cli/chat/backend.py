@@ -1,45 +1,72 @@
-"""Talk: what a chat needs of whom it talks to, wherever the model runs."""
+"""Chat backends: the interface that the chat loop uses, and the message history that both backends share."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Message", "ChatBackend"]
+__all__ = ["ChatBackend", "Conversation", "Message"]
 
 Message = dict[str, str]
 """{"role": "user" or "assistant", "content": text}"""
 
 
 class ChatBackend(Protocol):
-    """One conversation at a time, after a document or not. Methods raise RetrievalAttentionError, and change nothing
-    then. Texts that they return are lines for the user.
+    """One conversation, with or without a document.
+
+    Methods raise RetrievalAttentionError and then change nothing. Returned texts are lines for the user.
     """
 
     @property
     def about(self) -> str:
-        """Who answers, and what it has read."""
+        """Describe the model and the document."""
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """Pieces of the answer. Closed before its end, it stops, and what came of the answer stays."""
+        """Yield pieces of the answer. Closing the generator stops the answer and keeps its text so far."""
 
     def forget(self, turns: int | None) -> int:
-        """Drop the last questions with their answers, all of them for None. Returns how many."""
+        """Drop the last questions with their answers, all of them for None. Return their number."""
 
     def fork(self, name: str) -> tuple[Any, str]:
-        """A mark of where the conversation is now, for `go_back`, and what became of it. name: the user's for it."""
+        """Mark this point of the conversation under the user's name. Return the mark for `go_back`, and a message."""
 
     def go_back(self, mark: Any) -> str:
-        """Go on from there."""
+        """Continue from a mark."""
 
     def save(self, name: str) -> str:
-        """Keep the conversation, with what it is about, on the disk of whom it is with."""
+        """Save the conversation and its document as a context, on this machine or at the server."""
 
     def load(self, name: str) -> str:
-        """Go on from what is saved under a name."""
+        """Continue from a saved context."""
 
     def stats(self) -> str:
-        """What the conversation holds, and what the last answer cost."""
+        """Describe the size of the conversation and the cost of the last answer."""
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Release the backend's resources."""
+
+
+class Conversation:
+    """The message history of a backend."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+
+    def forget(self, turns: int | None) -> int:
+        """See `ChatBackend`."""
+        before = len(self._messages)
+        self._messages = [] if turns is None else self._messages[: max(0, before - 2 * turns)]
+        return (before - len(self._messages)) // 2
+
+    def _asked(self, question: str) -> list[Message]:
+        """Return the history and a question."""
+        return [*self._messages, {"role": "user", "content": question}]
+
+    def _keep(self, asked: Sequence[Message], pieces: Sequence[str]) -> None:
+        """Append a question and its answer to the history; nothing if the answer is empty."""
+        if text := "".join(pieces).strip():
+            self._messages = [*asked, {"role": "assistant", "content": text}]
+
+    def _turns(self) -> str:
+        turns = len(self._messages) // 2
+        return f"{turns} question{'' if turns == 1 else 's'} answered"

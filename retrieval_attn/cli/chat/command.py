@@ -103,7 +103,7 @@ def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> ChatBacke
     config, store = config_of(args), ContextStore(args.store)
     tokens = parse_tokens(args.room, "--room")
     if args.load is not None:
-        # a name that is not there is said before a model is loaded
+        # an unknown name is an error before the model is loaded
         saved = store.resolve(args.load).plain.get("tokens")
         tokens += saved if isinstance(saved, int) else 0
     ids, read = prompt_of(args, text, [args.document], 0) if text else ([], 0)

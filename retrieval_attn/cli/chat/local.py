@@ -1,4 +1,4 @@
-"""LocalTalk: a conversation with a model in this process. Every token of it is read once."""
+"""LocalBackend: chat with a model in this process. Every token is prefilled once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from retrieval_attn.answer import Answer, Sampling
-from retrieval_attn.cli.chat.backend import Message
-from retrieval_attn.cli.chat.conversation import Conversation
+from retrieval_attn.cli.chat.backend import Conversation, Message
 from retrieval_attn.cli.chat.prompt import ChatPrompt, agreeing
 from retrieval_attn.context import Context
 from retrieval_attn.errors import InputDataError
@@ -21,8 +20,8 @@ __all__ = ["LocalBackend"]
 
 @dataclass(frozen=True)
 class LocalMark:
-    """base: what the conversation is about, None for nothing; it is never changed. reached: base and the beginning of
-    the conversation, with the ids of that beginning; None: nothing of it was read.
+    """base: context of the document, never changed; None without one. reached: a context of base and the first turns,
+    with the token ids of these turns; None if no turn was prefilled.
     """
 
     base: Context | None
@@ -31,10 +30,10 @@ class LocalMark:
 
 
 class LocalBackend(Conversation):
-    """A `Talk`. The question, and the answer before it, are read behind what was read for the last question."""
+    """A ChatBackend over a model in this process. A turn prefills only the last answer and the new question."""
 
     def __init__(self, llm: LLM, name: str, sampling: Sampling, store: ContextStore) -> None:
-        """name: of the model, for the user. Raises InputDataError for a chat template that does not work."""
+        """name: the model's, for messages. Raises InputDataError if the chat template cannot be rendered."""
         super().__init__()
         self._llm, self._name, self._sampling, self._store = llm, name, sampling, store
         self._prompt = ChatPrompt(llm.tokenizer)
@@ -44,19 +43,19 @@ class LocalBackend(Conversation):
         self._read_tokens, self._first_seconds = 0, 0.0
 
     def read(self, text: str | Sequence[int]) -> None:
-        """Read the document of the conversation, a text or its token ids, with a bar after two seconds."""
+        """Prefill the document, a text or its token ids; a progress bar appears after two seconds."""
         self._base, self._reached, self._messages = self._llm.read(text), None, []
 
     @property
     def about(self) -> str:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         read = 0 if self._base is None else self._base.num_tokens
         document = f"document: {read:,} tokens; " if read else ""
         room = self._llm.max_context - read
         return f"{self._name}, on {self._llm.device}\n{document}room for {room:,} tokens of conversation (--room)"
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         messages = self._asked(question)
         ids = self._prompt.asked(messages, behind=self._base is not None)
         self._last, began = None, time.perf_counter()
@@ -74,19 +73,19 @@ class LocalBackend(Conversation):
                 self._keep(messages, pieces)
 
     def fork(self, name: str) -> tuple[LocalMark, str]:
-        """See `Talk`. Keys and values are shared, not copied."""
+        """See `ChatBackend`. The KV cache is shared, not copied."""
         reached = None if self._reached is None else (self._reached[0].fork(), self._reached[1])
         return LocalMark(self._base, reached, tuple(self._messages)), f"remembered as {name!r} until the program ends"
 
     def go_back(self, mark: LocalMark) -> str:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         reached = None if mark.reached is None else (mark.reached[0].fork(), mark.reached[1])
         self._base, self._reached, self._messages = mark.base, reached, list(mark.messages)
         self._last = None
         return f"back at {self._tokens():,} tokens, {self._turns()}"
 
     def save(self, name: str) -> str:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         saved = self._whole().save(name, store=self._store)
         return (
             f"saved {saved.tokens:,} tokens as {name!r}, {show_bytes(saved.nbytes)} in {saved.seconds:.1f} s; "
@@ -94,43 +93,42 @@ class LocalBackend(Conversation):
         )
 
     def load(self, name: str) -> str:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         self._base, self._reached, self._messages = self._llm.open(name, store=self._store), None, []
         self._last = None
-        return f"loaded {name!r}: {self._base.num_tokens:,} tokens, none of them read again"
+        return f"loaded {name!r}: {self._base.num_tokens:,} tokens, none prefilled again"
 
     def stats(self) -> str:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         told = f"{self._tokens():,} of {self._llm.max_context:,} tokens, {self._turns()}"
         if self._last is None:
             return told
         stats = self._last.stats
         tail = "" if stats.tail_share is None else f", {stats.tail_share:.1%} of attention estimated"
         return (
-            f"{told}\nlast answer: {self._read_tokens:,} tokens read before it, {stats.new_tokens} generated, first "
+            f"{told}\nlast answer: {self._read_tokens:,} tokens prefilled, {stats.new_tokens} generated, first token "
             f"after {self._first_seconds:.2f} s, then {1000 * stats.seconds_per_token:.1f} ms per token{tail}\n"
-            f"keys and values: {show_bytes(stats.host_bytes)} on the host, {show_bytes(stats.device_bytes)} on the "
-            "device"
+            f"KV cache: {show_bytes(stats.host_bytes)} in host memory, {show_bytes(stats.device_bytes)} on the device"
         )
 
     def close(self) -> None:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         self._base = self._reached = None
 
     def _whole(self) -> Context:
-        """All that was said, up to where the user's next words begin."""
+        """Return a context of the whole conversation, up to the user's next question."""
         if self._messages:
             return self._context(self._prompt.kept(self._messages, behind=self._base is not None))
         if self._base is None:
-            raise InputDataError("There is nothing to save: no document was read, and nothing was said.")
+            raise InputDataError("There is nothing to save: no document was read and no question was asked.")
         return self._base
 
     def _context(self, ids: list[int]) -> Context:
-        """The base with these ids behind it: those that are not read yet are read now."""
+        """Return a context of the base and these ids; prefill the missing ones."""
         context, known = self._reached or (self._base and self._base.fork(), ())
-        if agreeing(ids, known) < len(known):  # turns were dropped, or are put in another way than before
+        if agreeing(ids, known) < len(known):  # turns were dropped, or the template renders them differently now
             context, known = self._base and self._base.fork(), ()
-        self._reached = None  # interrupted, or refused, the next turn begins at the base
+        self._reached = None  # after an interruption or an error the next turn begins at the base
         more = ids[len(known) :]
         self._read_tokens = len(more)
         if context is None:

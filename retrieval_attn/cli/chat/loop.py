@@ -1,4 +1,4 @@
-"""ChatLoop: reads what the user types, answers it, and carries out commands that begin with a slash."""
+"""ChatLoop: answers the user's lines and runs commands that begin with a slash."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from retrieval_attn.cli.answers import without_leading_space
 from retrieval_attn.cli.chat.backend import ChatBackend
 from retrieval_attn.cli.chat.terminal import Terminal
+from retrieval_attn.cli.output import without_leading_space
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 
 __all__ = ["HELP", "ChatLoop"]
 
 HELP = """\
-/save NAME    keep this conversation, and what it is about, on disk
-/load NAME    go on from what is saved, or was forked, under NAME
-/fork NAME    remember this point while the program runs, and at a server the context behind it; /load NAME comes back
+/save NAME    save this conversation and its document
+/load NAME    continue from a saved or forked conversation
+/fork NAME    remember this point until the program ends, at a server also its saved context; /load NAME returns to it
 /undo [N]     drop the last N questions with their answers; without N all of them
-/stats        what is held, and what the last answer cost
-/help         this
-/quit         end, as Ctrl-D does
+/stats        show the size of the conversation and the cost of the last answer
+/help         show this list
+/quit         end the chat, as Ctrl-D does
 Ctrl-C stops an answer. Pasted text is one question, with its line breaks.
 A typed line that ends in \\ continues in the next one."""
 STOPPED = " [stopped]"
 
 
 class ChatLoop:
-    """Answers go to the standard output, all else to the error output."""
+    """A chat: answers on the standard output, messages on the error output."""
 
     def __init__(self, talk: ChatBackend, terminal: Terminal) -> None:
         """terminal: source of the lines."""
@@ -43,7 +43,7 @@ class ChatLoop:
         }
 
     def run(self) -> int:
-        """Until /quit or the end of the input. Returns the exit status."""
+        """Answer until /quit or the end of the input. Return the exit status."""
         while True:
             try:
                 line = self._line()
@@ -51,7 +51,7 @@ class ChatLoop:
                 self._terminal.end_line()
                 return 0
             except KeyboardInterrupt:
-                self._terminal.say("\n/quit, or Ctrl-D, ends this")
+                self._terminal.say("\n/quit or Ctrl-D ends the chat")
                 continue
             if line == "/quit":
                 return 0
@@ -101,7 +101,7 @@ class ChatLoop:
 
     def _fork(self, name: str) -> str:
         self._forks[name], told = self._talk.fork(_required(name))
-        return f"{told}; /load {name} comes back to it"
+        return f"{told}; /load {name} returns to it"
 
     def _undo(self, count: str) -> str:
         if count and (not count.isdecimal() or int(count) < 1):
@@ -112,5 +112,5 @@ class ChatLoop:
 
 def _required(name: str) -> str:
     if not name or " " in name:
-        raise ConfigError(f"This command needs a name without spaces, got {name!r}; /help shows how it is written")
+        raise ConfigError(f"This command needs a name without spaces, got {name!r}; /help lists the commands")
     return name

@@ -1,4 +1,4 @@
-"""ChatPrompt: token ids of a conversation, which grow at their end from turn to turn."""
+"""ChatPrompt: token ids of a conversation, a prefix of the next turn's ids."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ __all__ = ["ChatPrompt", "agreeing"]
 
 
 class ChatPrompt:
-    """Conversations as the tokenizer's chat template puts them; "Question: ... Answer:" without one."""
+    """Render conversations with the tokenizer's chat template, or as "Question: ... Answer:" without one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises InputDataError for a chat template that does not work."""
+        """Raises InputDataError if the chat template cannot be rendered."""
         self._template = PromptTemplate.of(tokenizer)
 
     def asked(self, messages: Sequence[Message], *, behind: bool) -> list[int]:
-        """Ids up to where the answer to the last message starts. behind: they follow a context, which stands at the
-        start of the first message; else they are all there is.
+        """Return ids up to the start of the answer to the last message.
+
+        behind: the ids follow a context, which is the start of the first message. Otherwise they are the whole prompt.
         """
         escapes = self._template.encoder.escapes(messages)
         return self._ids(self._text(escapes.apply(messages), behind=behind), escapes, behind=behind)
 
     def kept(self, messages: Sequence[Message], *, behind: bool) -> list[int]:
-        """Ids up to where the user's next words begin: whatever they are, these come before them."""
+        """Return ids up to the user's next question, the same for any question."""
         escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
         said = [*escapes.apply(messages), {"role": "user", "content": next_words}]
         before, _ = cut_at(self._text(said, behind=behind), next_words)
         if not self._template.tokenizer.chat_template:
-            before = before.removesuffix(self._template.middle)  # the next question brings its own
+            before = before.removesuffix(self._template.middle)  # part of the next question
         return self._ids(before, escapes, behind=behind)
 
     def _text(self, messages: Sequence[Message], *, behind: bool) -> str:
@@ -49,7 +50,7 @@ class ChatPrompt:
 
 
 def agreeing(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many ids the two begin with alike."""
+    """Return the length of the common prefix."""
     return next(
         (place for place, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other),
         min(len(ids), len(others)),

@@ -1,4 +1,4 @@
-"""RemoteTalk: a conversation with a server that has OpenAI's API; contexts are saved where the server is."""
+"""RemoteBackend: chat with a server that has OpenAI's API; contexts are saved at the server."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrieval_attn.answer import Sampling
-from retrieval_attn.cli.chat.backend import Message
-from retrieval_attn.cli.chat.conversation import Conversation
-from retrieval_attn.cli.spinner import Spinner
+from retrieval_attn.cli.chat.backend import Conversation, Message
+from retrieval_attn.cli.output import Spinner
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.remote import Endpoint, RemoteError, Usage, http_client, read_delta, refusal
 
@@ -21,7 +20,7 @@ CONNECT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RemoteMark:
-    """document: what the first message begins with, "" for nothing. context: a saved one that messages continue."""
+    """document: start of the first message, "" without one. context: saved context that the messages continue."""
 
     document: str
     context: str | None
@@ -30,7 +29,7 @@ class RemoteMark:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of an answer: seconds to its first text and to its end, pieces of text, and what the server counted."""
+    """Cost of an answer: seconds to its first text and to its end, pieces of text, the server's token counts."""
 
     first_seconds: float
     seconds: float
@@ -39,13 +38,13 @@ class Cost:
 
 
 class RemoteBackend(Conversation):
-    """A `Talk`. The server gets the whole conversation with every question, and reads what it does not know."""
+    """A ChatBackend over HTTP. Each request has the whole conversation; the server prefills what its cache lacks."""
 
     def __init__(self, endpoint: Endpoint, model: str, sampling: Sampling, document: str = "") -> None:
-        """document: the first message begins with it. Raises ConfigError where httpx is not installed."""
+        """document: start of the first message. Raises ConfigError if httpx is not installed."""
         super().__init__()
         self._httpx = http_client()
-        # a long text may be read for minutes before the first token; Ctrl-C ends the waiting
+        # prefill of a long text may take minutes; Ctrl-C ends the request
         timeout = self._httpx.Timeout(None, connect=CONNECT_SECONDS)
         self._client = self._httpx.Client(headers=endpoint.headers, timeout=timeout)
         self._endpoint, self._model, self._sampling = endpoint, model, sampling
@@ -55,24 +54,24 @@ class RemoteBackend(Conversation):
 
     @property
     def about(self) -> str:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         read = f", about a document of {len(self._document):,} characters" if self._document else ""
         return f"{self._model} at {self._endpoint.base}{read}"
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         messages = self._asked(question)
         began, first, usage, ended = time.perf_counter(), 0.0, None, False
         pieces: list[str] = []
         self._cost = None
         try:
-            with Spinner("the server reads") as waiting, self._stream(messages) as lines:
+            with Spinner("waiting for the server") as waiting, self._stream(messages) as lines:
                 for line in lines:
                     delta = read_delta(line)
                     if delta is None:
                         continue
                     if delta.error:
-                        raise RemoteError(f"The answer broke off: {delta.error}")
+                        raise RemoteError(f"The answer ended early: {delta.error}")
                     usage = delta.usage or usage
                     if delta.text:
                         waiting.end()
@@ -83,7 +82,7 @@ class RemoteBackend(Conversation):
                     if delta.done:
                         break
             if not ended:
-                raise RemoteError("The answer broke off: the server closed the stream before its end")
+                raise RemoteError("The answer ended early: the server closed the connection; ask again")
         except self._httpx.HTTPError as error:
             raise self._unreachable(error) from None
         finally:
@@ -91,22 +90,23 @@ class RemoteBackend(Conversation):
             self._keep(messages, pieces)
 
     def fork(self, name: str) -> tuple[RemoteMark, str]:
-        """See `Talk`. A saved context that the conversation continues gets this name, too, at the server, so that its
-        own may go to another. Raises RemoteError for a name that is taken there.
+        """See `ChatBackend`. The server's saved context of the conversation gets `name` as a second name.
+
+        Its first name can then be reused. Raises RemoteError if `name` is taken at the server.
         """
         context, told = self._context, f"remembered as {name!r} until the program ends"
         if context is not None:
             self._called("POST", f"contexts/{context}/fork", {"name": name})
-            context, told = name, f"{told}; at the server, {name!r} is what {context!r} has read, and stays"
+            context, told = name, f"{told}; the server keeps the context {context!r} as {name!r} too"
         return RemoteMark(self._document, context, tuple(self._messages)), told
 
     def go_back(self, mark: RemoteMark) -> str:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         self._document, self._context, self._messages = mark.document, mark.context, list(mark.messages)
         return f"back at {self._turns()}"
 
     def save(self, name: str) -> str:
-        """See `Talk`. Raises RemoteError for a server that keeps no contexts."""
+        """See `ChatBackend`. Raises RemoteError if the server cannot save contexts."""
         body: dict[str, Any] = {"name": name}
         path = "contexts" if self._context is None else f"contexts/{self._context}/save"
         if self._messages:
@@ -116,35 +116,34 @@ class RemoteBackend(Conversation):
         elif self._context is not None:
             path = f"contexts/{self._context}/fork"
         else:
-            raise InputDataError("There is nothing to save: no document was given, and nothing was said.")
+            raise InputDataError("There is nothing to save: no document was given and no question was asked.")
         found = self._called("POST", path, body)
         return f"saved {found.get('tokens', 0):,} tokens as {name!r} at the server; /load {name} goes on from it"
 
     def load(self, name: str) -> str:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         found = self._called("GET", f"contexts/{name}")
         self._document, self._context, self._messages = "", name, []
         return f"loaded {name!r}: {found.get('tokens', 0):,} tokens"
 
     def stats(self) -> str:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         context = "" if self._context is None else f" behind the context {self._context!r}"
         told = f"{self._turns()}{context}"
         cost = self._cost
         if cost is None or not cost.pieces:
             return told
         counted = "" if cost.usage is None else (
-            f"{cost.usage.prompt_tokens:,} tokens of prompt, {cost.usage.cached_tokens:,} of them not read again, "
+            f"{cost.usage.prompt_tokens:,} prompt tokens, {cost.usage.cached_tokens:,} of them cached, "
             f"{cost.usage.answer_tokens} generated, "
         )  # fmt: skip
         tokens = cost.pieces if cost.usage is None else cost.usage.answer_tokens
         gap = (cost.seconds - cost.first_seconds) / max(1, tokens - 1)
-        return (
-            f"{told}\nlast answer: {counted}first after {cost.first_seconds:.2f} s, then {1000 * gap:.1f} ms per token"
-        )
+        first = f"first token after {cost.first_seconds:.2f} s"
+        return f"{told}\nlast answer: {counted}{first}, then {1000 * gap:.1f} ms per token"
 
     def close(self) -> None:
-        """See `Talk`."""
+        """See `ChatBackend`."""
         self._client.close()
 
     def _stream(self, messages: list[Message]) -> _ReplyLines:
@@ -165,7 +164,7 @@ class RemoteBackend(Conversation):
         return _ReplyLines(self._client.stream("POST", url, json=body), url)
 
     def _sent(self, messages: list[Message]) -> list[Message]:
-        """With the document at the start of the first message."""
+        """Return the messages with the document at the start of the first one."""
         if not self._document:
             return messages
         first = messages[0]
@@ -174,7 +173,7 @@ class RemoteBackend(Conversation):
     def _called(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         url = self._endpoint.at(path)
         try:
-            with Spinner("the server works"):
+            with Spinner("waiting for the server"):
                 response = self._client.request(method, url, json=body)
         except self._httpx.HTTPError as error:
             raise self._unreachable(error) from None
@@ -191,10 +190,10 @@ class RemoteBackend(Conversation):
 
 
 class _ReplyLines:
-    """The lines of a streamed answer, while its `with` block is open: left early, the server stops."""
+    """Lines of a streamed answer inside a `with` block; leaving it early stops the server's generation."""
 
     def __init__(self, opened: Any, url: str) -> None:
-        """opened: what `httpx.Client.stream` gave."""
+        """opened: return value of `httpx.Client.stream`."""
         self._opened, self._url = opened, url
 
     def __enter__(self) -> Any:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_tokens
-from retrieval_attn.testing import check_numbers
 from retrieval_attn_eval.replace import replace_file
 
 HELP = "draw, convert and replay traces of requests to a server"
@@ -102,7 +102,7 @@ def _make(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.load.made import make_trace
     from retrieval_attn_eval.load.sessions import Statistics
 
-    check_numbers(args, {"sessions": 1})
+    _check_numbers(args, {"sessions": 1})
     _require_new(args.output)
     found = Statistics(most_tokens=parse_tokens(args.most, "--most"))
     lines = make_trace(args.sessions, _arrivals(args), found, args.seed)
@@ -113,7 +113,7 @@ def _convert(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.load.burstgpt import read_burstgpt
     from retrieval_attn_eval.load.sharegpt import read_sharegpt
 
-    check_numbers(args, {"requests": 1})
+    _check_numbers(args, {"requests": 1})
     _require_new(args.output)
     path = Path(args.file)
     form = args.form if args.form != "auto" else {".csv": "burstgpt", ".json": "sharegpt"}.get(path.suffix.lower())
@@ -129,7 +129,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _arrivals(args: argparse.Namespace) -> Any:
     from retrieval_attn_eval.load.made import Arrivals
 
-    check_numbers(args, {"rate": None, "think": 0})
+    _check_numbers(args, {"rate": None, "think": 0})
     return Arrivals(rate=args.rate, think_seconds=args.think)
 
 
@@ -184,7 +184,7 @@ def _replay(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.load.replay import Replay
     from retrieval_attn_eval.load.sender import Asking
 
-    check_numbers(args, {"requests": 1, "speed": None, "scale": None, "timeout": None, "ttft": None, "itl": None})
+    _check_numbers(args, {"requests": 1, "speed": None, "scale": None, "timeout": None, "ttft": None, "itl": None})
     _require_new(args.output)
     body, endpoint = _body(args.body), Endpoint.of(args.url)
     lines = read_trace(Path(args.file), args.requests, parse_tokens(args.block, "--block"))
@@ -243,3 +243,14 @@ def _save(report: dict[str, Any], file: str, started: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda out: out.write(json.dumps(report, indent=1).encode()))
     return path
+
+
+def _check_numbers(args: argparse.Namespace, least: Mapping[str, int | None]) -> None:
+    """Raise ConfigError unless each number of `args` is finite and at least its bound; a bound of None: above 0."""
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if not math.isfinite(value) or (value <= 0 if bound is None else value < bound):
+            needed = "more than 0" if bound is None else f"at least {bound}"
+            raise ConfigError(f"--{name.replace('_', '-')} must be {needed}, got {value}; give another number")

@@ -1,24 +1,36 @@
-"""Waiting: shows for how long a step of unknown length has been running."""
+"""Output of commands: pieces of an answer, and a line with the seconds of a running step."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from typing import Self
 
-__all__ = ["Spinner"]
+__all__ = ["Spinner", "without_leading_space"]
+
+
+def without_leading_space(pieces: Iterable[str]) -> Iterator[str]:
+    """Yield the pieces of an answer without its leading white space."""
+    begun = False
+    for piece in pieces:
+        text = piece if begun else piece.lstrip()
+        if text:
+            begun = True
+            yield text
+
 
 SILENT_SECONDS = 2.0
 EVERY_SECONDS = 0.5
 LINE_SECONDS = 4.0
-"""Between two lines in a pipe or a log file."""
+"""Time between two lines in a pipe or a log file."""
 
 
 class Spinner:
-    """A line on the error output, after two seconds, that is cleared at the end of the `with` block or before.
+    """Show a line on the error output after two seconds, and clear it at the end of the `with` block or in `end`.
 
-    Without a terminal it is printed again every few seconds.
+    Without a terminal, print it again every few seconds.
     """
 
     def __init__(self, what: str) -> None:

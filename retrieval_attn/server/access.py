@@ -41,22 +41,22 @@ class Keys:
     """See the module. False where there are none: then everybody is `ANYBODY`."""
 
     def __init__(self, keys: Sequence[tuple[str, Caller]] = ()) -> None:
-        """Raises ConfigError for a key that is too short, or that is there twice."""
+        """Raises ConfigError for a key that is too short or given twice."""
         self._callers: list[tuple[bytes, Caller]] = []
         for key, caller in keys:
             if len(key) < MIN_LENGTH:
                 raise ConfigError(f"A key needs at least {MIN_LENGTH} characters, {caller.name!r} has {len(key)}.")
             digest = _digest(key)
             if any(known == digest for known, _ in self._callers):
-                raise ConfigError(f"The key of {caller.name!r} is there twice; give each caller one of its own.")
+                raise ConfigError(f"The key of {caller.name!r} is given twice; give each caller its own key.")
             self._callers.append((digest, caller))
 
     @classmethod
     def of(cls, file: str | Path | None, environment: Mapping[str, str] = os.environ) -> Keys:
-        """Keys of a file, and the one of RETRIEVAL_ATTN_API_KEY, an admin's.
+        """Load the keys of a file, and an admin's key from RETRIEVAL_ATTN_API_KEY.
 
-        A line of the file is KEY, KEY NAME or KEY NAME admin; # begins a comment. Callers with one name share what is
-        read for them. Raises ConfigError for another line, OSError.
+        A line of the file is KEY, KEY NAME or KEY NAME admin; # begins a comment. Callers of one name share a prefix
+        cache. Raises ConfigError for any other line, OSError.
         """
         keys: list[tuple[str, Caller]] = []
         if environment.get(VARIABLE):
@@ -72,14 +72,14 @@ class Keys:
             name = words[1] if len(words) > 1 else f"line {number}"
             keys.append((words[0], Caller(name, f"key:{name}", words[2:] == ["admin"])))
         if file and not keys:
-            raise ConfigError(f"{file} has no key; write one on a line, or leave the file out to serve this machine.")
+            raise ConfigError(f"{file} has no key; write one per line, or leave out --api-key-file.")
         return cls(keys)
 
     def __bool__(self) -> bool:
         return bool(self._callers)
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """Who brings this header, "Bearer KEY"; None: nobody who is known. All keys are compared, whichever fits."""
+        """Return the caller for an Authorization header, None if the key is unknown. Compares all keys in any case."""
         if not self._callers:
             return ANYBODY
         scheme, _, key = (authorization or "").partition(" ")
@@ -92,7 +92,7 @@ class Keys:
 
 
 def _digest(key: str) -> bytes:
-    """Digests have one length: comparing them tells nothing about a key's."""
+    """Hash a key: comparing digests of one length reveals nothing about the key's length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -101,23 +101,23 @@ _NETLOC = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+?)\.?)(?:
 
 
 class Address(NamedTuple):
-    """Where a server listens; port 0: one that is free."""
+    """Address of a listening socket; port 0 for a free one."""
 
     host: str
     port: int
 
 
 def require_safe_host(host: str, *, has_keys: bool) -> None:
-    """Raise ConfigError for a host that others reach, where nobody needs a key."""
+    """Raise ConfigError if other machines can reach the host and no key is required."""
     if not has_keys and not _is_loopback(host):
         raise ConfigError(
-            f"--host {host} lets other machines ask, and nobody needs a key: give --api-key-file or "
+            f"--host {host} lets other machines send requests, and no request needs a key: give --api-key-file or "
             "RETRIEVAL_ATTN_API_KEY, or listen on 127.0.0.1."
         )
 
 
 def listening(address: Address) -> socket.socket:
-    """A socket there. Raises ConfigError where another program listens, or the address is not this machine's."""
+    """Return a listening socket. Raises ConfigError if the address is in use or not of this machine."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -133,30 +133,30 @@ def listening(address: Address) -> socket.socket:
 
 
 class AllowedHosts:
-    """Names under which requests without a key may address this server, and the origins of web pages that may ask.
+    """Host names and origins that a server without keys accepts.
 
-    A web page of anybody can make a browser send requests here, by its own name that resolves to this machine (DNS
-    rebinding) or across origins: no key protects a server that needs none, so the names in Host and Origin do.
+    Any web page can make a browser send requests to this server, through a name that resolves to this machine (DNS
+    rebinding) or across origins. Without keys, the checks of Host and Origin prevent that.
     """
 
     def __init__(self, names: Iterable[str], origins: Iterable[str] = ()) -> None:
-        """names: beside those of this machine; "*": any. origins: of pages, such as https://chat.example."""
+        """names: accepted besides those of this machine; "*" for all. origins: such as https://chat.example."""
         self._names = {name.lower() for name in (*names, socket.gethostname())}
         self._origins = {origin.lower() for origin in origins}
 
     def check(self, host: bytes, origins: Sequence[bytes]) -> None:
-        """host: the Host header, "" for none. origins: Origin headers. Raises ApiError 403."""
+        """Check the Host header ("" for none) and the Origin headers. Raises ApiError 403."""
         given = host.decode("latin-1")
         if given and not self._knows(given):
             raise ApiError(
-                403, f"This server needs no key, and so answers only by names of this machine; the Host header says "
+                403, f"This server has no keys and accepts only host names of this machine, but the Host header is "
                 f"{given[:80]!r}. Start it with --allowed-host NAME, or with keys.", code="host_not_allowed",
             )  # fmt: skip
         for origin in (one.decode("latin-1") for one in origins):
             netloc = origin.partition("://")[2]
             if origin.lower() not in self._origins and netloc.lower() != given.lower() and not _is_local(netloc):
                 raise ApiError(
-                    403, f"A page of {origin[:80]!r} may not use this server, which needs no key. Start it with "
+                    403, f"This server has no keys and refuses requests of pages of {origin[:80]!r}. Start it with "
                     "--cors ORIGIN, or with keys.", code="origin_not_allowed",
                 )  # fmt: skip
 
@@ -165,7 +165,7 @@ class AllowedHosts:
 
 
 def _name_of(netloc: str) -> str:
-    """The name in NAME or NAME:PORT, "" for anything else, such as one with user information."""
+    """Return the name in NAME or NAME:PORT, "" for anything else."""
     found = _NETLOC.fullmatch(netloc.lower())
     return "" if found is None else (found["v6"] or found["name"])
 

@@ -79,7 +79,7 @@ class Pace:
 
 MAX_RETRY_SECONDS = 60
 SHORT_TOKENS = 2048
-"""Longer prompts wait in a line of their own: the engine reads them one at a time, and short ones overtake."""
+"""Longer prompts have their own queue: the engine prefills them one at a time, and shorter ones overtake them."""
 
 
 class Admission:
@@ -97,7 +97,7 @@ class Admission:
         self._paces = {is_long: Pace(now, token_seconds) for is_long in (False, True)}
 
     def expected_seconds(self, tokens: int) -> float:
-        """Until all that wait now in the line of a prompt of so many tokens have their first token."""
+        """Return the seconds until all queued requests of this length class have their first token."""
         return self._paces[tokens > SHORT_TOKENS].seconds()
 
     def enter(self, *tokens: int) -> list[QueuedRequest]:
@@ -111,9 +111,9 @@ class Admission:
             retry = max(1, math.ceil(min(MAX_RETRY_SECONDS, seconds)))
             raise ApiError(
                 503,
-                f"{self.requests} requests with {self.tokens:,} tokens wait, of {self._most_requests} and "
-                f"{self._most_tokens:,} that may; another one would wait about {seconds:.1f} s for its first token, of "
-                f"{self._most_seconds:g} s that it may. Come again in {retry} s.",
+                f"{self.requests} requests with {self.tokens:,} tokens are queued, of at most {self._most_requests} "
+                f"and {self._most_tokens:,}; another would wait about {seconds:.1f} s for its first token, of at most "
+                f"{self._most_seconds:g} s. Send it again in {retry} s.",
                 code="queue_full",
                 retry_after=retry,
             )
@@ -125,13 +125,13 @@ class Admission:
         return [QueuedRequest(self, pace, each) for each in tokens]
 
     def left(self, tokens: int) -> None:
-        """One waits no more."""
+        """Remove one request from the counts."""
         self.requests -= 1
         self.tokens -= tokens
 
 
 class QueuedRequest:
-    """One request that waits, or did."""
+    """One queued request."""
 
     def __init__(self, admission: Admission, pace: Pace, tokens: int) -> None:
         """Made by `Admission.enter`."""
@@ -139,7 +139,7 @@ class QueuedRequest:
         self._pace, self._tokens = pace, tokens
 
     def leave(self, *, served: bool = False) -> bool:
-        """It waits no more; whether it did until now. served: it has its first token; else nobody wants it."""
+        """Leave the queue. Return False if it had left. served: it has its first token; otherwise it was cancelled."""
         admission, self._admission = self._admission, None
         if admission is not None:
             admission.left(self._tokens)

@@ -150,7 +150,12 @@ class Choices:
         if end.error is not None:
             raise self._failure(number, end.error) from end.error
         if end.reason == "cancelled":
-            raise ApiError(503, "The server ended before the answer did; ask again.", code="cancelled", retry_after=1)
+            raise ApiError(
+                503,
+                "The server shut down before the answer was finished; send this again.",
+                code="cancelled",
+                retry_after=1,
+            )
 
     def _failure(self, number: int, error: BaseException) -> ApiError:
         return failure_of(error, field=self._field, answer_tokens=self._requests[number].max_tokens)

@@ -1,4 +1,4 @@
-"""Bodies of requests: read under limits, checked as bytes, and parsed in a thread if they are large.
+"""Request bodies: read within limits, checked as bytes, and parsed in a thread if they are large.
 
 JSON becomes Python objects of 15 to 24 times its size, so lengths, counts and depth are checked on the bytes first.
 """
@@ -21,18 +21,16 @@ __all__ = ["Bodies", "check_json"]
 
 BODY_SECONDS = 60.0
 SMALL_BYTES = 64 << 10
-"""Larger bodies are parsed outside of the event loop."""
+"""Larger bodies are parsed in a thread."""
 PARSERS = 2
-"""Threads that parse large bodies: as many are in memory as objects at a time."""
+"""Threads that parse large bodies, and so the number of them that are Python objects at a time."""
 MAX_DEPTH, MAX_KEYS, MAX_CONTAINERS, MAX_STRINGS = 64, 4096, 16384, 65536
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{},]', re.DOTALL)
-"""Strings, of which an unclosed one ends with the body, and what lists and objects are made of. Possessive, so that no
-body makes it go back.
-"""
+"""Matches strings (an unclosed one to the end of the body), brackets and commas. Possessive: it never backtracks."""
 
 
 class Bodies:
-    """Reads bodies of requests. most: bytes of one; total: bytes of all that are held at a time; items: of one list."""
+    """Limits of request bodies. most: bytes of one. total: bytes of all in memory. items: elements of one list."""
 
     def __init__(self, most: int, total: int, items: int) -> None:
         self._most, self._total, self._items = most, total, items
@@ -41,8 +39,9 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: HttpRequest) -> AsyncIterator[bytes | None]:
-        """The whole body, counted as held until the block ends; None if the client has gone. Raises ApiError: 413, 408,
-        503 if other bodies take the room.
+        """Read the body, None if the client disconnected; its memory is reserved until the end of the block.
+
+        Raises ApiError: 413, 408, and 503 if other bodies use the memory.
         """
         given = request.headers.get("content-length", "")
         if given.isdigit() and int(given) > self._most:
@@ -53,14 +52,14 @@ class Bodies:
                 async with asyncio.timeout(BODY_SECONDS):
                     whole = await self._receive(request, pieces)
             except TimeoutError:
-                raise ApiError(408, f"The body did not come within {BODY_SECONDS:g} s; send it again.") from None
+                raise ApiError(408, f"The body was not received within {BODY_SECONDS:g} s; send it again.") from None
             pieces[:] = [b"".join(pieces)]
             yield pieces[0] if whole else None
         finally:
             self._held -= sum(map(len, pieces))
 
     async def _receive(self, request: HttpRequest, pieces: list[bytes]) -> bool:
-        """Whether the body is whole; else the client has gone. pieces: gets it."""
+        """Append the body to `pieces`. Return False if the client disconnected."""
         held, more = 0, True
         while more:
             message = await request.receive()
@@ -74,20 +73,22 @@ class Bodies:
                 raise self._too_large()
             if self._held > self._total and self._held > held:
                 raise ApiError(
-                    503, f"Bodies of other requests take {self._held - held:,} of the {self._total:,} bytes that may "
-                    "wait; send this again later.", code="bodies_full", retry_after=1,
+                    503, f"Bodies of other requests use {self._held - held:,} of {self._total:,} bytes; send this "
+                    "again later.", code="bodies_full", retry_after=1,
                 )  # fmt: skip
         return True
 
     async def parse(self, body: bytes, kind: type[BaseModel]) -> BaseModel:
-        """JSON as a model's instance. Raises ApiError 400."""
+        """Parse and validate JSON. Raises ApiError 400."""
         if len(body) <= SMALL_BYTES:
             return parse_json(body, kind, self._items)
         return await asyncio.get_running_loop().run_in_executor(self._parsers, parse_json, body, kind, self._items)
 
     def _too_large(self) -> ApiError:
         return ApiError(
-            413, f"A body may have {self._most:,} bytes; send a shorter one, or save the text as a context in parts."
+            413,
+            f"The body is larger than {self._most:,} bytes; send a shorter one, save the text as a context in parts, "
+            "or start the server with a larger --max-body.",
         )
 
 
@@ -114,7 +115,7 @@ def parse_json(body: bytes, kind: type[BaseModel], items: int) -> BaseModel:
 
 
 def check_json(body: bytes, items: int) -> None:
-    """Check counts of a JSON text on its bytes; whether it is valid JSON is not looked at.
+    """Check the counts of a JSON text on its bytes, without checking its syntax.
 
     items: of one list, at most; of all lists together, 16 times as many. Stops at the first count that is too large.
     Raises ApiError 400.

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple, Protocol
 
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, Request
-from retrieval_attn.errors import AdmissionError, InputDataError
+from retrieval_attn.errors import AdmissionError, ContextLengthError, InputDataError
 from retrieval_attn.server.failure import EngineLostError, ended_error
 
 __all__ = ["EngineClient", "Item", "KEEPERS", "LocalEngine", "OPENERS", "Put", "Submitted", "WrittenContext", "keep"]
 
 HELD_TOKENS = 64
-"""While so many are generated, the tree cannot give the text up; they are cancelled when it is saved."""
+"""Tokens generated while the text is saved: a running request keeps it in the prefix cache. Cancelled afterwards."""
 
 
 class WrittenContext(NamedTuple):
-    """A saved context as it was written: its digest, its tokens, and the bytes that this save wrote."""
+    """Result of a save. tokens: of the whole context. nbytes: written by this save."""
 
     digest: str
     tokens: int
@@ -30,67 +30,70 @@ class WrittenContext(NamedTuple):
 def keep(
     engine: Engine, name: str, ids: tuple[int, ...], context: str | None = None, namespace: str | None = ""
 ) -> WrittenContext:
-    """Wait until a text was read and saved. context: a saved one that it continues; then only the text is written.
+    """Prefill a text and save it. context: saved context that the text continues; then only the text is written.
 
-    Raises as `Engine.submit` and `Engine.save`, and what goes wrong with the reading.
+    Raises as `Engine.submit` and `Engine.save`, and errors of the prefill.
     """
     request = Request(
         (ids, ids[-1:]), HELD_TOKENS, stop_ids=frozenset(), namespace=namespace, owner=namespace or "", context=context
     )
-    ticket = engine.submit(request)
     try:
-        for _ in ticket:
-            break  # it is read, and its beginning is in the tree while the request is there
+        ticket = engine.submit(request)
         try:
-            saved = engine.save(name, ids, namespace=namespace, context=context, wait=False).wait()
-        except InputDataError as error:  # it was given up: texts of other requests took its room
-            raise AdmissionError(f"The text was read, and could not be kept to save it: {error}") from error
-        return WrittenContext(saved.digest, saved.tokens, saved.nbytes)
-    finally:
-        ticket.cancel()
+            for _ in ticket:
+                break  # prefilled, and in the prefix cache as long as the request runs
+            try:
+                saved = engine.save(name, ids, namespace=namespace, context=context, wait=False).wait()
+            except InputDataError as error:  # evicted by other requests
+                raise AdmissionError(f"The text was prefilled, but evicted before it was saved: {error}") from error
+            return WrittenContext(saved.digest, saved.tokens, saved.nbytes)
+        finally:
+            ticket.cancel()
+    except (ContextLengthError, AdmissionError) as error:
+        if error.limit is not None and error.tokens is not None:  # without the tokens that are added here
+            error.limit, error.tokens = error.limit - HELD_TOKENS - 1, error.tokens - HELD_TOKENS - 1
+        raise
 
 
 KEEPERS = 4
-"""Threads that wait for texts that are read to be saved: threads of their own, so that no request waits for them."""
+"""Threads that prefill and save contexts, separate from those of requests."""
 
 Item = Event | Finished
 Put = Callable[[Item], None]
-"""Takes what becomes of a request, in the event loop: events, then its end."""
+"""Receives the events of a request and then its end, in the event loop."""
 OPENERS = 4
-"""Threads that submit requests about saved contexts, which may wait for a disk: others never wait behind them."""
+"""Threads that submit requests with saved contexts, which may block on the disk."""
 
 
 class Submitted(NamedTuple):
-    """id: the engine's, for logs. cancel: nobody wants the answer any more; nothing happens if it has ended."""
+    """id: the engine's request id, for logs. cancel: cancels the request; does nothing after its end."""
 
     id: str
     cancel: Callable[[], None]
 
 
 class EngineClient(Protocol):
-    """Used in one event loop."""
+    """An engine, in this process or in another. Used in one event loop."""
 
     @property
     def lost(self) -> str | None:
-        """Why the engine cannot answer now; None: it can."""
+        """The reason why the engine cannot answer now; None if it can."""
 
     async def submit(self, request: Request, put: Put) -> Submitted:
-        """Take a request in. Raises as `Engine.submit`, and EngineLostError."""
+        """Submit a request. Raises as `Engine.submit`, and EngineLostError."""
 
     async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> WrittenContext:
-        """Read a text, behind a saved context or from the start, and save it under a name. Raises as `Engine.submit`
-        and `Engine.save`, and what goes wrong with the reading.
-        """
+        """Prefill a text, from the start or after a saved context, and save it under a name. Raises as `keep`."""
 
     async def stats(self) -> dict[str, Any]:
-        """Of the engine, as plain values; see `Engine.stats`. Raises EngineLostError."""
+        """Return `Engine.stats` as plain values. Raises EngineLostError."""
 
     async def close(self, *, drain: bool) -> None:
-        """End it: once all are answered, or at once."""
+        """Shut the engine down. drain: finish all requests first."""
 
 
 class Inbox:
-    """Items from other threads, for functions in the event loop: one wake-up for all that come together."""
+    """Pass items of other threads to the event loop, with one wake-up for all queued items."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """loop: the one that runs."""
@@ -99,7 +102,7 @@ class Inbox:
         self._woken = False
 
     def add(self, put: Put, item: Item) -> None:
-        """Any thread. Does nothing once the loop is closed: nobody is there any more."""
+        """Queue an item, from any thread. Does nothing after the loop is closed."""
         self._items.append((put, item))
         if not self._woken:
             self._woken = True
@@ -107,17 +110,17 @@ class Inbox:
                 self._loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
-        self._woken = False  # first: what is added from here on wakes again, or is taken below
+        self._woken = False  # first: later items wake the loop again, or are handed out below
         while self._items:
             put, item = self._items.popleft()
             put(item)
 
 
 class LocalEngine:
-    """An `EngineClient` of an engine in this process: for tests, and for machines without a GPU."""
+    """An `EngineClient` for an engine in this process: without a GPU, and in tests."""
 
     def __init__(self, engine: Engine) -> None:
-        """In the event loop that uses it. engine: closed with this."""
+        """Call it in the event loop that uses it. engine: closed by `close`."""
         self._engine = engine
         self._inbox = Inbox(asyncio.get_running_loop())
         self._keepers = ThreadPoolExecutor(KEEPERS, "retrieval_attn-keeper")
@@ -128,7 +131,7 @@ class LocalEngine:
     def lost(self) -> str | None:
         """See `EngineClient`."""
         died = self._engine.died
-        return None if died is None else f"it ended with {type(died).__name__}; the server's log says more"
+        return None if died is None else f"it ended with {type(died).__name__}, see the server's log"
 
     async def submit(self, request: Request, put: Put) -> Submitted:
         """See `EngineClient`."""
@@ -175,6 +178,6 @@ def _cancel_submitted(submitting: asyncio.Future[Submitted]) -> None:
 
 
 def plain_stats(engine: Engine) -> dict[str, Any]:
-    """Numbers alone."""
+    """Return the engine's statistics as numbers by name."""
     stats = engine.stats
     return {**stats, "shared": stats["shared"]._asdict()}

@@ -183,7 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
         if not self._limits.add(self, address):
-            self._refuse(ApiError(503, "Too many connections; close some, or come again later.", retry_after=1))
+            self._refuse(ApiError(503, "Too many connections; close some, or connect again later.", retry_after=1))
             return
         self._arm(HEAD_SECONDS, self._head_is_late)
 
@@ -267,7 +267,7 @@ class LimitedProtocol(HttpToolsProtocol):
         refusal, self._refusal = self._refusal, None
         if refusal is None and self.is_idle and self._head_bytes > MAX_HEAD_BYTES // 2:
             refusal = _head_too_large()  # the parser has a limit of its own for a URL
-        self._refuse(refusal or ApiError(400, "This is not HTTP/1.1 as RFC 9112 has it; check the request's bytes."))
+        self._refuse(refusal or ApiError(400, "The request is not valid HTTP/1.1 (RFC 9112); check its bytes."))
 
     def _count_head(self, count: int) -> None:
         self._head_bytes += count
@@ -297,7 +297,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self._in_message or self._unparsed:
-            self._refuse(ApiError(408, f"The request's headers did not come within {HEAD_SECONDS:g} s."))
+            self._refuse(
+                ApiError(408, f"The request's headers were not received within {HEAD_SECONDS:g} s; send it again.")
+            )
         else:
             self.transport.close()  # as a keep-alive connection that nobody uses
 

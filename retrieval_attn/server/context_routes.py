@@ -1,4 +1,4 @@
-"""Routes of saved contexts: texts that are read once, and asked about by name from then on, by any process."""
+"""Endpoints of saved contexts: texts that are prefilled once and then used by name, by any process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, File, Form, Path, UploadFile
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from retrieval_attn.server.failure import ApiError, text_from
+from retrieval_attn.server.failure import ApiError, document_from
 from retrieval_attn.server.permissions import AdminRoute
 from retrieval_attn.server.protocol import (
     ERRORS,
@@ -35,7 +35,7 @@ RECORD: dict[int | str, dict[str, Any]] = ERRORS | {200: {"model": ContextRecord
 
 @router.get("", response_model=None, responses=ERRORS | {200: {"model": ContextList}})
 async def listed(request: HttpRequest) -> Response:
-    """All that the model can continue."""
+    """List the contexts that the model can continue."""
     service = service_of(request)
     found = [_record(service, one) for one in await service.contexts.listed()]
     return JSONResponse({"object": "list", "data": found})
@@ -43,10 +43,10 @@ async def listed(request: HttpRequest) -> Response:
 
 @router.post("", response_model=None, responses=RECORD)
 async def make(body: KeepBody, request: HttpRequest) -> Response:
-    """Read a text or a conversation, and save it under a name, in place of what had the name."""
+    """Prefill a text or a conversation and save it under a name; replace an existing context of that name."""
     prompts = service_of(request).prompts
     text, messages = body.text, body.messages
-    with text_from("text" if messages is None else "messages"):
+    with document_from("text" if messages is None else "messages"):
         if messages is not None:
             ids = await asyncio.to_thread(prompts.of_conversation, _turns(messages))
         else:
@@ -58,7 +58,7 @@ async def make(body: KeepBody, request: HttpRequest) -> Response:
 async def upload(
     request: HttpRequest, name: Annotated[str, Form(pattern=NAME_PATTERN)], file: Annotated[UploadFile, File()]
 ) -> Response:
-    """Read a file of text, UTF-8, and save it under a name, in place of what had the name."""
+    """Prefill a text file in UTF-8 and save it under a name; replace an existing context of that name."""
     data = await file.read()
     try:
         text = data.decode("utf-8-sig")
@@ -67,30 +67,30 @@ async def upload(
             400, f"A file must be text in UTF-8, got byte {data[error.start]:#04x} at {error.start}; convert it.",
             param="file",
         ) from error  # fmt: skip
-    with text_from("file"):
+    with document_from("file"):
         ids = await asyncio.to_thread(service_of(request).prompts.of_document, text)
         return await _made(request, name, ids, None)
 
 
 @router.get("/{name}", response_model=None, responses=RECORD)
 async def one(name: Name, request: HttpRequest) -> Response:
-    """One of them."""
+    """Describe a context."""
     service = service_of(request)
     return JSONResponse(_record(service, await service.contexts.named(name)))
 
 
 @router.delete("/{name}", response_model=None, responses=ERRORS | {200: {"model": Deleted}})
 async def remove(name: Name, request: HttpRequest) -> Response:
-    """Forget it; answers under way keep what they use."""
+    """Delete a context; running requests keep using it."""
     await service_of(request).contexts.remove(name)
     return JSONResponse({"id": name, "object": "context", "deleted": True})
 
 
 @router.post("/{name}/save", response_model=None, responses=RECORD)
 async def more(name: Name, body: MoreBody, request: HttpRequest) -> Response:
-    """Read more behind a saved context, and save both together; only what is new is read and written."""
+    """Extend a saved context and save the result under a name; only the new text is prefilled and written."""
     prompts = service_of(request).prompts
-    with text_from("text" if body.messages is None else "messages"):
+    with document_from("text" if body.messages is None else "messages"):
         if body.messages is not None:
             ids = await asyncio.to_thread(prompts.of_answered, _turns(body.messages))
         else:
@@ -100,7 +100,7 @@ async def more(name: Name, body: MoreBody, request: HttpRequest) -> Response:
 
 @router.post("/{name}/fork", response_model=None, responses=RECORD)
 async def fork(name: Name, body: ForkBody, request: HttpRequest) -> Response:
-    """Give it another name, which lives on by itself; nothing is copied."""
+    """Give a context a second, independent name; nothing is copied."""
     service = service_of(request)
     return JSONResponse(_record(service, await service.contexts.fork(name, body.name)))
 

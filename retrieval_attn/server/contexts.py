@@ -1,4 +1,4 @@
-"""Contexts: saved ones of the server's model, by name: listed, found, made, renamed, removed."""
+"""Saved contexts of the server's model: list, resolve, make, fork and remove them by name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ Result = TypeVar("Result")
 
 
 class StorePool:
-    """Threads for work that waits for a disk or for the store's lock: requests that need no store never wait for it.
-
-    Used in one event loop.
-    """
+    """Threads for work that blocks on the disk or on the store's lock. Used in one event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(STORE_THREADS, "retrieval_attn-store")
@@ -45,33 +42,33 @@ class StorePool:
 
 
 class Contexts:
-    """The store is read anew each time: other processes save into it, and remove from it."""
+    """Contexts of a store, which is read on each call: other processes change it too."""
 
     def __init__(self, store: ContextStore, client: EngineClient, template: str) -> None:
-        """client: reads what is to be saved. template: digest of the one that questions have; contexts that were begun
-        with another cannot be continued, and are not listed.
+        """client: prefills and saves texts. template: digest of the chat template; contexts of another template are
+        not listed, because they cannot be continued.
         """
         self._store, self._client, self._template = store, client, template
         self._pool = StorePool()
 
     async def listed(self) -> list[NamedContext]:
-        """Those that requests may name, sorted."""
-        return [one for one in await self._beside(self._store.list) if one.plain.get("template") == self._template]
+        """Return the contexts that requests can use, sorted by name."""
+        return [one for one in await self._in_thread(self._store.list) if one.plain.get("template") == self._template]
 
     async def named(self, name: str) -> NamedContext:
-        """One of them. Raises UnknownContextError, StoreError."""
-        return await self._beside(lambda: self._store.resolve(name))
+        """Return one context. Raises UnknownContextError, StoreError."""
+        return await self._in_thread(lambda: self._store.resolve(name))
 
     async def make(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str) -> NamedContext:
-        """Read a text, behind a saved context or from the start, and save it. Raises as `EngineClient.keep`."""
+        """Prefill a text, from the start or after a saved context, and save it. Raises as `EngineClient.keep`."""
         kept = await self._client.keep(name, ids, context, namespace)
         try:
             return await self.named(name)
-        except UnknownContextError:  # removed by another client since: it was saved all the same
+        except UnknownContextError:  # removed by another client after it was saved
             return NamedContext(name, kept.digest, (kept.digest,), {"tokens": kept.tokens}, time.time(), kept.nbytes)
 
     async def fork(self, name: str, new: str) -> NamedContext:
-        """Another name for the same. Raises UnknownContextError, StoreError; ApiError 409 for a name that is taken."""
+        """Give a context a second name. Raises UnknownContextError, StoreError; ApiError 409 for a name in use."""
 
         def fork() -> NamedContext:
             found = self._store.resolve(name)
@@ -82,20 +79,18 @@ class Contexts:
             self._store.name(new, found.digest, found.plain)
             return self._store.resolve(new)
 
-        return await self._beside(fork)
+        return await self._in_thread(fork)
 
     async def remove(self, name: str) -> None:
-        """Forget the name, and what only it needed; answers under way keep what they use. Raises UnknownContextError,
-        StoreError.
-        """
+        """Delete a name and the nodes that only it needs. Raises UnknownContextError, StoreError."""
 
         def remove() -> None:
             self._store.remove(name)
             self._store.gc()
 
-        await self._beside(remove)
+        await self._in_thread(remove)
 
-    async def _beside(self, work: Callable[[], Result]) -> Result:
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
         try:
             return await self._pool.run(work)
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Failure: an error as OpenAI's clients expect it, with the HTTP status that it has; which error of ours is which."""
+"""Errors in OpenAI's form, and the HTTP status of each exception of the package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from retrieval_attn.errors import (
     UnknownContextError,
 )
 
-__all__ = ["ApiError", "EngineLostError", "ended_error", "failure_of", "invalid", "text_from"]
+__all__ = ["ApiError", "EngineLostError", "document_from", "ended_error", "failure_of", "invalid", "text_from"]
 
 TYPES = {
     400: "invalid_request_error",
@@ -37,44 +37,44 @@ TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""OpenAI's word for each status; others are "server_error"."""
+"""OpenAI's error type by status; "server_error" for any other status."""
 
 
 class EngineLostError(RetrievalAttentionError):
-    """The engine has ended, or its process has: what it was asked is lost, and a later try may succeed."""
+    """The engine or its process has ended: its requests are lost; a retry may succeed."""
 
 
 def ended_error() -> EngineLostError:
-    """Of what the server could not finish before its end."""
-    return EngineLostError("The server ended before this was done; ask again.")
+    """Return the error of requests that the server's shutdown cut off."""
+    return EngineLostError("The server shut down before the request was finished; send it again.")
 
 
 class ApiError(Exception):
-    """Ends a request with this status. retry_after: seconds, told in a header; None: no word about it."""
+    """An error response. retry_after: value of the Retry-After header in seconds; None for no header."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         retry_after: int | None = None,
     ) -> None:  # fmt: skip
-        """param: the field that is wrong. code: a word for programs, such as "model_not_found"."""
+        """param: name of the wrong field. code: identifier for programs, such as "model_not_found"."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The response's body as JSON values."""
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def encoded(self) -> bytes:
-        """The body in ASCII: a message may quote a lone surrogate, which UTF-8 cannot write."""
+        """The body in ASCII: a message may quote a lone surrogate, which UTF-8 cannot encode."""
         return json.dumps(self.body).encode("ascii")
 
     @property
     def headers(self) -> dict[str, str]:
-        """Beside those that every answer has."""
+        """Headers of this error."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
@@ -93,13 +93,13 @@ _ANSWERS = (
     _Answer(StoreMismatchError, 409, "context_of_another_model",
         "This context was saved with another model, tokenizer, chat template or release; save its text again."),
     _Answer(CacheMismatchError, 409, "context_of_another_model",
-        "The keys of this text or saved context do not fit the model as it is now: its weights or adapters were others "
-        "when the text was read. Ask again, or save the context's text again."),
+        "The KV cache of this text or saved context was computed with other weights or adapters of the model. Send "
+        "this again, or save the context's text again."),
     _Answer(StoreDamagedError, 500, "context_damaged",
-        "This saved context is damaged. Ask again; if that fails, too, save its text again under the same name."),
+        "This saved context is damaged. Send this again; if it fails again, save the text again under the same name."),
     _Answer(StoreError, 500, "store_failed", "Saved contexts cannot be read or written; the server's log says why."),
     _Answer(EngineFullError, 503, "queue_full",
-        "As many requests wait as may, or the server is ending; send this again later."),
+        "The request queue is full, or the server is shutting down; send this again later."),
     _Answer(EngineLostError, 503, "engine_lost", None),
     _Answer(AdmissionError, 400, "too_large",
         "The prompt takes more memory than this server has for one request; shorten it."),
@@ -121,9 +121,9 @@ RETRY_SECONDS = 5
 
 
 def failure_of(error: BaseException, *, field: str = "prompt", answer_tokens: int | None = None) -> ApiError:
-    """What a client is told of an error; `noted` logs the error's own words.
+    """Return the HTTP form of an exception; `noted` logs its own message.
 
-    field: of the request's body, that has the text. answer_tokens: most tokens of the answer; None: not known yet.
+    field: field of the body with the text. answer_tokens: maximum tokens of the answer; None if it is not known yet.
     """
     if isinstance(error, ApiError):
         return error
@@ -141,16 +141,35 @@ def failure_of(error: BaseException, *, field: str = "prompt", answer_tokens: in
 
 @contextlib.contextmanager
 def text_from(field: str) -> Iterator[None]:
-    """Name the field of the request's body that has the text if it is too long. Raises ApiError for it."""
+    """Turn errors of a too long text inside the block into an ApiError that names the field of the body."""
     try:
         yield
     except (ContextLengthError, AdmissionError) as error:
         raise failure_of(error, field=field) from error
 
 
+@contextlib.contextmanager
+def document_from(field: str) -> Iterator[None]:
+    """As `text_from`, for a text that becomes a saved context."""
+    try:
+        yield
+    except (ContextLengthError, AdmissionError) as error:
+        if error.limit is None or error.tokens is None:
+            raise failure_of(error, field=field) from error
+        cure = f"shorten the {field}, or split it into several contexts"
+        if isinstance(error, AdmissionError):
+            least, cure = f"the memory of this server holds {error.limit}", f"{cure}."
+        else:
+            least, cure = f"a context of this server has at most {error.limit}", f"{cure}, or raise --max-context."
+        raise ApiError(
+            400, f"There are at least {error.tokens} tokens in the {field}, but {least}: {cure}", param=field,
+            code="context_length_exceeded",
+        ) from error  # fmt: skip
+
+
 def _too_long(error: Exception, limit: int, tokens: int, field: str, answer_tokens: int | None) -> ApiError:
-    """In OpenAI's words, by which clients know that a conversation must be shortened."""
-    why = " (as many as this server's memory takes)" if isinstance(error, AdmissionError) else ""
+    """Return the error in OpenAI's words, by which clients detect that a conversation must be shortened."""
+    why = " (the limit of this server's memory)" if isinstance(error, AdmissionError) else ""
     begin = f"This model's maximum context length is {limit} tokens{why}. However, "
     if answer_tokens is None:
         told = f"you requested at least {tokens} tokens in the {field}. Please reduce the length of the {field}."
@@ -164,18 +183,18 @@ def _too_long(error: Exception, limit: int, tokens: int, field: str, answer_toke
 
 MAX_TOLD = 5
 _UNION_MEMBER = re.compile(r"str|constrained-str|(list|nullable|function-\w+)\[.*\]|\[key\]", re.DOTALL)
-"""Parts of pydantic's locations that name no field, but a type that a field may have."""
+"""Parts of pydantic's locations that are types and not fields."""
 
 
 def invalid(errors: Sequence[Any]) -> ApiError:
-    """400 for a request whose fields are not as they should be. errors: pydantic's; the first five are told."""
+    """Return the error for invalid fields. errors: pydantic's; the message has the first five."""
     found = [(_field_of(one), one["msg"].removeprefix("Value error, ")[:300]) for one in errors[:MAX_TOLD]]
     told = "; ".join(f"{field}: {message}" if field else message for field, message in found)
     param = found[0][0][:200] or None if found else None
-    return ApiError(400, f"The request is not as it should be: {told}"[:2000], param=param)
+    return ApiError(400, f"The request is invalid: {told}"[:2000], param=param)
 
 
 def _field_of(error: Any) -> str:
-    """The field of one of pydantic's errors, as `messages.0.content`; "" for the whole body."""
+    """Return the field of a pydantic error, such as `messages.0.content`; "" for the whole body."""
     parts = [str(part)[:100] for part in error["loc"] if part != "body"]
     return ".".join(part for part in parts if not _UNION_MEMBER.fullmatch(part))

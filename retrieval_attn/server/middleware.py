@@ -1,4 +1,4 @@
-"""Edge: what every request passes before a route: an id, the check of its host; behind it, log and counts."""
+"""Middleware of all requests: request id, check of the host, access log, metrics."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["Edge"]
 log = logging.getLogger(__name__)
 
 PROBES = ("/", "/health")
-"""Paths that containers and monitors ask by an address of their own choice; they tell nothing, and change nothing."""
+"""Paths that monitors request under any host name; they reveal and change nothing."""
 _ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
 class Edge:
-    """An ASGI app around another. The scope of a request gets `fields` for the line in the log."""
+    """ASGI middleware. `fields` of a request's scope are added to its log line."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        """app: answers what passes."""
+        """app: the next ASGI app."""
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the module."""
+        """Check, answer and log one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,6 +1,6 @@
-"""RemoteEngine: an engine in a process of its own, which is started again when it is lost.
+"""RemoteEngine: an engine in a child process, which is restarted if it ends.
 
-The interpreter's lock is then the engine's alone, and a fault in a kernel ends requests, not the server.
+The engine then has its own interpreter lock, and a fault in a kernel ends its requests and not the server.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 END_SECONDS = 20.0
 PING_SECONDS = 1.0
 MAX_SILENT_PINGS = 60
-"""Sent in turn without a frame received in between; then the process hangs, and is killed. They are counted, and not
-timed: a server that was stopped together with its engine kills nothing when both continue.
+"""Successive pings without a frame from the process, after which it counts as hung and is killed. They are counted and
+not timed: a server that was suspended together with its engine does not kill it when both resume.
 """
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 1.0, 60.0
-"""Before a process that could not start is tried again; each time twice as long."""
+"""Delay before the process is started again after a failed start; doubled each time."""
 READ_BYTES = 1 << 24
 
 
 class _EngineChild:
-    """One process, and what was asked of it. Used in one event loop."""
+    """One process with its open requests. Used in one event loop."""
 
     def __init__(
         self, child: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -50,7 +50,7 @@ class _EngineChild:
 
     @classmethod
     async def start(cls, spec: EngineSpec, begun: Child) -> tuple[_EngineChild, Facts]:
-        """Have one that has begun load the model. Raises what that raised, or EngineLostError."""
+        """Let a started process load the model. Raises its exception, or EngineLostError."""
         child = begun.process
         reader, writer = await asyncio.open_connection(sock=begun.sock, limit=READ_BYTES)
         process = cls(child, reader, writer)
@@ -58,17 +58,17 @@ class _EngineChild:
             writer.write(frame_of(asdict(spec)))
             first = await async_frame(reader)
             if first is None:
-                raise EngineLostError(f"The engine's process ended while it started, with status {child.wait()}.")
+                raise EngineLostError(f"The engine process ended with status {child.wait()} while loading.")
             if "error" in first:
                 raise error_from(first["error"])
         except BaseException:
             await process.end()
             raise
-        log.info("the engine's process is ready", extra={"fields": {"engine_pid": child.pid}})
+        log.info("engine process is ready", extra={"fields": {"engine_pid": child.pid}})
         return process, Facts(*first["ready"])
 
     async def read(self) -> None:
-        """Hand out what comes until the process has gone; what it owes then is lost. Kills a process that hangs."""
+        """Dispatch frames until the process has ended. Kill a process that hangs."""
         watching = asyncio.create_task(self._watch())
         try:
             await self._hand_out()
@@ -76,7 +76,7 @@ class _EngineChild:
             watching.cancel()
 
     async def _watch(self) -> None:
-        """Kill the process if it answers no ping. While it closes, it answers none."""
+        """Kill the process if it answers no ping; not while it shuts down."""
         while self._silent_pings < MAX_SILENT_PINGS:
             await asyncio.sleep(PING_SECONDS)
             if self.is_closing:
@@ -84,7 +84,7 @@ class _EngineChild:
             self._silent_pings += 1
             self.tell({"do": "ping", "id": 0})
         log.error(
-            "the engine's process has answered none of %d pings: it is killed", MAX_SILENT_PINGS,
+            "engine process answered none of %d pings; killing it", MAX_SILENT_PINGS,
             extra={"fields": {"engine_pid": self.child.pid}},
         )  # fmt: skip
         self.child.kill()
@@ -105,7 +105,7 @@ class _EngineChild:
                     reply.set_result(frame["ok"])
 
     def lose(self, error: EngineLostError) -> None:
-        """Tell all who wait."""
+        """Fail all open requests."""
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(error)
@@ -115,7 +115,7 @@ class _EngineChild:
             put(Finished("error", "", (), 0, 0, (0.0, 0.0), error))
 
     async def ask(self, frame: Plain, put: Put | None = None) -> tuple[int, Any]:
-        """Send a command; its number and what comes back. put: takes what becomes of a request."""
+        """Send a command. Return its number and the reply. put: receives the events of a request."""
         self._numbers += 1
         number = self._numbers
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -125,18 +125,18 @@ class _EngineChild:
         try:
             self.tell({**frame, "id": number})
             return number, await reply
-        except asyncio.CancelledError:  # nobody waits for it any more
+        except asyncio.CancelledError:  # the caller is gone
             self._puts.pop(number, None)
             self.tell({"do": "cancel", "id": number})
             raise
 
     def tell(self, frame: Plain) -> None:
-        """Send a command that nothing comes back for; none reaches a process that has gone."""
+        """Send a command without a reply; does nothing after the process has ended."""
         if not self._writer.is_closing():
             self._writer.write(frame_of(frame))
 
     async def end(self) -> int:
-        """Wait for its end, or make one."""
+        """Wait for the process to end; kill it after END_SECONDS. Return its status."""
         self._writer.close()
         try:
             return await asyncio.wait_for(asyncio.to_thread(self.child.wait), END_SECONDS)
@@ -146,18 +146,18 @@ class _EngineChild:
 
 
 class RemoteEngine:
-    """An `EngineClient`. See the module."""
+    """An `EngineClient` for an engine in a child process."""
 
     def __init__(self, spec: EngineSpec, begun: Child | None = None) -> None:
-        """Call `start` next. spec: of every process that is started. begun: the first of them; None: `start` begins."""
+        """Call `start` next. spec: of every started process. begun: the first one; None: `start` starts it."""
         self._spec, self._begun = spec, begun
         self._process: _EngineChild | None = None
-        self._lost: str | None = "the engine starts"
+        self._lost: str | None = "the engine is starting"
         self._closing = False
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> Facts:
-        """Raises what loading the model raises, and EngineLostError."""
+        """Load the model. Raises as `EngineSpec.load`, and EngineLostError."""
         begun, self._begun = self._begun, None
         process, facts = await _EngineChild.start(self._spec, begun or Child.start())
         self._running = asyncio.create_task(self._run(process))
@@ -201,7 +201,7 @@ class RemoteEngine:
             if process is not None and not drain:
                 await asyncio.wait({self._running}, timeout=END_SECONDS)
                 if not self._running.done():
-                    log.error("the engine's process did not end within %g s: it is killed", END_SECONDS)
+                    log.error("engine process did not end within %g s; killing it", END_SECONDS)
                     process.child.kill()
             if self._process is None:
                 self._running.cancel()
@@ -210,23 +210,23 @@ class RemoteEngine:
 
     def _there(self) -> _EngineChild:
         if self._process is None:
-            raise EngineLostError(f"The engine is lost ({self._lost}); it is started again, come back later.")
+            raise EngineLostError(f"The engine is down ({self._lost}) and being restarted; send this again later.")
         return self._process
 
     async def _run(self, process: _EngineChild) -> None:
-        """Of one process after the other."""
+        """Serve one process after the other."""
         while True:
             try:
                 await process.read()
             except Exception:
-                log.exception("what the engine's process says cannot be read")
-            self._process, self._lost = None, "its process has gone"
+                log.exception("cannot read a frame of the engine process")
+            self._process, self._lost = None, "its process has ended"
             status = await process.end()
             self._lost = f"its process ended with status {status}"
-            process.lose(EngineLostError(f"The engine was lost: {self._lost}. Ask again."))
+            process.lose(EngineLostError(f"The engine was lost: {self._lost}. Send this again."))
             if self._closing:
                 return
-            log.error("the engine's process ended", extra={"fields": {"status": status}})
+            log.error("engine process ended; restarting it", extra={"fields": {"status": status}})
             process = await self._again()
             self._process, self._lost = process, None
 
@@ -236,7 +236,7 @@ class RemoteEngine:
             try:
                 return (await _EngineChild.start(self._spec, Child.start()))[0]
             except Exception as error:
-                self._lost = "it could not be started; the server's log says why"
-                log.error("the engine cannot be started", exc_info=error)
+                self._lost = "it could not be started, see the server's log"
+                log.error("cannot start the engine process", exc_info=error)
             await asyncio.sleep(wait)
             wait = min(2 * wait, MAX_WAIT_SECONDS)

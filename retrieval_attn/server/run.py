@@ -1,4 +1,4 @@
-"""Run: a server from its start to its end: model, engine, socket, and the signals that end it."""
+"""Lifecycle of a server: loading the model, serving, and shutdown by signals."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
 END_SECONDS = 10
-"""From the end of the drain: for the engine's last step, and for clients to be told."""
+"""Time after the drain for the engine's last step and the last responses."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """An engine that answers, and what is known of its model."""
+    """A running engine, its tokenizer and the facts of its model."""
 
     client: EngineClient
     tokenizer: PreTrainedTokenizerBase
@@ -60,7 +60,7 @@ class Started:
 
 
 async def started(spec: EngineSpec, child: Child | None = None) -> Started:
-    """Load the model and start its engine. child: a process for it; None: in this one. Raises as `EngineSpec.load`."""
+    """Load the model and start the engine. child: its process; None: this one. Raises as `EngineSpec.load`."""
     if child is None:
         llm, engine = await asyncio.to_thread(spec.load)
         facts = await asyncio.to_thread(spec.facts, llm, engine)
@@ -71,7 +71,7 @@ async def started(spec: EngineSpec, child: Child | None = None) -> Started:
 
 
 def service_for(started: Started, settings: Settings, keys: Keys, store: str | Path | None) -> Service:
-    """What routes need. store: folder of saved contexts, the engine's."""
+    """Make the state of the routes. store: folder of saved contexts, the same as the engine's."""
     tokenizer, client = started.tokenizer, started.client
     template = PromptTemplate.of(tokenizer)
     digest = template_digest(template.opening, template.middle, template.closing)
@@ -97,10 +97,10 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
 
 
 def http_config(app: ASGIApp, settings: Settings, metrics: Callable[[], Metrics | None]) -> uvicorn.Config:
-    """uvicorn with the limits of `LimitedProtocol`. metrics: those that count what is refused before the app."""
+    """Configure uvicorn with the limits of `LimitedProtocol`. metrics: count connections refused before the app."""
 
     def refused(status: int, reason: str) -> None:
-        log.info("refused: %s", reason, extra={"fields": {"status": status}})
+        log.info("connection refused: %s", reason, extra={"fields": {"status": status}})
         if counts := metrics():
             counts.http("any", "none", status)
 
@@ -120,9 +120,9 @@ def http_config(app: ASGIApp, settings: Settings, metrics: Callable[[], Metrics 
 
 
 class _Server(uvicorn.Server):
-    """A server from before its model is loaded. Signals are `serve`'s.
+    """A uvicorn server that answers 503 until `open` is called. `serve` handles its signals.
 
-    Until `open` is called all requests get 503. Answers under way when the drain is over end with their engine.
+    Requests that still run at the end of the drain end with the engine.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -135,19 +135,19 @@ class _Server(uvicorn.Server):
         self._closing: asyncio.Task[None] | None = None
 
     def open(self, service: Service) -> None:
-        """Answer requests from now on."""
+        """Start to answer requests."""
         self._app, self._service = make_app(service), service
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Does nothing."""
+        """Do nothing: `serve` handles signals."""
         yield
 
     def end(self) -> None:
         """Handle a signal: the first begins the drain, the second ends it, the third ends at once."""
         if not self.should_exit:
             self.should_exit = True
-            log.info("draining: answers under way are finished, new requests are refused")
+            log.info("draining: running requests finish, new requests are refused")
             asyncio.get_running_loop().call_later(self._drain_seconds, self._close)
         elif self._closing is None:
             self._close()
@@ -155,7 +155,7 @@ class _Server(uvicorn.Server):
             self.force_exit = True
 
     async def closed(self) -> None:
-        """Wait for the engine's end, or make one."""
+        """Shut the engine down and wait for its end."""
         self._close()
         if self._closing is not None:
             await self._closing
@@ -168,7 +168,7 @@ class _Server(uvicorn.Server):
         if self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            failure = ApiError(503, "The model is loading; come again.", code="model_loading", retry_after=5)
+            failure = ApiError(503, "The model is loading; send this again later.", code="model_loading", retry_after=5)
             await FailureReply(failure)(scope, receive, send)
 
 
@@ -181,11 +181,11 @@ async def serve(
     *,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Answer until SIGTERM or SIGINT; then answer what is under way, for at most `drain_seconds`, and end the engine.
+    """Answer until SIGTERM or SIGINT, then finish running requests for at most `drain_seconds` and end the engine.
 
-    While the model loads, all requests get 503. What is not answered at the end gets an error that says so; a second
-    signal does not wait that long. sock: listens; child: see `started`; on_ready: called when the model is loaded.
-    Raises what loading the model raises.
+    All requests get 503 while the model loads. Requests that still run after the drain get an error; a second signal
+    ends the drain. sock: a listening socket. child: see `started`. on_ready: called when the model is loaded. Raises as
+    `EngineSpec.load`.
     """
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -193,7 +193,7 @@ async def serve(
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         server.open(service_for(await started(spec, child), settings, keys, spec.store))
-        gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
+        gc.freeze()  # modules and model live to the end; garbage collection skips them
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.end)
@@ -205,4 +205,4 @@ async def serve(
         server.should_exit = True
         await serving
         await server.closed()
-        log.info("ended", extra={"fields": {"seconds": round(time.perf_counter() - began, 3)}})
+        log.info("shutdown complete", extra={"fields": {"seconds": round(time.perf_counter() - began, 3)}})

@@ -1,4 +1,4 @@
-"""Service: what all routes of a server share."""
+"""Service: state that all routes of a server share."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ __all__ = ["Service", "caller_of", "service_of"]
 
 @dataclass(frozen=True)
 class Service:
-    """created: when the model was loaded, in seconds since 1970. hosts: None: keys decide who may ask.
-    sampling: fields of `SamplingParams` for requests that do not say.
+    """created: time when the model was loaded, in seconds since 1970. hosts: None for a server with keys.
+
+    sampling: default fields of `SamplingParams`.
     """
 
     settings: Settings
@@ -42,13 +43,14 @@ class Service:
     sampling: Mapping[str, Any]
 
     def context_of(self, model: str, context: str | None) -> str | None:
-        """The saved context that a request names, behind the model or by itself. Raises ApiError: another model, or two
-        contexts.
+        """Return the saved context of a request, from MODEL@NAME or its `context` field; None without one.
+
+        Raises ApiError for another model, or two different contexts.
         """
         name, at, behind = model.partition("@")
         if name != self.settings.name:
             raise ApiError(
-                404, f"The model {model[:80]!r} is not here; this server has {self.settings.name!r}.", param="model",
+                404, f"There is no model {model[:80]!r}; this server has {self.settings.name!r}.", param="model",
                 code="model_not_found",
             )  # fmt: skip
         if at and not behind:
@@ -58,18 +60,20 @@ class Service:
             )  # fmt: skip
         if behind and context and behind != context:
             raise ApiError(
-                400, f"The model names the context {behind[:80]!r}, and context is {context!r}.", param="context"
+                400,
+                f"The model names the context {behind[:80]!r}, but the field context is {context!r}; give one of them.",
+                param="context",
             )
         return context or behind or None
 
 
 def service_of(request: HttpRequest) -> Service:
-    """The one whose app answers."""
+    """Return the service of the app that answers."""
     service: Service = request.app.state.service
     return service
 
 
 def caller_of(request: HttpRequest) -> Caller:
-    """Who asks; see `authorize`."""
+    """Return the caller; see `authorize`."""
     caller: Caller = request.scope["caller"]
     return caller

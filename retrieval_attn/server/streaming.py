@@ -1,4 +1,4 @@
-"""Reply: an answer that ends with its client: who goes away, ends the work for it, in a stream or before the answer."""
+"""Replies that are cancelled when their client disconnects: whole JSON answers and event streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 End = Callable[[Scope], Awaitable[None]]
 
 SLACK_SECONDS = 1.0
-"""Behind the deadline, for the error that says so to be read."""
+"""Time after the deadline for the client to read the error."""
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -31,22 +31,23 @@ class FailureReply(Response):
     media_type = JSON
 
     def __init__(self, failure: ApiError) -> None:
-        """failure: what went wrong."""
+        """failure: status, headers and body."""
         super().__init__(failure.encoded, failure.status, failure.headers)
 
 
 class Reply(Response):
-    """Runs `_answer` until it ends or the client has gone, which cancels it."""
+    """Run `_answer` and cancel it if the client disconnects."""
 
     def __init__(self, end: End, seconds: float) -> None:
-        """end: called once, whatever happens, to give back what was taken for the answer. seconds: to the request's
-        deadline; a client that has not read its answer SLACK_SECONDS later is disconnected.
+        """end: called once in any case, to release the request's resources. seconds: time to the request's deadline.
+
+        A client that has not read its answer SLACK_SECONDS after the deadline is disconnected.
         """
         super().__init__()
         self._end, self._seconds = end, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an ASGI app."""
+        """Answer, as an ASGI app."""
         answering = asyncio.ensure_future(self._answer(scope, receive, send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -55,16 +56,16 @@ class Reply(Response):
             if not answering.done():
                 scope.setdefault("fields", {})["disconnected"] = True
             if not done:
-                log.warning("a client did not read its answer until the deadline: its connection is closed")
+                log.warning("client did not read its answer before the deadline; closing the connection")
                 if abort := scope.get("state", {}).get("abort"):  # of `LimitedProtocol`; closing would wait for it
                     abort()
         finally:
             gone.cancel()
             answering.cancel()
-            # its `finally` blocks give back what it holds, before the request counts as over
+            # its `finally` blocks release resources before the request ends
             (result, _) = await asyncio.gather(answering, gone, return_exceptions=True)
             await self._end(scope)
-        if isinstance(result, OSError):  # the client went while it was written to
+        if isinstance(result, OSError):  # the client disconnected during a write
             scope.setdefault("fields", {})["disconnected"] = True
         elif isinstance(result, Exception):
             raise result
@@ -74,10 +75,10 @@ class Reply(Response):
 
 
 class WholeReply(Reply):
-    """JSON that is made when it is asked for."""
+    """One JSON answer."""
 
     def __init__(self, make: Callable[[], Awaitable[bytes]], end: End, seconds: float) -> None:
-        """make: raises what `failure_of` takes."""
+        """make: returns the body; its exceptions become error responses."""
         super().__init__(end, seconds)
         self._make = make
 
@@ -90,10 +91,10 @@ class WholeReply(Reply):
 
 
 class StreamReply(Reply):
-    """Server-sent events. What fails behind the first is an event of its own, and the stream ends."""
+    """Server-sent events. An error after the first event is an event too and ends the stream."""
 
     def __init__(self, chunks: AsyncIterator[bytes], end: End, seconds: float) -> None:
-        """chunks: one or more events each; the last one is for them to tell."""
+        """chunks: one or more events each, with the final one."""
         super().__init__(end, seconds)
         self._chunks = chunks
 
@@ -103,7 +104,7 @@ class StreamReply(Reply):
         try:
             async for chunk in self._chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except OSError:  # the client has gone
+        except OSError:  # the client disconnected
             raise
         except Exception as error:
             failed = noted(error)
@@ -114,12 +115,12 @@ class StreamReply(Reply):
 
 
 def noted(error: Exception) -> ApiError:
-    """What the client is told; what is not its fault is logged, and words that it is not told."""
+    """Return the error for the client; log server errors, and messages that the client does not get."""
     failure = failure_of(error)
     if failure.status >= 500 and failure.status not in (503, 504):
-        log.error("a request failed", exc_info=error)
+        log.error("request failed", exc_info=error)
     elif isinstance(cause := error.__cause__ or error, RetrievalAttentionError) and str(cause) != failure.message:
-        log.info("a request was refused: %s: %s", type(cause).__name__, cause)
+        log.info("request refused: %s: %s", type(cause).__name__, cause)
     return failure
 
 

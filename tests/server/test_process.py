@@ -206,7 +206,7 @@ def test_it_ends_when_answers_under_way_have(keyed: Served) -> None:
                 httpx.get(f"{keyed.url}/health")
             rest = list(events)
         assert rest[-1] == "data: [DONE]" and json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
-        assert keyed.process.wait(30) == 0 and keyed.log[-1]["message"] == "ended"
+        assert keyed.process.wait(30) == 0 and keyed.log[-1]["message"] == "shutdown complete"
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:

@@ -52,8 +52,6 @@ class Config:
         all keys stay beside the model, and every token attends to all; `window` and `retrieve` change nothing then. A
         context takes its keys' bytes on the GPU, and while it answers twice as much again for each question.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
-    train_queries: prompt queries per query head that an index which trains (roargraph, sketch) is shown;
-        None: 2048, and for roargraph one of every 16 tokens where that is more, 8192 at most. 0 trains no index.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill). index="auto" takes
         fewer for a prompt where that makes room for codes on the device.
     hidden_states: where the hidden states of a prompt lie while it is read, "device" or "host" (page-locked memory, of
@@ -80,7 +78,6 @@ class Config:
     tail: TailMode = "auto"
     index: str = "auto"
     index_options: Mapping[str, Any] = field(default_factory=dict)
-    train_queries: int | None = None
     prefill_chunk: int = 8192
     hidden_states: Place = "auto"
     question_attention: QuestionAttention = "exact"
@@ -94,8 +91,6 @@ class Config:
         _require_int("sink", self.sink, 0, "use 0 to keep no sink tokens")
         _require_int("window", self.window, 0, "use 0 to keep only the spill block on the device")
         _require_int("prefill_chunk", self.prefill_chunk, 1, "8192 is a good start")
-        if self.train_queries is not None:
-            _require_int("train_queries", self.train_queries, 0, "use None for what the index asks for; 0 trains none")
         _require_int("spill", self.spill, 1, "512 is a good start")
         _check_retrieve(self.retrieve)
         require_question_attention(self.question_attention)

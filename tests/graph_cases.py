@@ -20,9 +20,9 @@ from tests.tiny_models import random_ids, tiny_model
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": 12, "index": "flat"}
 CONFIG = ra.Config(**SMALL)
 # so few keys that even a small retrieve is needed for a graph to be searched at all
-ROARGRAPH: dict[str, Any] = {"index": "roargraph", "train_queries": 64, "retrieve": 2}
+ROARGRAPH: dict[str, Any] = {"index": "roargraph", "retrieve": 2}
 """With the fixture `small_graphs`."""
-DEVICE: dict[str, Any] = {"index": "device", "train_queries": 64, "retrieve": 2, "index_options": {"key_bytes": 64}}
+DEVICE: dict[str, Any] = {"index": "device", "retrieve": 2, "index_options": {"key_bytes": 64}}
 # so many keys per key that is wanted that more are picked than named, and so long a prompt that codes are asked at all
 FINER: dict[str, Any] = {
     **DEVICE, "index": PLANNED, "index_options": {"key_bytes": 8, "rescore": 36, "finer_bytes": 16},

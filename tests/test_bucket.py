@@ -201,9 +201,8 @@ def test_a_step_without_any_row_of_a_graph_ends_none() -> None:
 @pytest.mark.parametrize("index", ["flat", "sketch", "roargraph"])
 def test_rows_with_other_numbers_by_heads_are_in_one_graph(index: str) -> None:
     """Each with its own, whoever else is there; one that attends to all is stepped beside it."""
-    options = {"train_queries": 64} if index == "roargraph" else {}
     model = build_model("llama", num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=8192)
-    rows = Rows(model, [900, 700, 800, 300], retrieve="auto", index=index, **options)
+    rows = Rows(model, [900, 700, 800, 300], retrieve="auto", index=index)
     for number, pair in enumerate(rows.pairs):
         for cache in (pair.row, pair.alone):
             for layer in cache.layers:

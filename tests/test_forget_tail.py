@@ -93,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     "flat": {"batch": 2},
     "shared": {"repeats": 3},
     "roargraph": {"config": CONFIG.replace(**ROARGRAPH)},
-    "sketch": {"config": CONFIG.replace(index="sketch", train_queries=64)},
+    "sketch": {"config": CONFIG.replace(index="sketch")},
     "device": {"config": CONFIG.replace(**DEVICE)},
     "device shared": {"config": CONFIG.replace(**DEVICE), "repeats": 2},
     "no tail": {"config": CONFIG.replace(**DEVICE, tail=False)},

@@ -35,9 +35,9 @@ States = list[tuple[dict[str, Any], dict[str, Any]] | None]
 KINDS: dict[str, dict[str, Any]] = {
     "flat": {"index": "flat"},
     "auto": {"index": "auto"},
-    "sketch": {"index": "sketch", "train_queries": 64, "retrieve": 2},
-    "roargraph": {"index": "roargraph", "train_queries": 64, "retrieve": 2},
-    "device": {"index": "device", "train_queries": 64, "retrieve": 2, "index_options": {"key_bytes": 16}},
+    "sketch": {"index": "sketch", "retrieve": 2},
+    "roargraph": {"index": "roargraph", "retrieve": 2},
+    "device": {"index": "device", "retrieve": 2, "index_options": {"key_bytes": 16}},
 }
 LONG = 1500
 """Tokens, of which clusters are made, and indexes are searched."""
@@ -118,7 +118,7 @@ def size(states: States) -> int:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_wider_heads_in_bfloat16(dim: int) -> None:
     sizes = {"head_dim": dim, "num_attention_heads": 8, "num_key_value_heads": 2}
-    config = CONFIG.replace(index="sketch", train_queries=64, retrieve=8, tail=True)
+    config = CONFIG.replace(index="sketch", retrieve=8, tail=True)
     model = ra.enable(build_model("llama", **sizes).to(torch.bfloat16), config)
     cache = read(model, config)
     same_from_here(model, cache.fork(), restored(model, cache, [saved(cache)]))

@@ -34,9 +34,9 @@ PROMPT = 330
 INDEXES: dict[str, dict[str, Any]] = {
     "flat": {"index": "flat"},
     # every leaf is looked at, by a byte per number: what it retrieves are the best
-    "sketch": {"index": "sketch", "index_options": {"key_bytes": 256}, "train_queries": 64},
+    "sketch": {"index": "sketch", "index_options": {"key_bytes": 256}},
     # a byte per number: a code's score is nearly the key's own
-    "device": {"index": "device", "index_options": {"key_bytes": 256}, "train_queries": 64},
+    "device": {"index": "device", "index_options": {"key_bytes": 256}},
 }
 EXACT, CODED, CLIPPED, ROUNDED = 2e-5, 0.004, 0.03, 0.004
 """Largest difference where the host estimates (rounding); where codes and mean values in halves do; where codes hold

@@ -70,7 +70,7 @@ class Reading:
         self._scoring: tuple[float, float | None] = 1.0, None
         self._first = held.columns == 0
         self.done = ExactPass(total, held.past())
-        count = spec.training_queries(total, config.train_queries)
+        count = spec.training_queries(total)
         # else no query is ever asked for
         anew = retrieves_after(held, total) and (self._first or _may_begin_anew(held, total))
         self._sample = TrainingQueries(total, count) if spec.trains and anew else None

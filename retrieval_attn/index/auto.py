@@ -83,9 +83,8 @@ class AutoIndex(KeyIndex):
 
     @classmethod
     def host_bytes(cls, options: AutoOptions, head: HeadShape) -> tuple[HostBytes, ...]:
-        trained = head._replace(train_queries=cls.training_queries(MAX_KEYS, head.train_queries))
-        graph = RoarGraphIndex.host_bytes(GraphOptions(), trained)
-        return graph + FlatIndex.host_bytes(CODED, head) + SketchIndex.host_bytes(SketchOptions(), head)
+        graph = RoarGraphIndex.bytes_for(GraphOptions(), head, cls.training_queries(MAX_KEYS))
+        return (graph,) + FlatIndex.host_bytes(CODED, head) + SketchIndex.host_bytes(SketchOptions(), head)
 
     @classmethod
     def prepare(cls, options: AutoOptions, fmt: Format) -> bool:

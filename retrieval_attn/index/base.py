@@ -75,15 +75,12 @@ class CodeSizes(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """What bytes follow from: numbers of a key and of a value, query heads of the group, whether keys are stored as
-    int8, and how many training queries the user asked for.
-    """
+    """Dimensions of a key and of a value, query heads of the group, and whether keys are stored as int8."""
 
     head_dim: int
     value_dim: int
     group: int
     int8: bool
-    train_queries: int | None
 
 
 @dataclass(frozen=True)
@@ -153,11 +150,9 @@ class KeyIndex(SearchedInSteps, ABC):
     """Whether the answer is that of a scan of all stored keys, which a step may run in its place."""
 
     @classmethod
-    def training_queries(cls, tokens: int, requested: int | None = None) -> int:
-        """Queries of each query head to sample from a context of so many tokens; requested: what the user asked for."""
-        if requested is None:
-            requested = max(TRAIN_QUERIES, min(tokens // TOKENS_PER_QUERY, cls.max_queries))
-        return requested if cls.trains else 0
+    def training_queries(cls, tokens: int) -> int:
+        """Return the number of training queries per query head to sample from a context of `tokens` tokens."""
+        return max(TRAIN_QUERIES, min(tokens // TOKENS_PER_QUERY, cls.max_queries)) if cls.trains else 0
 
     @classmethod
     def list_length(cls, options: Any, num_keys: int) -> int:

@@ -70,8 +70,8 @@ class IndexSpec:
     def keeps_device_keys(self) -> bool:
         return self.cls.keeps_device_keys
 
-    def training_queries(self, tokens: int, requested: int | None = None) -> int:
-        return self.cls.training_queries(tokens, requested)
+    def training_queries(self, tokens: int) -> int:
+        return self.cls.training_queries(tokens)
 
     def list_length(self, num_keys: int) -> int:
         return self.cls.list_length(self.options, num_keys)

@@ -48,13 +48,7 @@ class HostSize:
         from retrieval_attn.index.spec import IndexSpec
 
         shape, options = self.shape, self.options
-        head = HeadShape(
-            shape.key_dim,
-            shape.value_dim,
-            shape.q_heads // shape.kv_heads,
-            options.host_dtype == "int8",
-            options.train_queries,
-        )
+        head = HeadShape(shape.key_dim, shape.value_dim, shape.q_heads // shape.kv_heads, options.host_dtype == "int8")
         return IndexSpec.of(options.index, options.index_options).host_bytes(head)
 
     def index_bytes(self, tokens: int) -> int:

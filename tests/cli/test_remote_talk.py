@@ -14,7 +14,7 @@ import pytest
 
 import retrieval_attn as ra
 from eval.tests.load.tiny_server import TinyServer
-from retrieval_attn.cli import spinner as waiting
+from retrieval_attn.cli import output as waiting
 from retrieval_attn.cli.chat.remote import RemoteBackend
 from retrieval_attn.cli.output import Spinner
 from retrieval_attn.errors import InputDataError

@@ -84,12 +84,19 @@ class RoarGraphIndex(RunsIndex):
 
     @classmethod
     def host_bytes(cls, options: GraphOptions, head: HeadShape) -> tuple[HostBytes, ...]:
-        """See KeyIndex.host_bytes. An id and a term of the distance, 4 bytes each, lie beside code and links."""
+        """See KeyIndex.host_bytes."""
+        return (cls.bytes_for(options, head, cls.training_queries(MAX_KEYS)),)
+
+    @staticmethod
+    def bytes_for(options: GraphOptions, head: HeadShape, queries: int) -> HostBytes:
+        """Return the host memory of a graph trained on `queries` queries per query head.
+
+        A node takes its code, its links, an id and a term of the distance (4 bytes each).
+        """
         links = options.degree_for(head.head_dim)
         each = code_width(head.head_dim) + 4 * links + 8
-        listed = cls.training_queries(MAX_KEYS, head.train_queries) * head.group * LIST_K
-        nodes = listed + options.landmarks
-        return (HostBytes(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4),)
+        nodes = queries * head.group * LIST_K + options.landmarks
+        return HostBytes(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4)
 
     @classmethod
     def make(cls, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, training: Training) -> RoarGraphIndex:

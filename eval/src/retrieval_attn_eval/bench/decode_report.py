@@ -53,7 +53,7 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
     lines = [
         *header(report),
         f"- keys: {report['keys']}; sink {config['sink']}, window {config['window']}, retrieve {config['retrieve']}, "
-        f"{config['train_queries']} training queries per query head, host keys {config['host_dtype']}",
+        f"host keys {config['host_dtype']}",
         "",
         *table(_COLUMNS, [_cells(row, rows) for row in rows]),
     ]

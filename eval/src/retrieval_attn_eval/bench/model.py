@@ -97,7 +97,6 @@ class Bench:
             retrieve=parse_retrieve(args.retrieve),
             tail=False if args.tail == "off" else "auto",
             prefill_chunk=args.chunk,
-            train_queries=args.train,
             host_dtype=args.host_dtype,
             threads=args.threads or None,
             graph=graph,

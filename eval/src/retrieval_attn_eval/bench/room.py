@@ -48,7 +48,7 @@ def require_host_room(
     tokens, there = max(lengths), host_memory_bytes()
     most = fixed = plain = 0
     for kind, options in indexes or [("flat", {})]:
-        chosen = Config(index=kind, index_options=options, host_dtype=args.host_dtype, train_queries=args.train)
+        chosen = Config(index=kind, index_options=options, host_dtype=args.host_dtype)
         planned = plan(config, tokens, 1 << 60, 1 << 60, args.batch, chosen, decide=False, dtype=dtype)
         process = next(item.bytes for item in planned.host if item.name == "process and staging")
         fixed = process + (planned.shape.weight_bytes if on_cpu else 0)

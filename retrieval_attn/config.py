@@ -54,8 +54,6 @@ class Config:
     index_options: keyword arguments of that index; unknown ones are refused by the index.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill). index="auto" takes
         fewer for a prompt where that makes room for codes on the device.
-    hidden_states: where the hidden states of a prompt lie while it is read, "device" or "host" (page-locked memory, of
-        which chunks visit the device). "auto": on the device if they fit.
     question_attention: "exact": the tokens of a follow-up turn attend to the whole context exactly (the context's keys
         visit the device block by block), unless they are 8 or fewer. "retrieval": they go through retrieval like
         generated tokens.
@@ -79,7 +77,6 @@ class Config:
     index: str = "auto"
     index_options: Mapping[str, Any] = field(default_factory=dict)
     prefill_chunk: int = 8192
-    hidden_states: Place = "auto"
     question_attention: QuestionAttention = "exact"
     full_attention: FullAttention = "auto"
     spill: int = 512
@@ -103,8 +100,6 @@ class Config:
             )
         if self.host_dtype not in HOST_DTYPES:
             raise ConfigError(f"host_dtype must be one of {', '.join(HOST_DTYPES)}; got {self.host_dtype!r}.")
-        if self.hidden_states not in ("auto", "device", "host"):
-            raise ConfigError(f'hidden_states must be "auto", "device" or "host", got {self.hidden_states!r}.')
         if not isinstance(self.graph, bool) and self.graph != "auto":
             raise ConfigError(f'graph must be "auto", True or False, got {self.graph!r}.')
         if not isinstance(self.tail, bool) and self.tail != "auto":

@@ -192,7 +192,7 @@ class LLM:
         """A context that was saved under `name`, ready to be asked; its files are mapped, nothing is computed again.
 
         store: as in `Context.save`. overrides: `retrieve`, and options that say how this machine works (threads, graph,
-        hidden_states, prefill_chunk, question_attention, full_attention); all others are those of the read.
+        prefill_chunk, question_attention, full_attention); all others are those of the read.
         Checksums of indexes and windows are compared before the first answer, those of keys and values in a thread:
         answers after a difference was found raise StoreDamagedError.
         Raises UnknownContextError, StoreMismatchError (another model, weights, positions, tokenizer, format),

@@ -128,7 +128,7 @@ def test_the_plan_of_a_27b_hybrid(tokens: int, chunk: int, in_state: bool) -> No
     """Tables of a quarter of the head. A token takes 353 KiB in a layer with a state and 132 in one with keys, but
     there the keys of all tokens are, too: the peak is in the one or the other, and never has both.
     """
-    answer = plan(hybrid_27b(), tokens, "24GiB", "128GiB", config={"prefill_chunk": chunk, "hidden_states": "host"})
+    answer = plan(hybrid_27b(), tokens, "24GiB", "128GiB", config={"prefill_chunk": chunk})
     items = {item.name: item.bytes for item in answer.device}
     assert items["prefill: rotary tables"] == tokens * 2 * 64 * 2
     assert items["prefill: one chunk"] == chunk * (361504 if in_state else 3 * (5120 + 17408) * 2)

@@ -214,7 +214,7 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
         return torch.empty(array.shape, dtype=like.dtype, device=like.device)
 
     monkeypatch.setattr(
-        "retrieval_attn.runner.prefill.require_host_room", lambda *sizes: None
+        "retrieval_attn.runner.prefill.require_host_room", lambda *sizes, **place: None
     )  # builds the model again
     monkeypatch.setattr("retrieval_attn.offload.copy.all_to_host", all_to_host)
     monkeypatch.setattr("retrieval_attn.attention.layer_kv.to_device", to_device)

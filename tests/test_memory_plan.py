@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from retrieval_attn.cli.plan import add_arguments, run
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, UnsupportedModelError
 from retrieval_attn.memory import shape as shape_module
-from retrieval_attn.memory.device import DEVICE_RESERVE
+from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize
 from retrieval_attn.memory.plan import HOST_RESERVE, Plan, plan
 from retrieval_attn.memory.shape import model_shape
 
@@ -233,9 +234,10 @@ def test_a_million_tokens_are_read_in_24_gib() -> None:
     assert item(answer.host, "prefill: hidden states") == 8 * GIB
     assert item(answer.device, "prefill: KV of one layer") == 4 * GIB
     assert item(answer.device, "prefill: hidden states") == 3 * 8192 * 4096 * 2
-    for place in ("device", "host"):
-        config = {"host_dtype": "int8", "index": "sketch", "hidden_states": place}
-        assert plan(llama3_8b(), 1 << 20, "24GiB", "128GiB", config=config).fits == (place == "host")
+    for movable in (False, True):
+        shape = replace(answer.shape, hidden_movable=movable)
+        size = DeviceSize(shape, answer.config, 1 << 20).fitting(24 * GIB)
+        assert size.layout.hidden_on_host == movable == (size.reading_bytes <= 24 * GIB)
     roomy = plan(llama3_8b(), 1 << 20, "80GiB", "128GiB", config={"host_dtype": "int8", "index": "sketch"})
     assert roomy.device_bytes == pytest.approx(34.067 * GIB, rel=0.001)  # 80 MiB of them codes of a head
     assert roomy.host_bytes == answer.host_bytes - 8 * GIB - item(answer.host, "input embedding")

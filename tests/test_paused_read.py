@@ -21,6 +21,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.gate import ReadCancelled
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
+from retrieval_attn.memory.device import DeviceLayout
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import PromptState
 from retrieval_attn.runner.prefill import wrapped_chunk
@@ -262,13 +263,17 @@ def test_steps_run_beside_a_read(loop: AnswerLoop) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("index", ["flat", "device"])
-def test_steps_run_beside_a_read_on_a_gpu(loaded: tuple[Any, Any], index: str, place: str) -> None:
+def test_steps_run_beside_a_read_on_a_gpu(
+    loaded: tuple[Any, Any], index: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hidden states on the host, too, beside a row's steps: both as alone, and a cancelled read leaves no memory."""
     model, tokenizer = loaded
     loop = AnswerLoop(copy.deepcopy(model).cuda(), tokenizer)
     ids = ids_of(2000)
-    options = {"index": index, "hidden_states": place}
-    plain, paused, row = (new_cache(loop, **options) for _ in range(3))
+    monkeypatch.setattr(
+        "retrieval_attn.runner.hidden_states.reading_layout", lambda *sizes, **named: DeviceLayout(place == "host")
+    )
+    plain, paused, row = (new_cache(loop, index=index) for _ in range(3))
     wanted = read_at_once(loop, plain, ids)
     read_at_once(loop, row, ids_of(400, 1))
     alone = row.fork()
@@ -285,7 +290,7 @@ def test_steps_run_beside_a_read_on_a_gpu(loaded: tuple[Any, Any], index: str, p
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     for chunks in (1, 12):
-        cancelled = ChunkedPrefill(loop, new_cache(loop, **options), ids)
+        cancelled = ChunkedPrefill(loop, new_cache(loop, index=index), ids)
         cancelled.go(chunks)
         assert cancelled.wait(WAIT)
         cancelled.cancel()

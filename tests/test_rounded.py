@@ -25,7 +25,7 @@ from retrieval_attn.index.spec import IndexSpec, available
 from retrieval_attn.memory import device_room, host_room
 from retrieval_attn.memory.device_room import IndexChoice, chosen_index
 from retrieval_attn.memory.index_choice import with_rows
-from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.plan import HOST_RESERVE, plan
 from retrieval_attn.memory.units import GIB
 from retrieval_attn.offload import int8_rows as rounded
 from retrieval_attn.offload.int8_rows import Int8RowMirror, ask_for_rows, new_rows, rows_behind, write_rows
@@ -267,8 +267,8 @@ def test_rows_make_way_for_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(host_room, "available_host_bytes", available)
     needed = plan(llama3_8b(), 1000, host_memory=1)
-    free[0] = needed.host_bytes - host_room.HOST_RESERVE - needed.shape.host_table_bytes - 2 * each
-    host_room.require_host_room(llama3_8b(), ra.Config(), 1000, 1)
+    free[0] = needed.host_bytes - HOST_RESERVE - needed.shape.host_table_bytes - 2 * each
+    host_room.require_host_room(llama3_8b(), ra.Config(), 1000, 1, hidden_on_host=False)
     gone = [isinstance(one.rounded, rounded.RowsUnderWay) for one in kept]
     assert sum(gone) == 2
     del held
@@ -276,7 +276,7 @@ def test_rows_make_way_for_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(entry.rows, one) for entry, one in zip(entries, before, strict=True))
     free[0] -= 2 * each
     with pytest.raises(MemoryPlanError, match="of host memory"):
-        host_room.require_host_room(llama3_8b(), ra.Config(), 1000, 1)
+        host_room.require_host_room(llama3_8b(), ra.Config(), 1000, 1, hidden_on_host=False)
     assert all(isinstance(one.rounded, rounded.RowsUnderWay) for one in kept)
 
 

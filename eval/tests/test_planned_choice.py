@@ -19,7 +19,7 @@ from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.memory import host_room
 from retrieval_attn.memory.device import DEVICE_RESERVE, GRAPH_STATES
 from retrieval_attn.memory.index_choice import chosen_index
-from retrieval_attn.memory.plan import Plan, plan
+from retrieval_attn.memory.plan import HOST_RESERVE, Plan, plan
 from retrieval_attn.memory.units import GIB
 from retrieval_attn_eval.bench.session import command
 from tests.test_activations import hybrid_27b
@@ -165,13 +165,13 @@ def test_a_plan_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_host_without_a_gpu_counts_its_own_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a read whose index is not decided, a graph or codes have room, whatever a GPU would take."""
     needed = plan(LONG, 1 << 17, host_memory=1, decide=False)
-    least = needed.host_bytes - host_room.HOST_RESERVE - needed.shape.host_table_bytes
+    least = needed.host_bytes - HOST_RESERVE - needed.shape.host_table_bytes
     assert least > plan(LONG, 1 << 17, host_memory=1).host_bytes
     monkeypatch.setattr(host_room, "available_host_bytes", lambda: least)
-    host_room.require_host_room(LONG, AUTO, 1 << 17, 1)
+    host_room.require_host_room(LONG, AUTO, 1 << 17, 1, hidden_on_host=False)
     monkeypatch.setattr(host_room, "available_host_bytes", lambda: least - 1)
     with pytest.raises(ra.MemoryPlanError, match="auto: "):
-        host_room.require_host_room(LONG, AUTO, 1 << 17, 1)
+        host_room.require_host_room(LONG, AUTO, 1 << 17, 1, hidden_on_host=False)
 
 
 def test_prompts_that_go_together_are_counted_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

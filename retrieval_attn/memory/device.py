@@ -35,14 +35,8 @@ class DeviceLayout(NamedTuple):
     kv_layers: int = 2
 
 
-def layouts(options: Config) -> tuple[DeviceLayout, ...]:
-    """The layouts that the options allow, the fastest first: a layer that waits for a copy costs less than chunks
-    that travel.
-    """
-    if options.hidden_states == "host":
-        return DeviceLayout(True), DeviceLayout(True, 1)
-    on_device = DeviceLayout(), DeviceLayout(False, 1)
-    return on_device if options.hidden_states == "device" else (*on_device, DeviceLayout(True, 1))
+LAYOUTS = DeviceLayout(), DeviceLayout(False, 1), DeviceLayout(True, 1)
+"""Possible layouts, fastest first: a layer that waits for a copy costs less than chunks that cross the bus."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class DeviceSize:
     layout: DeviceLayout = DeviceLayout()
 
     def fitting(self, limit: int) -> DeviceSize:
-        """This with the first of the options' layouts that reads within `limit` bytes, the last if none does."""
+        """Return a copy with the first layout that reads within `limit` bytes, the last layout if none does."""
         sizes = choices(self)
         return next((size for size in sizes if size.reading_bytes <= limit), sizes[-1])
 
@@ -205,12 +199,9 @@ def cluster_bytes(size: DeviceSize) -> tuple[int, int]:
 
 
 def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:
-    """`size` with each of the layouts that its options and its model allow. hidden_states="host" is taken as it is: a
-    model whose hidden states cannot leave the device refuses it when it reads.
-    """
-    allowed = layouts(size.options)
-    possible = [layout for layout in allowed if size.shape.hidden_movable or not layout.hidden_on_host]
-    return tuple(replace(size, layout=layout) for layout in possible or allowed)
+    """Return `size` in each layout that its model allows, fastest first."""
+    possible = [layout for layout in LAYOUTS if size.shape.hidden_movable or not layout.hidden_on_host]
+    return tuple(replace(size, layout=layout) for layout in possible)
 
 
 def most_context(size: DeviceSize, limit: int, chunk: int) -> int:

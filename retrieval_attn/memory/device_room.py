@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from retrieval_attn.config import Config
@@ -12,7 +13,7 @@ from retrieval_attn.gpu.memory import bus_bandwidth, spare_bytes, split_bytes
 from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.memory.device import DeviceLayout, layouts
+from retrieval_attn.memory.device import DeviceLayout
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.index_choice import (
     chosen_index,
@@ -95,15 +96,21 @@ class IndexChoice:
         """The index for `tokens` first tokens of each of `batch` sequences; `config` and `spec` say so from then on."""
         model = self._loaded
         if not self._decided and self._requested.index == "auto" and model is not None:
-            possible = self._requested
-            if possible.hidden_states == "auto" and why_not_on_host(model) is not None:
-                possible = possible.replace(hidden_states="device")
             free = whole_device_bytes(model)
             _log_fragmentation(model, free)
             finer = free is not None and reads_host(input_device(model))
             host_free = self._host_free(model)
             room = None if free is None else free - MARGIN
-            self.config = chosen_index(model.config, possible, tokens, room, batch, finer=finer, host_free=host_free)
+            self.config = chosen_index(
+                model.config,
+                self._requested,
+                tokens,
+                room,
+                batch,
+                hidden_movable=why_not_on_host(model) is None,
+                finer=finer,
+                host_free=host_free,
+            )
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True
         return self.spec
@@ -145,12 +152,16 @@ def _log_fragmentation(model: Any, free: int | None) -> None:
         )
 
 
-def reading_layout(model_config: Any, config: Config, tokens: int, free: int | None, batch: int = 1) -> DeviceLayout:
-    """Where a pass has what grows with `tokens` tokens of each of `batch` sequences, see `DeviceLayout`.
+def reading_layout(
+    model_config: Any, config: Config, tokens: int, free: int | None, batch: int, *, hidden_movable: bool
+) -> DeviceLayout:
+    """Choose the layout of a prefill of `tokens` tokens of each of `batch` sequences.
 
-    free: bytes of device memory beside what is there already; None: not known, and the first of `layouts` is taken.
+    free: free bytes of device memory; None: unknown, and everything stays on the device. hidden_movable: whether the
+    loaded model may keep hidden states in host memory.
     """
     shape = None if free is None else known_shape(model_config)
     if free is None or shape is None:
-        return layouts(config)[0]
+        return DeviceLayout()
+    shape = replace(shape, hidden_movable=shape.hidden_movable and hidden_movable)
     return sized(shape, config, tokens, batch, free).layout

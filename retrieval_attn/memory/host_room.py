@@ -11,7 +11,8 @@ from typing import Any
 
 from retrieval_attn.config import Config
 from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
-from retrieval_attn.memory.plan import HOST_RESERVE, plan
+from retrieval_attn.memory.arithmetic import Item
+from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
 from retrieval_attn.offload.int8_rows import let_rows_go
 
@@ -42,23 +43,29 @@ def available_host_bytes() -> int:
     return max(0, available)
 
 
-def require_host_room(model_config: Any, config: Config, tokens: int, batch: int) -> None:
-    """Raise MemoryPlanError if keys, values and indexes of `tokens` more tokens of `batch` rows do not fit, not even
-    without rows that devices read of other texts: those are let go of.
+def require_host_room(model_config: Any, config: Config, tokens: int, batch: int, *, hidden_on_host: bool) -> None:
+    """Raise MemoryPlanError if `tokens` more tokens of `batch` rows do not fit host memory.
 
-    Models whose shape is not known are let pass, with a log line.
+    Int8 rows of other texts are freed first if that makes room. A model of unknown shape is not checked; a log line
+    says so.
+    hidden_on_host: whether hidden states are stored in host memory during prefill; keys, values and indexes always are.
     """
     try:
-        needs = plan(model_config, context=tokens, batch=batch, host_memory=1, config=config, decide=False)
+        # a GPU without limits: hidden states are counted below, where they are
+        needs = plan(model_config, tokens, gpu_memory=1 << 60, host_memory=1, batch=batch, config=config, decide=False)
     except RetrievalAttentionError as error:
         log.warning("memory of the host is not checked before reading: %s", error)
         return
-    needed = needs.host_bytes - HOST_RESERVE - needs.shape.host_table_bytes  # the process is there already
+    items = [*needs.host[:-1]]  # the last one is the process itself
+    if hidden_on_host:
+        size = tokens * batch * needs.shape.hidden * needs.shape.dtype_bytes
+        items.append(Item("prefill: hidden states", size, "page-locked, while reading"))
+    needed = sum(item.bytes for item in items)
     available = available_host_bytes()
     if needed > available and let_rows_go(needed - available):
         available = available_host_bytes()
     if needed > available:
-        parts = ", ".join(f"{item.name} {show_bytes(item.bytes)} ({item.detail})" for item in needs.host[:-1])
+        parts = ", ".join(f"{item.name} {show_bytes(item.bytes)} ({item.detail})" for item in items)
         raise MemoryPlanError(
             f"reading {batch} x {tokens:,} tokens needs {show_bytes(needed)} of host memory, {show_bytes(available)} "
             f"is free: {parts}. Read less, free memory, store keys with host_dtype='int8', or set {VARIABLE} if this "

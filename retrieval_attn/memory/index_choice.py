@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from retrieval_attn.config import Config
@@ -40,12 +41,14 @@ def chosen_index(
     free: int | None,
     batch: int = 1,
     *,
+    hidden_movable: bool = True,
     finer: bool = True,
     host_free: int = 0,
 ) -> Config:
-    """What `fitting_index` takes for a model of this config; the choice is logged, and why it stays with `config`.
+    """Return the choice of `fitting_index` for a model of this config, and log it with the reason.
 
-    free: bytes of device memory beside what is there; None: not known, and `config` stays.
+    free: free bytes of device memory; None: unknown, and `config` is returned. hidden_movable: whether the loaded model
+    may keep hidden states in host memory during prefill.
     """
     if free is None or not _is_open(config, tokens):
         return config
@@ -54,6 +57,7 @@ def chosen_index(
         return config
     try:
         shape = model_shape(model_config, None)
+        shape = replace(shape, hidden_movable=shape.hidden_movable and hidden_movable)
     except RetrievalAttentionError as error:
         log.warning("index 'auto' stays on the host: what codes on the device need is not known (%s)", error)
         return config

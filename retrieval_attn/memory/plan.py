@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 from retrieval_attn.config import Config, Place, resolve
@@ -198,9 +198,10 @@ class _Case:
     def arithmetic(self, options: Config, context: int) -> Arithmetic:
         """By the options as they are, in the layout that fits best."""
         count, split = self.gpus
-        # of several GPUs none keeps hidden states on the host (`runner/hidden_states.py`) or captures a step
-        placed = options if count == 1 else options.replace(hidden_states="device", graph=False)
-        size = DeviceSize(self.part, placed, context, self.batch).fitting(self.device_limit)
+        part, placed = self.part, options
+        if count > 1:  # several GPUs neither move hidden states to the host (`runner/hidden_states.py`) nor capture
+            part, placed = replace(part, hidden_movable=False), options.replace(graph=False)
+        size = DeviceSize(part, placed, context, self.batch).fitting(self.device_limit)
         return Arithmetic(self.shape, size, count if split == "heads" else 1)
 
     def may_decide(self, options: Config) -> bool:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.attention.layer import LayeredCache
-from retrieval_attn.config import Config
-from retrieval_attn.errors import UnsupportedModelError
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.memory.device import DeviceLayout
 from retrieval_attn.memory.device_room import reading_layout, whole_device_bytes
@@ -94,9 +92,10 @@ class HiddenStates:
             self._forward.chunk = chunk = min(chunk, cache.index.chunk)
         if tokens <= chunk:
             return
-        config = where_possible(self.model, cache.index.config.replace(prefill_chunk=chunk))
-        held = cache.get_seq_length() + tokens
-        self._forward.layout = reading_layout(self.model.config, config, held, whole_device_bytes(self.model), batch)
+        config = cache.index.config.replace(prefill_chunk=chunk)
+        held, free = cache.get_seq_length() + tokens, whole_device_bytes(self.model)
+        movable = not torch.is_grad_enabled() and why_not_on_host(self.model) is None
+        self._forward.layout = reading_layout(self.model.config, config, held, free, batch, hidden_movable=movable)
         if self.layout.hidden_on_host:
             log.info("hidden states of %d tokens lie in host memory while they are read", tokens)
             self._forward.ferry = Ferry(input_device(self.model), tokens)
@@ -126,22 +125,6 @@ class HiddenStates:
         self._forward.latest = None if seen else weakref.ref(out)
         if seen and self.ferry is not None:
             self.ferry.finish()
-
-
-def where_possible(model: Any, config: Config) -> Config:
-    """`config`, or one that leaves hidden states on the device where they cannot lie on the host.
-
-    Raises UnsupportedModelError, with the reason, where config.hidden_states is "host" and they cannot.
-    """
-    grad = "gradients are recorded: read within torch.no_grad()" if torch.is_grad_enabled() else None
-    reason = grad or why_not_on_host(model)
-    if reason is None or config.hidden_states == "device":
-        return config
-    if config.hidden_states == "host":
-        raise UnsupportedModelError(
-            f'hidden_states="host" does not serve {type(model).__name__}: {reason}. Use "auto" or "device".'
-        )
-    return config.replace(hidden_states="device")
 
 
 def layered_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache | None:

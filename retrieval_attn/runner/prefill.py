@@ -294,8 +294,8 @@ class _ChunkedLayer:
             model = self._stream.model
             batch, tokens = hidden_states.shape[:2]
             cache.index.decide(tokens, batch)
-            place: Any = "device" if self._stream.states.ferry is None else "host"
-            require_host_room(model.config, cache.index.config.replace(hidden_states=place), tokens, batch)
+            on_host = self._stream.states.ferry is not None
+            require_host_room(model.config, cache.index.config, tokens, batch, hidden_on_host=on_host)
         for other in cache.layers:
             if isinstance(other, CacheLayer):
                 other.check_index()  # an index that failed five layers ago need not wait for the last layer

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn._register import register_with_transformers as _register_with_transformers
+from retrieval_attn.imports import quiet as _quiet
 
 if TYPE_CHECKING:
     from retrieval_attn.answer import Answer, Sampling, Stats
@@ -110,6 +111,7 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _quiet()  # most names import transformers
     home = next((module for module, names in _NAMES.items() if name in names), "errors")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value

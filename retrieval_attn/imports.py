@@ -1,4 +1,4 @@
-"""What programs do about the imports of torch and transformers: some of them talk."""
+"""Silence warnings that torchao prints while transformers imports it, whether torchao is used or not."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ import logging
 
 __all__ = ["quiet"]
 
-# transformers imports torchao where it is installed, which then says what kernels it has not, used or not.
-TALKS_AT_IMPORT = ("torchao", "torch.utils._pytree")
+NOISE = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported"}
+"""Beginnings of messages about missing kernels and about torchao's own enums, by the name of their logger."""
+
+
+class _Noise(logging.Filter):
+    """Drop records whose message begins with `start`."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self._start)
+
+
+_filters = {name: _Noise(start) for name, start in NOISE.items()}
 
 
 def quiet() -> None:
-    """Loggers of those that talk say errors alone from now on."""
-    for name in TALKS_AT_IMPORT:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    """Drop the messages of NOISE from now on; other records of these loggers are kept."""
+    for name, noise in _filters.items():
+        logging.getLogger(name).addFilter(noise)

@@ -21,7 +21,7 @@ from retrieval_attn.index.threads import check_threads, say_if_threads_spin
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
 from retrieval_attn.memory.plan import Plan, WeightOptions, plan
-from retrieval_attn.memory.split import embedding_place
+from retrieval_attn.memory.shape import embedding_place
 from retrieval_attn.memory.units import parse_bytes, show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.grouped_loading import kernel_format

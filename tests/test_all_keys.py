@@ -18,7 +18,7 @@ from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
-from retrieval_attn.memory.all_keys import SEARCH_MICROSECONDS, device_kv_bytes
+from retrieval_attn.memory.device import SEARCH_MICROSECONDS, device_kv_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.runner import full_attention as beside
 from retrieval_attn.runner.attention import using_retrieval

@@ -12,8 +12,7 @@ import retrieval_attn as ra
 from retrieval_attn.errors import ConfigError, UnsupportedModelError
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.plan import HOST_RESERVE, plan
-from retrieval_attn.memory.shape import ModelShape, model_shape
-from retrieval_attn.memory.split import part_of
+from retrieval_attn.memory.shape import ModelShape, model_shape, part_of
 from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import build_model, tiny_model
 

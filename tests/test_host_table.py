@@ -11,8 +11,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.split import with_embedding
+from retrieval_attn.memory.shape import model_shape, with_embedding
 from retrieval_attn.model.placement import input_device, is_host_table, mark_host_table
 from retrieval_attn.model.quantization import held_bytes
 from retrieval_attn.offload.host_table import move_table

@@ -9,8 +9,7 @@ import pytest
 import retrieval_attn as ra
 from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.memory import index_choice
-from retrieval_attn.memory.index_choice import fitting_index
-from retrieval_attn.memory.search_time import search_seconds
+from retrieval_attn.memory.index_choice import fitting_index, search_seconds
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import GIB
 from tests.test_activations import hybrid_27b

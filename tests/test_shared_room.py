@@ -14,10 +14,10 @@ from retrieval_attn.engine import prefix_handle as held
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.memory import shared_room as module
+from retrieval_attn.memory import device_room as module
 from retrieval_attn.memory.device import DeviceSize
+from retrieval_attn.memory.device_room import exact_device_bytes, prefix_cache_device_bytes, shared_room
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.shared_room import exact_device_bytes, prefix_cache_device_bytes, shared_room
 from retrieval_attn.memory.units import GIB
 from retrieval_attn.server.settings import EngineSpec
 from tests.engine_audit import check_engine

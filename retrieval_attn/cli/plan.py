@@ -8,7 +8,7 @@ import json
 from retrieval_attn.cli.model_args import HOST_DTYPE_FLAG, INDEX_FLAG, index_fields
 from retrieval_attn.config import QUANTIZATIONS, Config
 from retrieval_attn.memory.plan import plan
-from retrieval_attn.memory.split import SPLITS
+from retrieval_attn.memory.shape import SPLITS
 from retrieval_attn.memory.units import parse_tokens
 
 

@@ -46,10 +46,10 @@ from retrieval_attn.errors import (
     RetrievalAttentionError,
     StoreDamagedError,
 )
+from retrieval_attn.memory.device_room import prefix_cache_device_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.shared_room import prefix_cache_device_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.transfer import host_format

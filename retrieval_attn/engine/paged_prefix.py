@@ -28,9 +28,9 @@ from retrieval_attn.engine.node import PrefixCacheError, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.errors import AdmissionError, ConfigError, ShapeError
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
+from retrieval_attn.memory.device_room import exact_device_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.shared_room import exact_device_bytes
 
 __all__ = ["PageAllocation", "PageCounts", "PagePool", "PagedKVPool"]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from retrieval_attn.config import Config
-from retrieval_attn.memory.all_keys import device_kv_bytes, full_attention_breakeven
 from retrieval_attn.memory.device import (
     DEVICE_RESERVE,
     GRAPH_STATES,
     DeviceSize,
     choices,
     cluster_bytes,
+    device_kv_bytes,
+    full_attention_breakeven,
     most_context,
     rotary_bytes,
     state_bytes,

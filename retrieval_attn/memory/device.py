@@ -8,13 +8,73 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval_attn.config import Config
-from retrieval_attn.memory.chunk import ChunkSize
 from retrieval_attn.memory.shape import ModelShape
 from retrieval_attn.memory.units import GIB
 
 if TYPE_CHECKING:
     from retrieval_attn.index.base import DeviceBytes
     from retrieval_attn.index.spec import IndexSpec
+
+
+# Fragmentation as a share of a chunk's activations. Up to 0.4 were measured at 16K to 128K tokens on an H100.
+FRAGMENTED = 0.5
+# Chunks of hidden states under way between host and device, in addition to a chunk's own input and output.
+CHUNKS_UNDER_WAY = 3
+
+
+class ChunkSize(NamedTuple):
+    """Bytes per token of a prefill chunk.
+
+    attending: activations in a layer with keys. mixing: activations in a layer with a state. visiting: hidden states
+    under way between host and device. absent: bytes of keys and values that are on the device in a layer with keys, and
+    on the host when a layer with a state begins (`runner/prefill.py`).
+    """
+
+    attending: int
+    mixing: int
+    visiting: int
+    absent: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, batch: int, *, hidden_on_host: bool, absent: int) -> ChunkSize:
+        """Return the sizes for `batch` sequences.
+
+        In a layer with keys the larger of MLP and attention. MLP: gate, up and their product, with the layer's input,
+        its normalised copy and the output beside them. Attention: query and output in the model's dtype and two float32
+        partials that are being merged. Layers with a state: `memory/weights.py`.
+        """
+        hidden = shape.hidden * shape.dtype_bytes
+        mlp = 3 * shape.mlp_width * shape.dtype_bytes
+        heads = shape.q_heads * (shape.key_dim + shape.value_dim) * shape.dtype_bytes
+        partials = 2 * shape.q_heads * (shape.value_dim + 1) * 4
+        mixing = shape.state_chunk_bytes if shape.state_layers else 0
+        visiting = CHUNKS_UNDER_WAY * hidden if hidden_on_host else 0
+        return cls(batch * (3 * hidden + max(mlp, heads + partials)), batch * mixing, batch * visiting, absent)
+
+    def in_state(self, tokens: int) -> bool:
+        """Return True if a chunk of `tokens` tokens has its peak in a layer with a state."""
+        return (1 + FRAGMENTED) * tokens * (self.mixing - self.attending) > self.absent
+
+    def token_bytes(self, tokens: int) -> int:
+        """Return activation bytes per token at the peak of a chunk of `tokens` tokens."""
+        return self.mixing if self.in_state(tokens) else self.attending
+
+    def unusable(self, tokens: int) -> int:
+        """Return bytes lost to fragmentation during a chunk of `tokens` tokens."""
+        return int(FRAGMENTED * tokens * self.token_bytes(tokens))
+
+    def bytes(self, tokens: int) -> int:
+        """Return all bytes of a chunk of `tokens` tokens on top of the context's own."""
+        absent = self.absent if self.in_state(tokens) else 0
+        return tokens * (self.token_bytes(tokens) + self.visiting) + self.unusable(tokens) - absent
+
+    def most(self, free: int) -> int:
+        """Return tokens of the largest chunk that fits `free` bytes; negative if `free` is."""
+        attending = free / ((1 + FRAGMENTED) * self.attending + self.visiting)
+        if not self.mixing:
+            return int(attending)
+        return int(min(attending, (free + self.absent) / ((1 + FRAGMENTED) * self.mixing + self.visiting)))
+
 
 # CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
 # 1.09 GiB while decoding on an H100 (docs/archive/results/h100/memory_device.md), where the context alone takes 0.6.
@@ -212,3 +272,29 @@ def most_context(size: DeviceSize, limit: int, chunk: int) -> int:
         return held.fixed_bytes + tokens * size.token_bytes + held.chunks.bytes(chunk)
 
     return max(0, bisect.bisect_right(range(max(0, limit) // size.token_bytes + 1), limit, key=needed) - 1)
+
+
+SEARCH_MICROSECONDS = {False: 85.0, True: 100.0}
+"""What reading a layer's keys and values may take, by the GPU's bandwidth, to be sooner than a search, its transfers
+and the host's answer; True: in int8, of twice as many keys, whose search takes longer. Of Llama-3-8B's shape on an H100
+65,536 and 158,627 tokens, a sixth less than where the ways were equal (docs/archive/log.md, 2026-11-27). Where the GPU
+reads what is named, a token of 128K by retrieval takes 8.9 ms, and 9.2 over all keys in int8, as good as exact: they
+stay.
+"""
+
+
+def device_kv_bytes(shape: ModelShape, *, int8: bool) -> int:
+    """Return bytes of one token's keys and values of one layer on the GPU, for full attention."""
+    from retrieval_attn.index.formats import Format
+
+    if not int8:
+        return shape.kv_layer_bytes
+    return shape.kv_heads * sum(Format.INT8.row_bytes(dim) for dim in (shape.key_dim, shape.value_dim))
+
+
+def full_attention_breakeven(shape: ModelShape, bandwidth: float, *, int8: bool = False) -> int:
+    """Return the context length up to which full attention on the GPU is faster than retrieval.
+
+    bandwidth: of the GPU, bytes per second. int8: whether keys and values are stored in int8.
+    """
+    return int(SEARCH_MICROSECONDS[int8] * 1e-6 * bandwidth / max(1, device_kv_bytes(shape, int8=int8)))

@@ -1,4 +1,4 @@
-"""Whether a device has room for the codes of a context's keys, so that index="auto" may keep them there."""
+"""Free memory of a loaded model's GPUs and its division: index, layout of a prefill, prefix cache, exact pages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.memory import bus_bandwidth, spare_bytes, split_bytes
 from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.memory.device import DeviceLayout
+from retrieval_attn.memory.device import DeviceLayout, DeviceSize, state_bytes
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.index_choice import (
     chosen_index,
@@ -23,10 +25,11 @@ from retrieval_attn.memory.index_choice import (
     with_rows,
     without_rows,
 )
+from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.packed import unpacked_bytes
-from retrieval_attn.model.placement import input_device, is_spread
+from retrieval_attn.model.placement import devices, input_device, is_spread
 from retrieval_attn.offload.finer import reads_host
 from retrieval_attn.offload.managed import has_managed
 
@@ -41,12 +44,10 @@ _ANY_DIM = 128
 
 
 class IndexChoice:
-    """Which index the keys of one cache get. `auto` is decided when the first tokens come, once for all layers."""
+    """Index of the keys of one cache. `auto` is decided before the first prefill, once for all layers."""
 
     def __init__(self, model: Any, config: Config) -> None:
-        """model: whose cache it is; None: nothing is known of its device. Raises ConfigError for an index or options
-        that do not exist.
-        """
+        """model: model of the cache; None: its device is unknown. Raises ConfigError for an unknown index or option."""
         self._model = None if model is None else weakref.ref(model)
         self._requested = config
         self.config, self.spec = config, IndexSpec.of(config.index, config.index_options)
@@ -59,25 +60,24 @@ class IndexChoice:
 
     @property
     def chunk(self) -> int | None:
-        """Tokens that go through a layer at once while the first ones are read, where codes fit with no more; None:
-        as many as the caller says. Later tokens come when what reading took is free again.
-        """
+        """Prefill chunk of the first text if codes fit only with a smaller one; None: the caller's chunk."""
         chunk = self.config.prefill_chunk
         return chunk if chunk < self._requested.prefill_chunk else None
 
     @property
     def _loaded(self) -> Any:
-        """The model, as long as there is one."""
+        """The model while it is alive."""
         return None if self._model is None else self._model()
 
     def reset(self) -> None:
-        """The next first tokens decide anew; until then `config` and `spec` stay, for forks that read before."""
+        """Decide again at the next first prefill; until then `config` and `spec` are kept for forks."""
         self._decided = False
 
     def take(self, decided: Config, tokens: int) -> None:
-        """The index is the one that `config` named when a saved context of so many tokens was read, but for codes on
-        the host that the device here cannot read. Rows that a device reads are not saved: they are made where the host
-        here has room for them.
+        """Adopt the index of a saved context of `tokens` tokens.
+
+        Codes in host memory are dropped if this device cannot read host memory. Int8 rows are not saved: they are
+        built again if the host has room.
         """
         model = self._loaded
         on_host = {"finer_bytes", "codes_on_host"}.intersection(decided.index_options)
@@ -93,7 +93,7 @@ class IndexChoice:
         self._decided = True
 
     def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
-        """The index for `tokens` first tokens of each of `batch` sequences; `config` and `spec` say so from then on."""
+        """Choose the index for the first `tokens` tokens of each of `batch` sequences; set `config` and `spec`."""
         model = self._loaded
         if not self._decided and self._requested.index == "auto" and model is not None:
             free = whole_device_bytes(model)
@@ -116,7 +116,7 @@ class IndexChoice:
         return self.spec
 
     def _host_free(self, model: Any) -> int:
-        """Bytes of host memory of which some may be for rows that a device reads; 0 where it reads none."""
+        """Return free bytes of host memory for rows that the device reads; 0 if it cannot read host memory."""
         place = input_device(model)
         if not has_managed(place) or is_spread(model) or self._requested.graph is False:
             return 0
@@ -125,9 +125,9 @@ class IndexChoice:
 
 
 def free_device_bytes(model: Any) -> int | None:
-    """What this process may still take on the one CUDA device that `model` runs on; None for any other placement.
+    """Return bytes that this process may still allocate on the CUDA device of `model`; None for other placements.
 
-    But for the copy of a matrix of 4 bits that reading makes (`model/fused/unpacking.py`).
+    The unpacked copy of a 4-bit matrix during prefill (`model/fused/unpacking.py`) is subtracted.
     """
     device = input_device(model)
     if device.type != "cuda" or is_spread(model):
@@ -136,13 +136,13 @@ def free_device_bytes(model: Any) -> int | None:
 
 
 def whole_device_bytes(model: Any) -> int | None:
-    """`free_device_bytes` without pieces between tensors: what does not fit them ends a read."""
+    """Return `free_device_bytes` without fragments between tensors, which no large tensor fits."""
     free = free_device_bytes(model)
     return None if free is None else max(0, free - split_bytes(input_device(model)))
 
 
 def _log_fragmentation(model: Any, free: int | None) -> None:
-    """Tell of free memory that no large tensor fits: where weights were loaded by others, say."""
+    """Log free memory that no large tensor fits, such as after another program's loading of weights."""
     pieces = 0 if free is None else split_bytes(input_device(model))
     if pieces >= MARGIN:
         log.info(
@@ -165,3 +165,55 @@ def reading_layout(
         return DeviceLayout()
     shape = replace(shape, hidden_movable=shape.hidden_movable and hidden_movable)
     return sized(shape, config, tokens, batch, free).layout
+
+
+SHARE, EXACT_SHARE = 0.25, 0.5
+"""Shares of the remaining memory for idle texts in the prefix cache and for pages of exact prefixes. The rest is for
+texts in use: hidden states, keys of layers under way to the host, codes."""
+
+
+def prefix_cache_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int | None:
+    """Return the GPU memory for idle texts of an engine, the sum over all GPUs. None: the model runs on a CPU.
+
+    See `shared_room`.
+    """
+    beside = _beside(model, config, rows)
+    if beside is None:
+        return None
+    room = shared_room(*beside)
+    log.info("idle texts in the prefix cache may hold %s on the device", show_bytes(room))
+    return room
+
+
+def exact_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int | None:
+    """Return the GPU memory for pages of exact prefixes, the sum over all GPUs. None: the model runs on a CPU.
+
+    Windows of all rows are subtracted before the share is taken: 32 rows of a 7B model without grouped queries
+    otherwise find no memory on a card of 80 GB.
+    """
+    beside = _beside(model, config, rows)
+    return None if beside is None else int(_left(*beside) * EXACT_SHARE)
+
+
+def shared_room(size: DeviceSize, spare: int, gpus: int = 1) -> int:
+    """Return a quarter of `spare` bytes after windows and states of all rows and one prefill chunk per GPU; at least 0.
+
+    size: a batch of all rows, with a context at least as long as a chunk and a sliding window.
+    """
+    return int(_left(size, spare, gpus) * SHARE)
+
+
+def _beside(model: PreTrainedModel, config: Config, rows: int) -> tuple[DeviceSize, int, int] | None:
+    """Return the sizes of a loaded model's rows, spare bytes and number of its GPUs. None: it runs on a CPU."""
+    places = [place for place in devices(model) if place.type == "cuda"]
+    if not places:
+        return None
+    shape = model_shape(model)
+    size = DeviceSize(shape, config, max(config.prefill_chunk, shape.sliding_window), rows)
+    return size, sum(map(spare_bytes, places)), len(places)
+
+
+def _left(size: DeviceSize, spare: int, gpus: int) -> int:
+    rows = size.window_bytes + size.sliding_bytes + sum(state_bytes(size))
+    reading = gpus * replace(size, batch=1).chunks.bytes(size.chunk)
+    return max(0, spare - rows - reading)

@@ -1,7 +1,8 @@
-"""What index="auto" takes where a device has so much room: codes of which size, in chunks of how many tokens.
+"""Choice of index="auto" for given free memory: code size, int8 rows and prefill chunk. Arithmetic only.
 
-`chosen_index` is asked before a text is read (`memory/device_room.py`), `fitting_index` before anything is loaded
-(`memory/plan.py`). Arithmetic only.
+`chosen_index` serves a prefill (`memory/device_room.py`), `fitting_index` also `memory/plan.py`. Options are compared
+by `search_seconds`, whose rates are those of one H100, its host of 16 cores and PCIe 5: they rank options on other
+devices too (docs/archive/log.md, 2026-11-27).
 """
 
 from __future__ import annotations
@@ -18,13 +19,40 @@ from retrieval_attn.gpu.codes.host_row_gather import RowShape
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.index.code_layout import KEY_SHARE, PLANNED, CodeLayout
 from retrieval_attn.index.code_sizes import brought_size, code_sizes
+from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
-from retrieval_attn.memory.search_time import search_seconds
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import show_bytes
 
 log = logging.getLogger(__name__)
+KERNELS_SECONDS = 55e-6
+"""Seconds per layer of a captured step, independent of the search."""
+SCAN_BYTES = 2.5e12
+"""Bytes of codes scanned per second."""
+FINER_REQUESTS = 330e6
+"""Finer codes of about 64 bytes read over the bus per second."""
+ROW_BYTES = 45e9
+"""Bytes of int8 rows read over the bus per second."""
+HOST_KEYS = 77e6
+"""Keys attended per second on the host, without int8 rows."""
+
+
+def search_seconds(shape: ModelShape, config: Config, tokens: int, batch: int = 1) -> float:
+    """Return the seconds of one layer's retrieval from `tokens` tokens of each of `batch` sequences.
+
+    config: options with codes on the device and a number of keys to retrieve.
+    """
+    spec = IndexSpec.of(config.index, config.index_options)
+    sizes = spec.code_shape(shape.key_dim, config.retrieve_count(tokens) or tokens, config.estimates)
+    assert sizes is not None
+    scanned = shape.kv_heads * tokens * sizes.key_bytes / SCAN_BYTES
+    finer = shape.q_heads * sizes.k / FINER_REQUESTS if sizes.kept else 0.0
+    named = shape.q_heads * (sizes.kept or sizes.k)
+    attended = named * (shape.key_dim + shape.value_dim) / ROW_BYTES if spec.host_reads.rows else named / HOST_KEYS
+    return KERNELS_SECONDS + batch * (scanned + finer + attended)
+
+
 LEAST_CHUNK = 512
 """Tokens of a chunk that `auto` takes: below, reading slows down."""
 CHUNKS_FOR_ROWS, WORTH_CHUNKS = 4, 0.8
@@ -88,19 +116,14 @@ def chosen_index(
 def fitting_index(
     shape: ModelShape, config: Config, tokens: int, free: int, batch: int = 1, *, finer: bool = True, host_free: int = 0
 ) -> tuple[Config, int]:
-    """`config` itself, or where it says index="auto" and `free` bytes of device memory are enough, one with
-    codes that a device reads; and the bytes that reading takes by it, or by the smallest that there is (0: none was
-    tried).
+    """Return `config` with codes for a device if it fits `free` bytes, and the bytes that prefill takes by it.
 
-    Enough for reading so many tokens of each of `batch` sequences, in the tightest layout that the options allow, and
-    for their codes, beside what is there already. Where codes of the usual size do not fit, smaller ones are taken, of
-    which more candidates get an exact score (`SMALLER_CODES`), or where the device can read host memory (finer) what
-    finer codes there leave of these. Where none fit beside a chunk of config.prefill_chunk tokens, that is halved until
-    some do. Where the host has room for int8 rows of all keys and values that a device reads, they are kept as well;
-    host_free: its bytes, for a device that reads any. They may be worth smaller chunks, see `CHUNKS_FOR_ROWS`. Where no
-    codes fit, they lie on the host, if it has room, and come by the bus for every token (`BROUGHT_CODES`), in a third
-    of the time that the host's scan takes. A scan on the device takes a tenth of it, and nothing is built while the
-    device waits.
+    If nothing fits, or `config` is not open to a choice, `config` itself is returned, with the bytes of the smallest
+    attempt (0: none was tried). Codes of the usual size come first, then smaller ones of which more candidates are
+    rescored (`SMALLER_CODES`), with finer codes in host memory if the device reads it (finer). If none fits with
+    config.prefill_chunk, the chunk is halved until one does. Int8 rows of all keys and values are added if `host_free`
+    bytes of host memory have room for them, which may justify smaller chunks (`CHUNKS_FOR_ROWS`). If no codes fit the
+    device, they are stored on the host and cross the bus for every token (`BROUGHT_CODES`).
     """
     if not _is_open(config, tokens) or config.retrieve == "auto":
         return config, 0
@@ -135,7 +158,7 @@ def fitting_index(
 
 
 def _first_fitting(configs: Iterable[Config], takes: Callable[[Config], int], free: int) -> tuple[Config | None, int]:
-    """The first of some that fits, None: none does; and what that takes, or the last that was tried, 0 without any."""
+    """Return the first config that fits `free` bytes (None: none does), and the bytes of the last attempt (0: none)."""
     needed = 0
     for coded in configs:
         needed = takes(coded)
@@ -145,9 +168,7 @@ def _first_fitting(configs: Iterable[Config], takes: Callable[[Config], int], fr
 
 
 def describe_bytes(config: Config, key_dim: int, asked_chunk: int) -> str:
-    """What index="auto" took, in words. config: of codes that a device reads. asked_chunk: tokens of a chunk that were
-    asked for; another number is said.
-    """
+    """Describe the choice of index="auto". asked_chunk: the user's prefill chunk; a different one is mentioned."""
     options = CodeLayout(**config.index_options)
     codes = f"codes of {options.bytes_for(key_dim)} bytes per key"
     parts = [
@@ -168,9 +189,9 @@ def _is_open(config: Config, tokens: int) -> bool:
 
 
 def has_room_for_rows(shape: ModelShape, config: Config, tokens: int, host_free: int, batch: int = 1) -> bool:
-    """Whether rows that the device reads take no more than half of what keys and values leave of the host's memory.
+    """Return True if int8 rows take at most half of the host memory that keys and values leave.
 
-    config: without them. Not without estimates: then the host attends.
+    config: options without int8 rows. Without estimates the host attends, and no rows are kept.
     """
     held, coded = (_host_bytes(shape, one, tokens, batch) for one in (config, with_rows(config)))
     rows = coded - held
@@ -178,13 +199,13 @@ def has_room_for_rows(shape: ModelShape, config: Config, tokens: int, host_free:
 
 
 def _host_bytes(shape: ModelShape, config: Config, tokens: int, batch: int) -> int:
-    """Of keys, values and what the index has of them."""
+    """Return bytes of keys, values and index on the host."""
     size = HostSize(shape, config, batch)
     return size.token_bytes * tokens + size.index_bytes(tokens)
 
 
 def with_rows(config: Config) -> Config:
-    """`config` with int8 rows that the device reads, the keys of some of them."""
+    """Return `config` with int8 rows that the device reads."""
     options = {**config.index_options, "int8_rows": True}
     if "key_bytes" not in options or "finer_bytes" in options:
         options["key_share"] = KEY_SHARE
@@ -192,13 +213,13 @@ def with_rows(config: Config) -> Config:
 
 
 def without_rows(config: Config) -> Config:
-    """`config` without what `with_rows` adds."""
+    """Return `config` without the options that `with_rows` adds."""
     kept = {name: value for name, value in config.index_options.items() if name not in ("int8_rows", "key_share")}
     return config.replace(index_options=kept)
 
 
 def _coded_configs(sizes: Sequence[Config], tokens: int, least: int = LEAST_CHUNK) -> Iterator[Config]:
-    """All `sizes`, the preferred first, with their chunk, then with half of it, and so on. least: tokens of a chunk."""
+    """Yield all `sizes` in order, then again with half of the chunk, down to `least` tokens."""
     yield from sizes
     chunk = min(sizes[0].prefill_chunk, tokens) if sizes else 0
     while (chunk := chunk // 2) >= max(LEAST_CHUNK, least):
@@ -206,13 +227,13 @@ def _coded_configs(sizes: Sequence[Config], tokens: int, least: int = LEAST_CHUN
 
 
 def _needed(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> int:
-    """Bytes that reading and then generating take beside what is there, in the layout that fits `free` best."""
+    """Return bytes of prefill and decode on top of a loaded model, in the layout that fits `free` best."""
     size = sized(shape, config, tokens, batch, free)
     return max(size.reading_bytes - state_bytes(size)[1], size.decode_bytes) - _there(shape)
 
 
 def known_shape(model_config: Any) -> ModelShape | None:
-    """Sizes of a model of this config; None where they are not known."""
+    """Return the sizes of a model of this config; None if they are unknown."""
     try:
         return model_shape(model_config, None)
     except RetrievalAttentionError:
@@ -220,11 +241,11 @@ def known_shape(model_config: Any) -> ModelShape | None:
 
 
 def sized(shape: ModelShape, config: Config, tokens: int, batch: int, free: int) -> DeviceSize:
-    """In the layout that fits `free` best. States of a captured step are there already, or come behind the reading."""
+    """Return sizes in the layout that fits `free` best. States of a captured step do not count during prefill."""
     size = DeviceSize(shape, config, tokens, batch)
     return size.fitting(free + _there(shape) + state_bytes(size)[1])
 
 
 def _there(shape: ModelShape) -> int:
-    """Bytes of the arithmetic that a loaded model has taken already."""
+    """Return bytes that a loaded model has taken already."""
     return shape.weight_bytes + DEVICE_RESERVE

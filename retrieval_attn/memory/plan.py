@@ -19,8 +19,7 @@ from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.memory.arithmetic import HOST_RESERVE, Arithmetic, FullAttention, Item
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
-from retrieval_attn.memory.shape import ModelShape, model_shape
-from retrieval_attn.memory.split import embedding_place, part_of, with_embedding
+from retrieval_attn.memory.shape import ModelShape, embedding_place, model_shape, part_of, with_embedding
 from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
 
 WIDTH = 100

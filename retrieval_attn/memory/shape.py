@@ -1,4 +1,4 @@
-"""The sizes of a model that decide its memory: read from its config, no weights loaded.
+"""The sizes of a model that decide its memory, whole or divided among GPUs: read from its config, no weights loaded.
 
 Parameters are counted exactly, by building the model on torch's meta device. Only the bytes of quantised
 weights are estimates, unless the folder with the weights tells them.
@@ -10,8 +10,9 @@ import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from retrieval_attn.config import Place
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason, require_sizes
@@ -20,6 +21,7 @@ from retrieval_attn.model.rope import max_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 KEPT_SHAPES = 32
@@ -207,7 +209,7 @@ def _shape(
 ) -> ModelShape:
     from transformers.cache_utils import get_layer_types_and_kwargs
 
-    from retrieval_attn.memory.activations import rotary_numbers, state_chunk_bytes
+    from retrieval_attn.memory.weights import rotary_numbers, state_chunk_bytes
     from retrieval_attn.model.hidden import why_never_on_host
 
     text = config.get_text_config(decoder=True)
@@ -346,3 +348,100 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
             f"The config of {config.name_or_path or config.model_type!r} describes no model that can be built "
             f"({reason(error)}); restore its config.json."
         ) from error
+
+
+SPLITS = ("layers", "heads")
+
+
+def part_of(shape: ModelShape, gpus: int, split: str) -> ModelShape:
+    """Return the part of `shape` on the GPU that holds most, if `gpus` share it by `split`.
+
+    layers (device_map): whole layers in turn; the first GPU has the embedding too, or the last the head.
+    heads (tensor parallel): every GPU has all layers with its share of the heads, of the matrices and of the output's
+    rows; embedding, hidden states and logits are whole on each. Raises ConfigError for a model that cannot be split so.
+    """
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+        raise ConfigError(f"gpus must be an integer >= 1, got {gpus!r}.")
+    if split not in SPLITS:
+        raise ConfigError(f"split must be one of {', '.join(SPLITS)}; got {split!r}.")
+    if gpus == 1:
+        return shape
+    return _layers(shape, gpus) if split == "layers" else _heads(shape, gpus)
+
+
+def embedding_place(place: Any, *, alone: bool) -> Place:
+    """Return the checked place of the input embedding. alone: whether the model is on one device.
+
+    Raises ConfigError for an unknown place, and for "host" if several devices share the model.
+    """
+    if place not in get_args(Place):
+        raise ConfigError(f"embedding must be one of {', '.join(get_args(Place))}; got {place!r}.")
+    if place == "host" and not alone:
+        raise ConfigError("embedding='host' was given, but it is for a model on one GPU; leave it out.")
+    found: Place = place
+    return found if alone else "device"
+
+
+def with_embedding(shape: ModelShape, place: Place, device_limit: int) -> ModelShape:
+    """Return the shape of a model on one GPU whose input embedding is stored at `place`.
+
+    "auto": host memory if weights take more than half of the GPU, unless the output uses the same table. Raises
+    ConfigError for "host" if the output uses the same table.
+    """
+    if place == "host" and not shape.head_parameters:
+        raise ConfigError(
+            f"embedding='host' was given, but the output of {shape.name} multiplies by the same table, all of it for "
+            "each token; leave it out."
+        )
+    fits = place == "auto" and 2 * shape.weight_bytes <= device_limit
+    if place == "device" or fits or not shape.head_parameters:
+        return shape
+    table = shape.embedding_parameters * shape.dtype_bytes
+    return replace(
+        shape,
+        weight_bytes=shape.weight_bytes - table,
+        weights_note=f"{shape.weights_note}, embedding on the host",
+        host_table_bytes=table,
+    )
+
+
+def _layers(shape: ModelShape, gpus: int) -> ModelShape:
+    if gpus > shape.layers:
+        raise ConfigError(f"{gpus} GPUs cannot share {shape.layers} layers; give gpus={shape.layers} or fewer.")
+    held = -(-shape.layers // gpus)
+    tables = shape.embedding_parameters + shape.head_parameters
+    layer_bytes = (shape.weight_bytes - tables * shape.dtype_bytes) / shape.layers
+    table_bytes = max(shape.embedding_parameters, shape.head_parameters) * shape.dtype_bytes
+    # kinds of layers alternate, so each GPU has about its share of either
+    full = min(shape.full_layers, -(-shape.full_layers // gpus))
+    return replace(
+        shape,
+        weight_bytes=round(held * layer_bytes) + table_bytes,
+        weights_note=f"{held} of {shape.layers} layers, one embedding table ({shape.weights_note})",
+        layers=held,
+        full_layers=full,
+        sliding_layers=min(shape.sliding_layers, -(-shape.sliding_layers // gpus)),
+        state_layers=min(shape.state_layers, -(-shape.state_layers // gpus)),
+    )
+
+
+def _heads(shape: ModelShape, gpus: int) -> ModelShape:
+    if not shape.ranks_split_heads:
+        raise ConfigError(
+            f"{shape.name}: transformers' tensor parallel plan for {shape.model_type} gives every GPU all heads, so "
+            f"each process would hold all keys; use gpus={gpus}, which share its layers (device_map)."
+        )
+    if shape.kv_heads % gpus or shape.q_heads % gpus:
+        raise ConfigError(
+            f"{shape.name} has {shape.q_heads} query and {shape.kv_heads} key-value heads, which {gpus} GPUs cannot "
+            "share evenly; give a number of GPUs that divides both."
+        )
+    whole = shape.embedding_parameters * shape.dtype_bytes
+    return replace(
+        shape,
+        weight_bytes=whole + -(-(shape.weight_bytes - whole) // gpus),
+        weights_note=f"the embedding and 1/{gpus} of the rest ({shape.weights_note})",
+        q_heads=shape.q_heads // gpus,
+        kv_heads=shape.kv_heads // gpus,
+        mlp_width=-(-shape.mlp_width // gpus),
+    )

@@ -1,18 +1,21 @@
-"""Bytes of quantised weights: as a folder stores them, or by arithmetic."""
+"""Bytes of a built model that its config does not tell: quantised weights, rotary tables, states of a chunk."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason
+from retrieval_attn.model.layers import decoder_parts
 from retrieval_attn.model.quantization import GROUP, PACKAGE, options_in, weight_format
 
 # Group-wise scales and zero points per weight, at the usual group of 32 to 128 weights.
@@ -20,7 +23,7 @@ _SCALE_BITS = 0.5
 
 
 def stored_bytes(source: Any) -> int | None:
-    """Bytes of the weights in a local folder, by its safetensors index or single file; None if not told."""
+    """Return bytes of the weights in a local folder, by its safetensors index or single file; None: unknown."""
     if not isinstance(source, str | Path) or not Path(model_path(source)).is_dir():
         return None
     folder = Path(model_path(source))
@@ -35,7 +38,7 @@ def stored_bytes(source: Any) -> int | None:
 
 
 def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
-    """Weight bytes of `model`, on the meta device, loaded with `quantization=name`, on a GPU; and what they are.
+    """Return GPU bytes of `model` (built on the meta device) if loaded with `quantization=name`, and a description.
 
     width: bytes of a number that is not quantised. Matrices of linear layers are, but for the output's. A copy of the
     largest matrix in the model's dtype, which it is computed with, is counted. Raises ConfigError for another name.
@@ -58,12 +61,12 @@ def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
 
 
 def copy_note(copied: int) -> str:
-    """What is said of a copy of a matrix of so many bytes, behind what is said of weights."""
+    """Return the text about a copy of a matrix of `copied` bytes, to append to a description of weights."""
     return f", and a copy of one of {show_bytes(copied)}" if copied else ""
 
 
 def quantized_bytes(model: Any, quantization: Any, width: int, stored: int | None) -> tuple[int, str]:
-    """Weight bytes of a model that its config says is quantised: as stored, else matrices at their bits."""
+    """Return weight bytes of a quantised model, as stored or else by its bits, and a description."""
     options = options_in(quantization)
     given = options.get("quant_method") or "unnamed"
     method = str(getattr(given, "value", given)).rpartition(".")[2].lower()
@@ -106,3 +109,62 @@ def _bits_in_groups(options: dict[str, Any]) -> list[int]:
     name = kind.get("_type", "") if isinstance(kind, dict) else type(kind).__name__
     found = re.search(r"(\d)weight", str(name).lower())
     return [int(found[1])] if found else []
+
+
+DELTA_BLOCK = 64
+"""Tokens of a block of transformers' gated delta rule: three float32 matrices of so many columns for each head."""
+_AXES = (1,), (3, 1)
+"""Leading sizes of positions: one for each token, or three for text and images."""
+
+
+def rotary_numbers(model: nn.Module, head_dim: int) -> int:
+    """Return cosines and sines per token of all rotary tables that a forward of `model` holds.
+
+    A module with tables per layer type (Gemma-3) counts all of them. A module that cannot run on the meta device counts
+    as two tables of head_dim.
+    """
+    return sum(_numbers_of(rotary, head_dim) for rotary in decoder_parts(model).rotaries)
+
+
+def _numbers_of(rotary: nn.Module, head_dim: int) -> int:
+    # the class's own, without what looks at positions to rescale: nothing can be looked at on the meta device
+    forward = inspect.unwrap(type(rotary).forward)
+    buffers = dict(rotary.named_buffers())
+    typed = "layer_type" in inspect.signature(forward).parameters
+    suffix = "_inv_freq"
+    kinds = [name.removesuffix(suffix) for name in buffers if name.endswith(suffix) and "original" not in name]
+    asked: list[dict[str, Any]] = [{"layer_type": kind} for kind in kinds] if typed else [{}]
+    device = next((buffer.device for buffer in buffers.values()), torch.device("meta"))
+    for leading in _AXES:
+        positions = torch.zeros(*leading, 1, dtype=torch.long, device=device)
+        try:
+            with torch.no_grad():
+                tables = [forward(rotary, torch.empty(1, 1, 1, device=device), positions, **one) for one in asked]
+        except Exception:  # positions of another form, or a module of another kind
+            continue
+        return sum(table.numel() for pair in tables for table in pair if isinstance(table, Tensor))
+    return 2 * head_dim
+
+
+def state_chunk_bytes(model: nn.Module, text: Any, width: int) -> int:
+    """Return bytes per token of a chunk at the peak of a layer that keeps a state; 0: unknown.
+
+    text: the decoder's config; width: bytes of a number in the model's dtype. Of the gated delta rule as transformers
+    computes it without flash-linear-attention, which takes less. At its end, when the output of blocks is put in a row,
+    there are: the layer's input and its normalised copy, what the convolution made of queries, keys and values, gates,
+    queries and keys repeated for each value head. In float32: five of the values' size (values, these by beta, new
+    values, the output by blocks and in a row), five of the repeated keys' (keys by beta, these with decay and solved
+    for, keys with decay, queries with decay), three matrices of a block, four numbers of each head (beta, decay twice,
+    its sum).
+    """
+    if not getattr(text, "linear_conv_kernel_dim", None):
+        return 0
+    heads = text.linear_num_value_heads
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values, repeated = heads * text.linear_value_head_dim, heads * text.linear_key_head_dim
+    own = 2 * text.hidden_size + (2 * keys + values) + values + 3 * heads
+    if heads > text.linear_num_key_heads:
+        own += 2 * repeated
+    if any(hasattr(module, "in_proj_qkvz") for module in model.modules()):  # Qwen3-Next keeps what it was split from
+        own += 2 * keys + 2 * values + 2 * heads
+    return width * own + 4 * (5 * values + 5 * repeated + 3 * heads * DELTA_BLOCK + 4 * heads)

@@ -1,7 +1,7 @@
 """Full attention for one answer (`Config.full_attention`): a fork whose KV cache lies in GPU pages.
 
 An index saves reads of keys and costs each token a search and a host round trip per layer. Below a break-even length
-(`memory/all_keys.py`), which int8 doubles, a GPU reads all keys faster. The pages are filled for an answer and kept for
+(`memory/device.py`), which int8 doubles, a GPU reads all keys faster. The pages are filled for an answer and kept for
 the next one on the same text; the context keeps its KV cache and index on the host.
 """
 
@@ -25,8 +25,7 @@ from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import bandwidth
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
 from retrieval_attn.index.full import kept_tokens
-from retrieval_attn.memory.all_keys import device_kv_bytes, full_attention_breakeven
-from retrieval_attn.memory.chunk import ChunkSize
+from retrieval_attn.memory.device import ChunkSize, device_kv_bytes, full_attention_breakeven
 from retrieval_attn.memory.device_room import whole_device_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from retrieval_attn.index.threads import kernel_threads as kernel_threads
     from retrieval_attn.memory.device_room import IndexChoice as IndexChoice
     from retrieval_attn.memory.host_room import available_host_bytes as available_host_bytes
-    from retrieval_attn.model.capturable import capturable as capturable
     from retrieval_attn.model.hooks import MaskSpec as MaskSpec
+    from retrieval_attn.model.hooks import capturable as capturable
     from retrieval_attn.model.layers import decoder_layers as decoder_layers
     from retrieval_attn.model.rotation import Rotation as Rotation
     from retrieval_attn.offload.queries import SPAN as SPAN
@@ -113,8 +113,7 @@ _EXPORTS = {
     "index.threads": "check_threads kernel_threads",
     "memory.device_room": "IndexChoice",
     "memory.host_room": "available_host_bytes",
-    "model.capturable": "capturable",
-    "model.hooks": "MaskSpec",
+    "model.hooks": "MaskSpec capturable",
     "model.layers": "decoder_layers",
     "model.rotation": "Rotation",
     "offload.queries": "SPAN",

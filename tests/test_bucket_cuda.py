@@ -77,7 +77,7 @@ def test_rows_of_other_models_are_as_alone(name: str) -> None:
 
 def rows_with_states(name: str, retrieve: int) -> Rows:
     """Weights so large that states move the logits. Experts are more than rows visit in a step: no graph holds the
-    grouped product of fewer in float32, see `model/experts.py`.
+    grouped product of fewer in float32, see `model/layers.py`.
     """
     options = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}
     options["num_experts"] = 32

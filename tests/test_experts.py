@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from retrieval_attn.model.experts import experts_of_one_token
+from retrieval_attn.model.layers import experts_of_one_token
 from tests.tiny_models import build_model
 
 

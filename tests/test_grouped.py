@@ -20,7 +20,7 @@ from retrieval_attn.model import grouped_loading
 from retrieval_attn.model.grouped import GroupedMatrix, of_awq, of_gptq
 from retrieval_attn.model.grouped_loading import converted, reads_grouped
 from retrieval_attn.model.loading import load_model
-from retrieval_attn.model.packed import packed_modules
+from retrieval_attn.model.quantization import packed_modules
 from tests.packed_weights import pack
 
 GROUP = 32

@@ -13,7 +13,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.memory.device import DeviceLayout
-from retrieval_attn.model.hidden import why_not_on_host
+from retrieval_attn.model.placement import why_not_on_host
 from retrieval_attn.offload import hidden
 from retrieval_attn.offload.hidden import Ferry
 from retrieval_attn.offload.traffic import Traffic

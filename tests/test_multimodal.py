@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
-from retrieval_attn.model.hidden import why_not_on_host
 from retrieval_attn.model.layers import decoder_layers
+from retrieval_attn.model.placement import why_not_on_host
 from retrieval_attn.model.rotation import Rotation
 from retrieval_attn.runner.support import TESTED, TESTED_WITH_IMAGES
 from tests.graph_cases import CONFIG, ROARGRAPH, Decoded

@@ -19,8 +19,7 @@ from retrieval_attn.model.fused import attention_parts as fused_attending
 from retrieval_attn.model.fused import layers as module
 from retrieval_attn.model.fused import unpacking
 from retrieval_attn.model.fused.layers import fused_layers
-from retrieval_attn.model.packed import packed_weights
-from retrieval_attn.model.quantization import held_bytes, int4_config
+from retrieval_attn.model.quantization import held_bytes, int4_config, packed_weights
 from tests.graph_cases import CONFIG, Decoded
 from tests.packed_weights import multiplied, quantise
 from tests.test_fused_layers import launches_of, taken, trials_of

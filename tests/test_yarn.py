@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 import retrieval_attn as ra
 from retrieval_attn.cli import main
 from retrieval_attn.errors import ConfigError, ContextLengthError, StoreMismatchError
-from retrieval_attn.model.yarn import with_yarn
+from retrieval_attn.model.rope import with_yarn
 from tests.tiny_models import needle_text
 
 POSITIONS = 131_072

@@ -27,9 +27,8 @@ from retrieval_attn.memory.index_choice import (
 )
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
-from retrieval_attn.model.hidden import why_not_on_host
-from retrieval_attn.model.packed import unpacked_bytes
-from retrieval_attn.model.placement import devices, input_device, is_spread
+from retrieval_attn.model.placement import devices, input_device, is_spread, why_not_on_host
+from retrieval_attn.model.quantization import unpacked_bytes
 from retrieval_attn.offload.finer import reads_host
 from retrieval_attn.offload.managed import has_managed
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from retrieval_attn.config import Place
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.model.bundled import model_path
-from retrieval_attn.model.checkpoint import reason, require_sizes
-from retrieval_attn.model.hub import require_reachable
+from retrieval_attn.model.checkpoint import reason, require_reachable, require_sizes
 from retrieval_attn.model.rope import max_positions
 
 if TYPE_CHECKING:
@@ -177,9 +176,8 @@ def load_config(source: Any) -> PreTrainedConfig:
 
 def _of_model(model: Any, dtype: Any) -> ModelShape:
     from retrieval_attn.memory.weights import copy_note
-    from retrieval_attn.model.packed import unpacked_bytes
     from retrieval_attn.model.placement import is_host_table
-    from retrieval_attn.model.quantization import held_bytes
+    from retrieval_attn.model.quantization import held_bytes, unpacked_bytes
 
     config = getattr(model, "config", None)
     if config is None:
@@ -210,7 +208,7 @@ def _shape(
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     from retrieval_attn.memory.weights import rotary_numbers, state_chunk_bytes
-    from retrieval_attn.model.hidden import why_never_on_host
+    from retrieval_attn.model.placement import why_never_on_host
 
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
@@ -289,7 +287,7 @@ def splits_heads(text: PreTrainedConfig) -> bool:
 
 def _active(model: PreTrainedModel, text: PreTrainedConfig, parameters: int) -> int:
     """Parameters that one generated token reads: those of the text decoder."""
-    from retrieval_attn.model.experts import expert_counts
+    from retrieval_attn.model.layers import expert_counts
     from retrieval_attn.model.multimodal import is_multimodal, text_decoder
 
     table, head = _tables(model, text)

@@ -1,13 +1,16 @@
-"""Whether a checkpoint's config can be a model's at all, and what is said of one that is damaged."""
+"""Checks of a checkpoint before it is loaded: reachable, with plausible sizes; errors in one line."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import InputDataError
 
 MAX_LAYERS = 4096
 """More than any model has. Building one of a billion layers, even without weights, does not end."""
+PROBE_SECONDS = 10.0
 _SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size", "head_dim")
 
 
@@ -30,8 +33,37 @@ def require_sizes(config: Any, name: object) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says, in one line: its first, and the next one if that only announces it."""
+    """Return an exception's message in one line: its first line, and the second if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     plain = isinstance(error, OSError | ValueError) and said
     return said if plain else f"{type(error).__name__}: {said}"
+
+
+def require_reachable(name: str | Path) -> None:
+    """Raise OSError, with one line, if a model is neither on this machine nor can be downloaded.
+
+    Takes PROBE_SECONDS at most: huggingface_hub itself retries for a minute.
+    """
+    if os.path.exists(name):
+        return
+    import httpx
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        if isinstance(try_to_load_from_cache(str(name), "config.json"), str):
+            return
+        get_hf_file_metadata(hf_hub_url(str(name), "config.json"), timeout=PROBE_SECONDS)
+    except EntryNotFoundError:
+        return  # transformers names the file that is missing
+    except HFValidationError:
+        raise OSError("there is no such folder, and no model on huggingface.co can have this name") from None
+    except GatedRepoError:
+        raise OSError(f"its access must be granted at https://huggingface.co/{name}, and HF_TOKEN set") from None
+    except RepositoryNotFoundError:
+        raise OSError("there is no such folder, and huggingface.co has no public model of this name") from None
+    except (httpx.HTTPError, OSError) as error:
+        raise OSError(
+            f"it is not on this machine, and huggingface.co could not be reached: {type(error).__name__}"
+        ) from None

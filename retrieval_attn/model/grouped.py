@@ -2,8 +2,8 @@
 
 A weight is (number - zero) * scale, with a scale and a zero for each group of weights of a row, which is a column of a
 checkpoint's. Both pack eight numbers to a word of 32 bits: GPTQ (Frantar et al., 2022) those of a column, AWQ (Lin et
-al., 2023) those of a row, in an order of its own. torchao's form (`model/packed.py`) has bfloat16 scales, and in place
-of a zero what its group is moved by: a weight is off by a sixteenth of a step at most, most by far less.
+al., 2023) those of a row, in an order of its own. torchao's form (`model/quantization.py`) has bfloat16 scales, and in
+place of a zero the offset of its group: a weight is off by a sixteenth of a step at most, most by far less.
 """
 
 from __future__ import annotations

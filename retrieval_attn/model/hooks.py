@@ -16,9 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import CacheMismatchError, ConfigError, UnsupportedModelError
-from retrieval_attn.model.masks import read_mask
-from retrieval_attn.model.padding import Padding
-from retrieval_attn.model.positions import PositionCheck
+from retrieval_attn.model.padding import Padding, PositionCheck, read_mask
+
+_MARK = "_retrieval_attn_capturable"
+
+
+def capturable(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a module's forward hook as tensor operations only, so that a graph may record it. Return the hook.
+
+    Unmarked hooks keep a model from being captured, because replays do not call them.
+    """
+    setattr(hook, _MARK, True)
+    return hook
+
+
+def is_capturable(hook: Callable[..., Any]) -> bool:
+    """Return True if `capturable` marked this hook."""
+    return hasattr(hook, _MARK)
+
 
 NAME = "retrieval"
 

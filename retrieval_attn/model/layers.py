@@ -1,11 +1,14 @@
-"""Where a transformers model has its decoder layers and what stands beside them."""
+"""Decoder layers of a transformers model, the modules next to them, and its experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from retrieval_attn.model.multimodal import text_decoder
 
@@ -104,3 +107,48 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _is_rotary(module: nn.Module) -> bool:
     return "Rotary" in type(module).__name__
+
+
+GROUPED, BATCHED = "grouped_mm", "batched_mm"
+
+
+@contextmanager
+def experts_of_one_token(model: PreTrainedModel, rows: int) -> Iterator[None]:
+    """Multiply each of `rows` tokens by copies of its experts' weights on a GPU, so that a graph can be captured.
+
+    transformers' grouped product reads group borders on the CPU except for bfloat16 on data-centre cards, and cannot be
+    captured then. It is kept if it can be captured, if the rows visit more experts than a layer has (copies would be
+    slower than no graph), and if the user chose another implementation. Copies take the bytes of the experts that a
+    token visits, per row.
+    """
+    chosen: dict[str, str | None] = getattr(model, "get_experts_implementation", dict)()
+    if GROUPED not in chosen.values() or not _copies(model, rows):
+        yield
+        return
+    model.set_experts_implementation({part: BATCHED if way == GROUPED else way for part, way in chosen.items()})
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(chosen)
+
+
+def _copies(model: PreTrainedModel, rows: int) -> bool:
+    """Return True if weights are to be copied."""
+    device = model.device
+    if device.type == "cpu":
+        return False
+    # as PyTorch chooses between its kernel of groups and one product after the other
+    if (
+        device.type == "cuda"
+        and model.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    ):
+        return False
+    visited, experts = expert_counts(model.config.get_text_config(decoder=True))
+    return rows == 1 or rows * (visited or 1) <= (experts or visited or 1)
+
+
+def expert_counts(text: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """Return the number of experts that a token visits and of experts per layer; None: not in the config."""
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    return getattr(text, "num_experts_per_tok", None), experts

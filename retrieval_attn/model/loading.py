@@ -14,9 +14,8 @@ from transformers import PreTrainedConfig
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.bundled import model_path
-from retrieval_attn.model.checkpoint import reason, require_sizes
+from retrieval_attn.model.checkpoint import reason, require_reachable, require_sizes
 from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, whole_model
-from retrieval_attn.model.hub import require_reachable
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
 from retrieval_attn.model.quantization import (
@@ -27,7 +26,7 @@ from retrieval_attn.model.quantization import (
     own_method,
     require_package,
 )
-from retrieval_attn.model.yarn import with_yarn
+from retrieval_attn.model.rope import with_yarn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

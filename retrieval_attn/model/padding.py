@@ -1,4 +1,4 @@
-"""Which columns of a batch are real tokens: bookkeeping for padded rows.
+"""Attention masks of a batch: padding, transformers' mask functions, and refusal of several texts in one row.
 
 A column counts positions of the padded batch from 0; a row's own tokens are its real columns, in order.
 Without padding everywhere the answer is None, and no code downstream builds or copies a mask.
@@ -6,10 +6,14 @@ Without padding everywhere the answer is None, and no code downstream builds or 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers.utils.import_utils import is_tracing
 
-from retrieval_attn.errors import CacheMismatchError
+from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
 
 
 class Padding:
@@ -55,3 +59,87 @@ def join(seen: Tensor | None, columns: int, new: Tensor | None, count: int, batc
     left = seen if seen is not None else torch.ones(batch, columns, dtype=torch.bool)
     right = new if new is not None else torch.ones(batch, count, dtype=torch.bool)
     return torch.cat([left, right], dim=1)
+
+
+_SLIDING = "sliding_window_overlay.<locals>.inner_mask"
+_BLOCKS = "blockwise_overlay.<locals>.inner_mask"
+
+
+def read_mask(function: Callable[..., Any] | None, local_size: int | None) -> tuple[int | None, str | None]:
+    """Return (window, None) for plain causal (window None) and sliding masks, (window, reason) for any other mask.
+
+    function: mask function of transformers; None for causal. local_size: window that transformers passes in addition.
+    Blocks of image tokens are read from the device if the mask has them: a text without images has none.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if function is None or function is causal_mask_function:
+        return local_size, None if local_size is None or function is None else f"causal within {local_size} tokens"
+    parts = _closed_over(function)
+    names = [getattr(part, "__qualname__", "") for part in parts]
+    name = getattr(function, "__qualname__", repr(function))
+    if name.startswith("or_masks") and names[1:] == [_BLOCKS]:
+        blocks = _closed_over(parts[1])[0]  # number of a token's image, -1 for text
+        if isinstance(blocks, Tensor) and not bool((blocks >= 0).any()):
+            return read_mask(parts[0], local_size)
+        return local_size, "in which the tokens of an image see each other, later ones too"
+    if name.startswith("and_masks") and len(parts) == 2 and _SLIDING in names:
+        size = _closed_over(parts[names.index(_SLIDING)])[0]
+        other = parts[1 - names.index(_SLIDING)]
+        if isinstance(size, int) and local_size in (None, size):
+            return size, read_mask(other, None)[1]
+    return local_size, f"{name} of {', '.join(names) or 'unknown parts'}"
+
+
+def _closed_over(function: Any) -> list[Any]:
+    """Return the closure values of a function, with tuples flattened."""
+    cells = (cell.cell_contents for cell in (getattr(function, "__closure__", None) or ()))
+    return [part for held in cells for part in (held if isinstance(held, tuple | list) else (held,))]
+
+
+# What transformers' collators pass with packed rows, for attention of variable length.
+_PACKING = ("cu_seq_lens_q", "cu_seqlens_q")
+
+
+class PositionCheck:
+    """Check of the positions of one forward, made once: reading them synchronizes with the device."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def require_one_text(self, padding: Padding | None, count: int, arguments: Mapping[str, Any]) -> None:
+        """Raise UnsupportedModelError if `count` new tokens of a row belong to several texts.
+
+        padding: padding of the forward; rows with an attention mask are not checked, as in transformers. arguments:
+        keyword arguments of a layer or of its attention, with position_ids (batch, count) if the model passes them on.
+        Three-axis positions (images) are not checked.
+        """
+        if self._done or count == 1:
+            return
+        self._done = True
+        if any(arguments.get(name) is not None for name in _PACKING):
+            raise UnsupportedModelError(_message("cu_seq_lens_q was given"))
+        place = arguments.get("position_ids")
+        if padding is not None or not isinstance(place, Tensor) or place.ndim != 2 or place.shape[1] != count:
+            return
+        if is_tracing(place):  # there are no values to look at
+            return
+        if place.is_cuda:
+            # an ordinary copy would wait inside the driver and block threads that launch
+            place, stream = place.to("cpu", non_blocking=True), torch.cuda.current_stream(place.device)
+            stream.synchronize()
+        jumps = (place[:, 1:] - place[:, :-1] != 1).nonzero()
+        if len(jumps):
+            row, column = jumps[0].tolist()
+            before, after = place[row, column : column + 2].tolist()
+            raise UnsupportedModelError(
+                _message(f"position_ids of row {row} go from {before} to {after} at token {column + 1}")
+            )
+
+
+def _message(seen: str) -> str:
+    return (
+        f"Each row must be one text whose positions count up by one, but {seen}: several texts packed into one row. A "
+        "RetrievalCache would let them attend to each other. Give each text a row of its own, with padding and an "
+        "attention_mask; if the row is one text, pass an attention_mask of ones."
+    )

@@ -1,7 +1,7 @@
-"""Where a model's parts run: on several GPUs by layers (`device_map`), or on several ranks by heads (tensor parallel).
+"""Devices of a model's parts: `device_map` by layers, tensor parallel by heads, tables and hidden states on the host.
 
-Nothing here moves anything: transformers and accelerate have placed the model, and these functions read off how. A
-table that was moved to host memory behind that (`offload/host_table.py`) is marked.
+Nothing here moves anything: transformers and accelerate have placed the model, and these functions read the placement.
+A table that was moved to host memory after that (`offload/host_table.py`) is marked.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
-from retrieval_attn.model.layers import decoder_layers, modules_of
+from retrieval_attn.model.layers import decoder_layers, decoder_parts, modules_of, unknown_beside_layers
+from retrieval_attn.model.multimodal import is_multimodal
 
 _HOST_TABLE = "_retrieval_attn_host_table"
 
@@ -95,3 +98,31 @@ def is_host_table(weight: Tensor) -> bool:
     """Whether `weight` was marked, and lies where it lay then: moved or copied, it is as others."""
     address = getattr(weight, _HOST_TABLE, None)
     return address is not None and address == weight.data_ptr()
+
+
+_SPLIT_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
+"""Layer types that read a prompt in chunks: with keys, or with a state that is passed from chunk to chunk."""
+
+
+def why_not_on_host(model: Any) -> str | None:
+    """Return the reason why hidden states of a prompt must stay on the model's device; None if host memory will do."""
+    if is_spread(model):
+        return "it runs on several devices, or its weights move"
+    return why_never_on_host(model)
+
+
+def why_never_on_host(model: Any) -> str | None:
+    """Return the reason of `why_not_on_host` apart from placement; the model may be on the meta device."""
+    if not isinstance(model, PreTrainedModel) or not isinstance(model.get_output_embeddings(), nn.Linear):
+        return "it has no linear output"
+    if is_multimodal(model):
+        return "it embeds images and text before its text decoder begins"
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding) or not decoder_parts(model).rotaries:
+        return "it has no token embedding, or no rotary embedding beside its layers"
+    if unknown := unknown_beside_layers(model, embedding):
+        return f"{', '.join(unknown)} beside its layers may look at them"
+    types, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    if others := sorted(set(types) - set(_SPLIT_TYPES)):
+        return f"its layers of type {', '.join(others)} are not known to read a prompt in chunks"
+    return None

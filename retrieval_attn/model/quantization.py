@@ -8,6 +8,7 @@ weights.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.gpu.packed import PackedWeights
+from retrieval_attn.model.layers import modules_of
 from retrieval_attn.model.placement import is_host_table
 
 GROUP = 64
@@ -181,6 +184,45 @@ def plain_tensors(weights: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers as they lie in memory, without a table in host memory."""
+    """Return bytes of a model's parameters and buffers, without a table in host memory."""
     weights = plain_tensors((*model.parameters(), *model.buffers()))
     return sum(item.numel() * item.element_size() for item in weights if not is_host_table(item))
+
+
+def packed_weights(module: nn.Module) -> PackedWeights | None:
+    """Return the packed 4-bit weights of a linear module; None for other modules and other layouts.
+
+    None too for weights with a scale of the inputs (AWQ in torchao).
+    """
+    kind = _kind()
+    weight: Any = getattr(module, "weight", None)
+    if kind is None or type(module) is not nn.Linear or type(weight) is not kind or weight.act_pre_scale is not None:
+        return None
+    bias = None if module.bias is None else module.bias.detach()
+    weights = PackedWeights(weight.qdata, weight.scale_and_zero, weight.shape[1], bias)
+    whole = weight.ndim == 2 and weight.shape == weights.shape and weights.is_whole
+    return weights if whole and weights.group == weight.block_size[-1] else None
+
+
+def packed_modules(root: nn.Module) -> list[tuple[Any, PackedWeights]]:
+    """Return linear modules in `root` with packed weights, and the weights; no walk if no module can have any."""
+    if not may_be_packed():
+        return []
+    found = ((module, packed_weights(module)) for module in modules_of(root))
+    return [(module, weights) for module, weights in found if weights is not None]
+
+
+def may_be_packed() -> bool:
+    """Return True if any module of the process can have packed weights."""
+    return _kind() is not None
+
+
+def _kind() -> Any:
+    library: Any = sys.modules.get("torchao.quantization")  # imported already if there are such weights
+    return getattr(library, "Int4TilePackedTo4dTensor", None)
+
+
+def unpacked_bytes(model: nn.Module) -> int:
+    """Return bytes of the largest packed matrix as a bfloat16 copy; 0 if there is none."""
+    sizes = (weights.shape for _, weights in packed_modules(model))
+    return max((2 * rows * columns for rows, columns in sizes), default=0)

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose factors depend on the length of the text: LongRoPE ("longrope") and dynamic NTK ("dynamic").
+"""Rotary embeddings whose factors depend on the length of the text (LongRoPE, dynamic NTK), and YaRN of a config.
 
 transformers computes their frequencies again in every forward, from its longest position. Keys of one text must all be
 turned with the factors of one length, also if the text is read in several forwards. `counting_as` makes a forward take
@@ -7,6 +7,7 @@ the factors of a longer text, and `counted_length` returns the length that the t
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `plan` asks for `max_positions` without torch
+from retrieval_attn.errors import ConfigError
+
+if TYPE_CHECKING:
     from torch import Tensor, nn
+
 
 Factors = tuple[int, ...]
 """Equal for lengths of text that have equal rotary factors."""
@@ -191,3 +195,32 @@ def _forget_growth(rotary: Any) -> None:
             )
             if hasattr(rotary, f"{prefix}max_seq_len_cached"):
                 setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
+
+
+def with_yarn(config: Any, factor: float | None) -> Any:
+    """Return a copy of a config with `factor` times as many positions by YaRN; the config itself for None.
+
+    Raises ConfigError for a factor below 1, and unless positions are plain rotary embeddings of one kind.
+    """
+    if factor is None:
+        return config
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 1:
+        raise ConfigError(f"yarn must be a factor of 1 or more, such as 4, got {factor!r}.")
+    found = copy.deepcopy(config)
+    text = found.get_text_config(decoder=True)
+    rope, known = getattr(text, "rope_parameters", None), getattr(text, "max_position_embeddings", None)
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    if kind != "default" or known is None:
+        raise ConfigError(
+            f"yarn={factor:g} was given, but YaRN stretches plain rotary embeddings (rope_type 'default'), and the "
+            f"positions of this {text.model_type} are {'not of one kind' if kind is None else f'of type {kind!r}'}. "
+            "Leave it out."
+        )
+    text.rope_parameters = {
+        **dict(rope or {}),
+        "rope_type": "yarn",
+        "factor": float(factor),
+        "original_max_position_embeddings": known,
+    }
+    text.max_position_embeddings = int(known * factor)
+    return found

@@ -19,8 +19,7 @@ from retrieval_attn.attention.layer import LayeredCache
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.memory.device import DeviceLayout
 from retrieval_attn.memory.device_room import reading_layout, whole_device_bytes
-from retrieval_attn.model.hidden import why_not_on_host
-from retrieval_attn.model.placement import input_device
+from retrieval_attn.model.placement import input_device, why_not_on_host
 from retrieval_attn.offload.hidden import DeviceHiddenRows, Ferry, HiddenRows, HostHiddenRows
 
 log = logging.getLogger(__name__)

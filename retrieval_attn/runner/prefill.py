@@ -37,8 +37,8 @@ from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.fused.unpacking import UnpackedLinear
 from retrieval_attn.model.hooks import MaskSpec, without_gradients
 from retrieval_attn.model.layers import DecoderParts, decoder_parts, first_decoder_layer, modules_of
-from retrieval_attn.model.packed import may_be_packed, packed_modules
 from retrieval_attn.model.placement import tensor_ranks
+from retrieval_attn.model.quantization import may_be_packed, packed_modules
 from retrieval_attn.offload.hidden import HiddenRows
 from retrieval_attn.offload.traffic import traffic
 from retrieval_attn.runner.hidden_states import (

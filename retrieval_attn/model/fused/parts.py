@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.gpu.products import AnyWeights, Gated, LinearWeights, Norm, add_product, alike, fits, gated
 from retrieval_attn.model.fused.norms import counts_from_one, eps_of, is_rms_norm
-from retrieval_attn.model.packed import packed_weights
+from retrieval_attn.model.quantization import packed_weights
 
 TRIED_SIZES = 1.0, 1e-3
 """Of the numbers that layers are compared on: small ones show what a norm adds, and a part beside its residual."""

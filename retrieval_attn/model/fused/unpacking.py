@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrieval_attn.model.packed import packed_weights
+from retrieval_attn.model.quantization import packed_weights
 
 FROM_ROWS = 32
 """Rows from which a copy is made: on an H100 one of 14,336 x 4,096 and its product take 117 us, torch's product 88 for

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.errors import CaptureError, RetrievalAttentionError
-from retrieval_attn.model.experts import experts_of_one_token
 from retrieval_attn.model.fused.layers import fused_layers
 from retrieval_attn.model.fused.norms import fused_norms
+from retrieval_attn.model.layers import experts_of_one_token
 from retrieval_attn.runner.graph.decoder import CapturedStep, GraphDecoder
 from retrieval_attn.runner.graph.states import GraphState
 

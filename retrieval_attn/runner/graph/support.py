@@ -13,7 +13,7 @@ from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.model.capturable import is_capturable
+from retrieval_attn.model.hooks import is_capturable
 from retrieval_attn.model.layers import modules_of
 from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
 from retrieval_attn.model.rotation import rope_types

@@ -64,10 +64,10 @@ if TYPE_CHECKING:
     from retrieval_attn.model.layers import decoder_layers as decoder_layers
     from retrieval_attn.model.rotation import Rotation as Rotation
     from retrieval_attn.offload.queries import SPAN as SPAN
-    from retrieval_attn.offload.stats import LayerStats as LayerStats
-    from retrieval_attn.offload.transfer import host_format as host_format
-    from retrieval_attn.offload.transfer import to_device as to_device
-    from retrieval_attn.offload.transfer import to_queries as to_queries
+    from retrieval_attn.offload.staging import host_format as host_format
+    from retrieval_attn.offload.staging import to_device as to_device
+    from retrieval_attn.offload.staging import to_queries as to_queries
+    from retrieval_attn.offload.traffic import LayerStats as LayerStats
     from retrieval_attn.remote import Endpoint as Endpoint
     from retrieval_attn.remote import RemoteError as RemoteError
     from retrieval_attn.remote import Usage as Usage
@@ -117,8 +117,8 @@ _EXPORTS = {
     "model.layers": "decoder_layers",
     "model.rotation": "Rotation",
     "offload.queries": "SPAN",
-    "offload.stats": "LayerStats",
-    "offload.transfer": "host_format to_device to_queries",
+    "offload.staging": "host_format to_device to_queries",
+    "offload.traffic": "LayerStats",
     "remote": "Endpoint RemoteError Usage http_client model_names read_delta read_usage refusal",
     "runner.attention": "set_attention using_retrieval",
     "runner.decode": "DecodeSteps PromptState TokenChoice forward run",

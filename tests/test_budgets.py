@@ -86,7 +86,7 @@ def test_a_text_that_was_too_short_to_measure(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.usefixtures("emulated_graphs")
 def test_a_captured_step_retrieves_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrieval_attn.offload.budgets.allocated", lambda *_: HeadBudgets((2, 70, 9, 30, 1, 5)))
+    monkeypatch.setattr("retrieval_attn.offload.build.allocated", lambda *_: HeadBudgets((2, 70, 9, 30, 1, 5)))
     config = CONFIG.replace(sink=2, window=8, spill=8)
     model = enabled("llama")
     options: dict[str, Any] = {"config": config, "prompt": 300, "new": 12}

@@ -125,9 +125,9 @@ def test_finer_codes_are_those_of_the_same_keys(device: str, memory: str, monkey
     """On the host, whatever was added, cut, or left behind; a search without a device has the same."""
     taken: list[Any] = []
     if memory == "managed":
-        monkeypatch.setattr("retrieval_attn.offload.host_rows.lock_array", lambda array: pytest.fail("page-locked"))
+        monkeypatch.setattr("retrieval_attn.offload.managed.lock_array", lambda array: pytest.fail("page-locked"))
     else:
-        monkeypatch.setattr("retrieval_attn.offload.host_rows.managed_bytes", lambda *given: taken.append(given))
+        monkeypatch.setattr("retrieval_attn.offload.managed.managed_bytes", lambda *given: taken.append(given))
     keys = np.random.default_rng(10).standard_normal((1, 9000, 64), dtype=np.float32)[0]
     options = CodeLayout(key_bytes=16, rescore=6, finer_bytes=32)
     coder = DeviceCoder(torch.device(device), 1)
@@ -167,7 +167,7 @@ def test_keys_that_find_no_room_are_not_added_in_part(monkeypatch: pytest.Monkey
     def refused(*given: Any) -> Any:
         raise MemoryPlanError("no room")
 
-    monkeypatch.setattr("retrieval_attn.offload.finer.host_rows", refused)
+    monkeypatch.setattr("retrieval_attn.offload.managed.host_rows", refused)
     with pytest.raises(MemoryPlanError):
         index.insert(keys[3000:])
     held: Any = index.codes

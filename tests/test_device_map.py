@@ -216,7 +216,7 @@ def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "retrieval_attn.runner.prefill.require_host_room", lambda *sizes, **place: None
     )  # builds the model again
-    monkeypatch.setattr("retrieval_attn.offload.copy.all_to_host", all_to_host)
+    monkeypatch.setattr("retrieval_attn.offload.work.all_to_host", all_to_host)
     monkeypatch.setattr("retrieval_attn.attention.layer_kv.to_device", to_device)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.fetch", lambda build, ready: None)
     monkeypatch.setattr("retrieval_attn.offload.clusters.ClusterBuild.place", lambda build: None)

@@ -17,7 +17,7 @@ from retrieval_attn.memory.device_room import IndexChoice, chosen_index, free_de
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import GIB
-from retrieval_attn.offload import finer
+from retrieval_attn.offload import managed
 from retrieval_attn.runner import hidden_states
 from tests.test_activations import hybrid_27b
 from tests.test_memory_plan import llama3_8b
@@ -118,13 +118,13 @@ def test_no_finer_codes_where_a_device_cannot_read_them(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the system says is logged; a read does not end for it."""
-    assert finer.reads_host.__wrapped__(torch.device("cpu"))
+    assert managed.reads_host.__wrapped__(torch.device("cpu"))
 
     def refused(*given: Any) -> Any:
         raise MemoryPlanError("`ulimit -l` shows a limit")
 
-    monkeypatch.setattr(finer, "host_rows", refused)
-    assert not finer.reads_host.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(managed, "host_rows", refused)
+    assert not managed.reads_host.__wrapped__(torch.device("cpu"))
     assert "no finer codes" in caplog.text and "ulimit" in caplog.text
 
 

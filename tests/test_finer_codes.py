@@ -19,7 +19,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.offload.codes import DeviceCoder
-from retrieval_attn.offload.finer import CodesOnHost
+from retrieval_attn.offload.managed import CodesOnHost
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.graph_cases import CONFIG, FINER

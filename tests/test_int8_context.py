@@ -13,7 +13,7 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.attend import attend_range_heads
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, from_float32, to_float32
-from retrieval_attn.offload import transfer
+from retrieval_attn.offload import staging
 from retrieval_attn_eval.recording.options import RecordOptions
 from retrieval_attn_eval.recording.record import record
 from retrieval_attn_eval.tasks import make_sample, score
@@ -42,19 +42,19 @@ def check_bits(device: str, dtypes: tuple[torch.dtype, ...] = (torch.float32, to
         rows = torch.where(rows.float().isfinite(), rows, rows.new_tensor(torch.nan)) if dtype.itemsize == 2 else rows
         wanted = from_float32(rows.float().numpy(), INT8)
         for given in (rows, rows.transpose(0, 1).contiguous().transpose(0, 1)):
-            packed = transfer.to_host(given.to(device), INT8)
+            packed = staging.to_host(given.to(device), INT8)
             np.testing.assert_array_equal(packed, wanted)
-    plain = transfer.to_device(wanted, INT8, torch.zeros(1, device=device))
+    plain = staging.to_device(wanted, INT8, torch.zeros(1, device=device))
     np.testing.assert_array_equal(plain.cpu().numpy(), to_float32(wanted, INT8))
-    assert transfer.to_device(wanted[:, :0], INT8, plain).shape == (3, 0, 13)
-    assert transfer.pack(plain[:, :0], INT8).shape == (3, 0, 17)
+    assert staging.to_device(wanted[:, :0], INT8, plain).shape == (3, 0, 13)
+    assert staging.pack(plain[:, :0], INT8).shape == (3, 0, 17)
 
 
 def test_tensors_become_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a division, a rounding or a clip differs, or if a block's border moves a row."""
     check_bits("cpu")
-    monkeypatch.setattr(transfer, "_AT_ONCE", 100)
-    monkeypatch.setattr(transfer, "_TOKENS_AT_ONCE", 7)
+    monkeypatch.setattr(staging, "_AT_ONCE", 100)
+    monkeypatch.setattr(staging, "_TOKENS_AT_ONCE", 7)
     check_bits("cpu")
 
 
@@ -68,7 +68,7 @@ def test_tensors_become_the_same_bits_on_a_device() -> None:
 def test_tensors_become_the_same_bits_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from retrieval_attn.gpu.attention import int8_triton
 
-    monkeypatch.setattr(transfer, "kernels_for", lambda tensor, module: int8_triton)
+    monkeypatch.setattr(staging, "kernels_for", lambda tensor, module: int8_triton)
     check_bits("cpu", (torch.float32, torch.float16))  # Triton's interpreter loses bits of tiny numbers in bfloat16
 
 

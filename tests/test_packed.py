@@ -25,9 +25,9 @@ from retrieval_attn.engine.batched_prefill import SHORT_TOKENS, BatchedPrefill, 
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.gate import ReadCancelled
 from retrieval_attn.errors import InputDataError
-from retrieval_attn.offload import copy as kv_copy
-from retrieval_attn.offload import transfer
+from retrieval_attn.offload import staging
 from retrieval_attn.offload import work as host_work
+from retrieval_attn.offload import work as kv_copy
 from retrieval_attn.offload.staging import Staging
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.traffic import Traffic
@@ -311,7 +311,7 @@ def test_rows_go_to_the_host_together(device: str, copies: str, monkeypatch: pyt
         monkeypatch.setattr(owner, name, counted)
 
     count(Staging, "_send", "copies")
-    count(transfer, "brought_together", "copies")
+    count(staging, "brought_together", "copies")
     count(ThreadPool, "_submit_all", "host works")
     count(Traffic, "make_room", "waits")
     count(PriorKV, "_walk", "attention")

@@ -16,7 +16,7 @@ from retrieval_attn.offload import packed_work
 from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.packed_work import PackedWork, RowWork
 from retrieval_attn.offload.staging import Staging
-from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.offload.work import HostWork
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]

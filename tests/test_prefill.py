@@ -27,12 +27,12 @@ from retrieval_attn.memory import host_room
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.offload import build as index_build
-from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import traffic as device_traffic
 from retrieval_attn.offload import work as host_work
+from retrieval_attn.offload import work as kv_copy
 from retrieval_attn.offload.staging import Staging
-from retrieval_attn.offload.stats import LayerStats
 from retrieval_attn.offload.threads import ThreadPool
+from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.offload.work import HostWork
 from retrieval_attn.runner import prefill
 from retrieval_attn.runner.prefill import finish_prefill

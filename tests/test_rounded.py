@@ -29,7 +29,7 @@ from retrieval_attn.memory.plan import HOST_RESERVE, plan
 from retrieval_attn.memory.units import GIB
 from retrieval_attn.offload import int8_rows as rounded
 from retrieval_attn.offload.int8_rows import Int8RowMirror, ask_for_rows, new_rows, rows_behind, write_rows
-from retrieval_attn.offload.transfer import pack, to_host
+from retrieval_attn.offload.staging import pack, to_host
 from retrieval_attn.store.store import ContextStore
 from tests.graph_cases import CONFIG, Decoded, enabled
 from tests.test_finer_codes import TOKENS, answer, context_of, ids_of

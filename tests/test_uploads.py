@@ -15,10 +15,10 @@ import retrieval_attn as ra
 from retrieval_attn.cpu.segment import restored_segment
 from retrieval_attn.cpu.store import SequenceKV, Span, take_spans
 from retrieval_attn.index.formats import Format
-from retrieval_attn.offload import copy as kv_copy
 from retrieval_attn.offload import page_lock, upload
+from retrieval_attn.offload import work as kv_copy
 from retrieval_attn.offload.page_lock import lock_pages
-from retrieval_attn.offload.transfer import pack, to_host, unpack
+from retrieval_attn.offload.staging import pack, to_host, unpack
 from retrieval_attn.offload.upload import Uploads, UploadSpan, as_blocks
 from retrieval_attn.store.bundle import Bundle, BundleFile, write_bundle
 from retrieval_attn.store.disk import OsDisk

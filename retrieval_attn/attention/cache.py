@@ -27,13 +27,12 @@ from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
 from retrieval_attn.gpu.attention.window import keep_no_room
 from retrieval_attn.index.base import KeyIndex
-from retrieval_attn.index.forked import refuse_forked, use_threads
-from retrieval_attn.index.threads import check_threads
+from retrieval_attn.index.threads import check_threads, refuse_forked, use_threads
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.rope import counted_length, length_rope, max_positions
 from retrieval_attn.model.weights import require_same, weight_state
-from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.runner.support import require_supported
 
 

@@ -16,7 +16,7 @@ import torch
 from retrieval_attn.cpu.clusters import MAX_CLUSTERS, ClusterTable
 from retrieval_attn.cpu.host_attend import step_pieces
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.step.tables import SearchRange
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, segments_of
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, ClusterEntry, ClusterMass
 from retrieval_attn.gpu.codes.host_row_gather import GatherEntry

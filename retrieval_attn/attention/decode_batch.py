@@ -32,8 +32,8 @@ from retrieval_attn.cpu.windows import WindowRow, attend_stretches, put_last
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.window import WindowCache, places_of
 from retrieval_attn.model.hooks import MaskSpec
-from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.transfer import host_format, to_queries
+from retrieval_attn.offload.staging import host_format, to_queries
+from retrieval_attn.offload.traffic import LayerStats
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from retrieval_attn.attention.coded_clusters import CodedPieces, new_mass, take_apart
 from retrieval_attn.cpu.pool import Pool, default_pool
 from retrieval_attn.cpu.step.plan import LayerStep, Rest, StepBuffers, StepCost, total_cost
-from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.step.tables import SearchRange
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge

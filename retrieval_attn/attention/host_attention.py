@@ -29,8 +29,8 @@ from retrieval_attn.cpu.host_attend import HostPartial, attend_paths
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.transfer import to_queries
+from retrieval_attn.offload.staging import to_queries
+from retrieval_attn.offload.traffic import LayerStats
 
 log = logging.getLogger(__name__)
 

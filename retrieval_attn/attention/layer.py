@@ -25,7 +25,7 @@ from retrieval_attn.errors import CacheMismatchError, InputDataError, Unsupporte
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
-from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.traffic import LayerStats
 
 
 class HandleLayer(CacheLayerMixin, AttendingLayer):

@@ -26,8 +26,8 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
 from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.offload.clusters import cluster_stored
-from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.transfer import host_format, to_device
+from retrieval_attn.offload.staging import host_format, to_device
+from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.offload.upload import UploadSpan
 from retrieval_attn.offload.work import HostWork
 

@@ -28,7 +28,7 @@ from retrieval_attn.gpu.shared.partials import (
 )
 from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, SharedNode, SharedPlan, pages_for
 from retrieval_attn.index.formats import Format
-from retrieval_attn.offload.transfer import pack
+from retrieval_attn.offload.staging import pack
 
 __all__ = ["PagedPrefix", "KnownPrefixes", "PagedLayers", "PagedSpan", "PrefixPlans", "nodes_of"]
 

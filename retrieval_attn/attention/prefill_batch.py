@@ -23,9 +23,8 @@ from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, 
 from retrieval_attn.index.formats import Format
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.packed_work import PackedWork
-from retrieval_attn.offload.staging import sent
+from retrieval_attn.offload.staging import host_format, sent
 from retrieval_attn.offload.traffic import traffic
-from retrieval_attn.offload.transfer import host_format
 
 LEAST_SHARED = 256
 """Fewer tokens in common cost more in calls than they save."""

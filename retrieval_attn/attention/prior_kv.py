@@ -18,7 +18,7 @@ from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge
 from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
 from retrieval_attn.index.formats import Format
-from retrieval_attn.offload.transfer import TORCH_DTYPE, to_device
+from retrieval_attn.offload.staging import TORCH_DTYPE, to_device
 from retrieval_attn.offload.upload import UploadSpan
 
 QUERIES_AT_ONCE = 8192

@@ -32,12 +32,11 @@ from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
-from retrieval_attn.offload.budgets import SampledAttention
+from retrieval_attn.offload.build import SampledAttention
 from retrieval_attn.offload.clusters import drifted
 from retrieval_attn.offload.queries import TrainingQueries
-from retrieval_attn.offload.stats import LayerStats
-from retrieval_attn.offload.traffic import traffic
-from retrieval_attn.offload.transfer import host_format
+from retrieval_attn.offload.staging import host_format
+from retrieval_attn.offload.traffic import LayerStats, traffic
 from retrieval_attn.offload.work import HostWork
 
 log = logging.getLogger(__name__)

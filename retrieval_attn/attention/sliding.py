@@ -21,7 +21,7 @@ from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.model.hooks import MaskSpec
-from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.traffic import LayerStats
 
 CROP_ROOM = 256
 """Tokens kept beyond the window, so that a crop of up to this many (rejected speculative tokens) is exact."""

@@ -113,7 +113,7 @@ def _jobs_of(record: Path) -> list[CompileJob] | None:
 def _wanted(args: argparse.Namespace) -> tuple[list[str], bool, list[tuple[str, Callable[[], None]]]]:
     """Formats on the host, whether a GPU serves, and there the reads that compile for it, by what they are."""
     from retrieval_attn.model.loading import choose_device, choose_dtype
-    from retrieval_attn.offload.transfer import host_format
+    from retrieval_attn.offload.staging import host_format
 
     device = choose_device(args.device)
     on_gpu = device.type == "cuda"

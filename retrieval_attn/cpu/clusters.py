@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.cpu.cluster_sums import count_tokens, fill_table, nearest_clusters
-from retrieval_attn.cpu.samples import SampledKeys
+from retrieval_attn.cpu.cluster_sums import SampledKeys, count_tokens, fill_table, nearest_clusters
 from retrieval_attn.cpu.segment import PathPart, Segment
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, to_float32

@@ -28,8 +28,7 @@ from retrieval_attn.index.kernels.dots import (
     widen,
 )
 from retrieval_attn.index.kernels.gathered import load_word, score_gathered
-from retrieval_attn.index.task.atomics import intrinsic
-from retrieval_attn.index.task.rows import bytes_of_row
+from retrieval_attn.index.task.atomics import bytes_of_row, intrinsic
 
 AHEAD = 32
 """Gathered rows that are asked for before their turn, see `dots.L2`."""

@@ -1,12 +1,14 @@
-"""Attention of queries over host paths: all heads of all rows in one step through the worker threads where every index
-has a compiled search, else one parallel kernel after the other.
+"""Attention of queries over host sequences: one compiled step for all heads and rows, or one kernel after the other.
+
+The step needs a compiled search of every index. Without it `rest_partial` estimates the keys that are not retrieved by
+NumPy, as `step/estimate.py` does inside a step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +17,77 @@ from retrieval_attn.cpu.attend import Partial, attend_ids_heads, attend_range_he
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.cpu.rest import Attended, rest_partial
 from retrieval_attn.cpu.segment import Hits, Segment
+from retrieval_attn.cpu.step.estimate import PRIOR, STEEPNESS
 from retrieval_attn.cpu.step.plan import LayerStep, Rest, total_cost
-from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.step.tables import SearchRange
 from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.flat import order_codes
-from retrieval_attn.index.formats import check_queries
+from retrieval_attn.index.formats import Format, check_queries, to_float32
 from retrieval_attn.index.threads import check_threads, kernel_threads
+
+
+class Attended(NamedTuple):
+    """Attended keys of a segment.
+
+    values: (kv_heads, tokens, value_dim) in storage format. members: (kv_heads, tokens) uint8, cluster of each token.
+    ids: (kv_heads, n, k) int32, -1 for none.
+    """
+
+    values: npt.NDArray[Any]
+    members: npt.NDArray[np.uint8]
+    ids: npt.NDArray[np.int32]
+
+
+def rest_partial(
+    queries: npt.NDArray[np.float32],
+    table: ClusterTable,
+    attended: Iterable[Attended],
+    fmt: Format,
+    scoring: tuple[float, float | None],
+    least: npt.NDArray[np.float32],
+) -> Partial:
+    """Estimate attention of queries (kv_heads, n, head_dim) to the table's keys without the attended ones.
+
+    scoring: scale and soft cap. least: (kv_heads, n), lowest attended inner product, inf for none. Returns out
+    (kv_heads, n, value_dim) and lse (kv_heads, n), float32; 0 and -inf if no key is left.
+    """
+    heads, n, _ = queries.shape
+    left = np.repeat(table.counts[:, None], n, axis=1).astype(np.float64)
+    sums = np.repeat(table.value_sums[:, None], n, axis=1).astype(np.float64)
+    for values, members, ids in attended:
+        for head, query in np.ndindex(heads, n):
+            own = ids[head, query][ids[head, query] >= 0]
+            owners = members[head, own]
+            np.subtract.at(left[head, query], owners, 1)
+            np.subtract.at(sums[head, query], owners, to_float32(values[head, own], fmt))
+    scores = _logits(queries @ table.means, scoring)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # NaN gives NaN, as full attention does
+        top = np.where(left > 0, scores, -np.inf).max(axis=2, keepdims=True)
+        if table.samples is not None:
+            sampled = _logits(queries @ table.samples.to_float32(), scoring).reshape(*scores.shape, table.sampled)
+            lowest = np.where(np.isinf(least), np.inf, _logits(np.where(np.isinf(least), 0, least), scoring))
+            inside = np.clip((lowest[:, :, None, None] - sampled) * STEEPNESS, 0, 1)
+            sampled = np.where(inside > 0, sampled, -np.inf)
+            top = np.maximum(top, np.where(left > 0, sampled.max(axis=3), -np.inf).max(axis=2, keepdims=True))
+        shift = np.where(np.isneginf(top), 0.0, top)
+        weights = np.exp(scores - shift)
+        if table.samples is not None:
+            found = inside * np.exp(sampled - shift[..., None])
+            weights = (PRIOR * weights + found.sum(axis=3)) / (PRIOR + inside.sum(axis=3))
+        weights = np.where(left > 0, weights, 0.0)
+        total = (weights * left).sum(axis=2, keepdims=True)
+        out = (weights[:, :, None] @ sums)[:, :, 0] / np.where(total == 0, 1.0, total)
+        lse = (shift + np.log(total))[:, :, 0]
+    return out.astype(np.float32), lse.astype(np.float32)
+
+
+def _logits(products: npt.NDArray[np.float32], scoring: tuple[float, float | None]) -> npt.NDArray[np.float64]:
+    scale, softcap = scoring
+    logits = products.astype(np.float64) * scale
+    return logits if softcap is None else softcap * np.tanh(logits / softcap)
+
 
 MAX_STEP_QUERIES = 64
 """Queries of one key-value head that a step through the worker threads serves at once; more take several steps."""

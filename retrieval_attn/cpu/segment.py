@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.step.tables import SearchRange
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import base
 from retrieval_attn.index.flat import search_exact

@@ -20,9 +20,8 @@ from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.errors import BackendError, ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
-from retrieval_attn.index.task.atomics import at_address, call_search
+from retrieval_attn.index.task.atomics import at_address, call_search, rows_at
 from retrieval_attn.index.task.descriptor import floats_at
-from retrieval_attn.index.task.rows import rows_at
 from retrieval_attn.index.task.search import address_of
 from retrieval_attn.index.task.tasks import address_for_c, task_address
 

@@ -52,7 +52,7 @@ from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.weights import weight_state
-from retrieval_attn.offload.transfer import host_format
+from retrieval_attn.offload.staging import host_format
 from retrieval_attn.runner.full_attention import release_full_kv
 from retrieval_attn.sampling.sampler import require_known
 from retrieval_attn.sampling.sampling_params import SamplingParams

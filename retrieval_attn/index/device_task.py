@@ -14,7 +14,7 @@ from numba import carray, njit
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.gathered import score_gathered
 from retrieval_attn.index.kernels.packed import keep_best, pack_score
-from retrieval_attn.index.task.atomics import at_address
+from retrieval_attn.index.task.atomics import at_address, bytes_of_row, rows_at
 from retrieval_attn.index.task.descriptor import (
     ALL_KEPT,
     LIST_COUNT,
@@ -24,7 +24,6 @@ from retrieval_attn.index.task.descriptor import (
     step_at,
     words_at,
 )
-from retrieval_attn.index.task.rows import bytes_of_row, rows_at
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest, address_of, record
 from retrieval_attn.index.task.tasks import (
     hand_in,

@@ -13,9 +13,8 @@ from retrieval_attn.index.kernels.codes import Codes, encode_query_rows
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.kernels.scan import BOUND_WORDS, compiled_columns, scan_codes, scan_exact
-from retrieval_attn.index.task.atomics import at_address, atomic_load
+from retrieval_attn.index.task.atomics import at_address, atomic_load, bytes_of_row, rows_at
 from retrieval_attn.index.task.descriptor import count_cost, floats_at, step_at, words_at
-from retrieval_attn.index.task.rows import bytes_of_row, rows_at
 from retrieval_attn.index.task.search import CODED_TOKENS, CompiledSearch, SearchRequest, address_of, record
 from retrieval_attn.index.task.tasks import (
     hand_in,

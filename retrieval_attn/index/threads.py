@@ -1,9 +1,12 @@
-"""How many threads a parallel kernel may use, and which of them may run at once; BLAS with one thread per caller.
+"""Threads of parallel kernels: their number, mutual exclusion, BLAS with one thread per caller, and forked processes.
 
 The numbers of threads that the user has given torch and others stay as they are.
 
 Numba's `workqueue` layer (what it falls back to where the system has no libgomp and no TBB) aborts the
 process when two Python threads enter a parallel kernel; there, and until the layer is known, they take turns.
+
+Threads do not survive a fork: OpenMP blocks forever or aborts in a process forked from one that computed, so such a
+process is refused.
 """
 
 from __future__ import annotations
@@ -15,13 +18,49 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numba
 import threadpoolctl
 
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.index.cores import local_ranks, usable_cores
-from retrieval_attn.index.forked import use_threads
+
+
+@dataclass
+class _ForkState:
+    """computed: libraries started threads in this process. forked: they did so in a parent process."""
+
+    computed: bool = False
+    forked: bool = False
+
+
+_process = _ForkState()
+
+
+def refuse_forked() -> None:
+    """Raise BackendError in a process that was forked from one that computed."""
+    if _process.forked:
+        raise BackendError(
+            f"Process {os.getpid()} was forked from one that had computed with threads, and threads do not survive a "
+            "fork: torch would wait for them for ever. Fork before the first context is read, or start processes "
+            'with multiprocessing.get_context("spawn").'
+        )
+
+
+def use_threads() -> None:
+    """Note that this process computes with threads. Raises as `refuse_forked`."""
+    refuse_forked()
+    _process.computed = True
+
+
+def _after_fork() -> None:
+    _process.forked, _process.computed = _process.forked or _process.computed, False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
 
 log = logging.getLogger(__name__)
 

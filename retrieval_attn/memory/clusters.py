@@ -6,8 +6,8 @@ device that has codes of the keys.
 
 from __future__ import annotations
 
+from retrieval_attn.cpu.cluster_sums import columns_for
 from retrieval_attn.cpu.clusters import LATE_CLUSTERS, MAX_CLUSTERS, clusters_for, samples_for
-from retrieval_attn.cpu.samples import columns_for
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, mass_grid
 from retrieval_attn.index.device import SPARE_TOKENS
 

@@ -29,8 +29,7 @@ from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.placement import devices, input_device, is_spread, why_not_on_host
 from retrieval_attn.model.quantization import unpacked_bytes
-from retrieval_attn.offload.finer import reads_host
-from retrieval_attn.offload.managed import has_managed
+from retrieval_attn.offload.managed import has_managed, reads_host
 
 log = logging.getLogger(__name__)
 MARGIN = 1 << 28

@@ -17,13 +17,67 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.codes.host_row_gather import RowShape
 from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.index.code_layout import KEY_SHARE, PLANNED, CodeLayout
-from retrieval_attn.index.code_sizes import brought_size, code_sizes
+from retrieval_attn.index.code_layout import KEY_SHARE, MIN_DEFAULT_BYTES, PLANNED, CodeLayout
+from retrieval_attn.index.device import named_count
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import show_bytes
+
+SMALLER_CODES = ((6, 3), (5, 4), (4, 6), (3, 12), (2, 16))
+"""Codes below the usual size: sixteenths of a byte per dimension, and rescored candidates per retrieved key. Recall of
+the best 100 of 131,072 synthetic keys of head_dim 128: .991, .985, .981, .984 and .953 (usual: .994), of a hard head
+.97, .96, .93, .92 and .83 (.98)."""
+BROUGHT_CODES = 2, 32
+"""The same for codes in host memory, which cross the bus for every token: 128K of Llama-3-8B's shape take 15.0 ms with
+16 bytes and 1,600 candidates, 18.6 with 24 bytes and 600 (H100, PCIe 5). The 157 keys that finer codes then select hold
+.961 and .951 of the best 100."""
+FINER_FROM = 6
+"""Candidates per retrieved key from which on finer codes are worth their bytes."""
+MAX_CANDIDATES = 2048
+"""Maximum of candidates per query with finer codes: the GPU's selection fits one program."""
+
+
+def code_sizes(head_dim: int, wanted: int | None, *, finer: bool = True) -> list[dict[str, int]]:
+    """Return options of `CodeLayout` by falling bytes per key, the usual ones (no options) first.
+
+    wanted: keys to retrieve; None: all. finer: add finer codes of the usual size in host memory to layouts with many
+    candidates.
+    """
+    usual = CodeLayout().bytes_for(head_dim)
+    smaller = ((_bytes_of(part, head_dim), rescore) for part, rescore in SMALLER_CODES)
+    sizes = {
+        size: rescore
+        for size, rescore in smaller
+        if size < usual and wanted is not None and wanted * rescore <= MAX_CANDIDATES
+    }
+    found: list[dict[str, int]] = [{}]
+    for size, rescore in sizes.items():
+        found.append({"key_bytes": size, "rescore": rescore})
+        if finer and rescore >= FINER_FROM:
+            found[-1]["finer_bytes"] = usual
+    return found
+
+
+def brought_size(head_dim: int, wanted: int | None) -> dict[str, int | bool] | None:
+    """Return options of a `CodeLayout` with codes in host memory; None: they would need too many candidates.
+
+    wanted: keys to retrieve, with estimates: without them twice as many candidates would be needed.
+    """
+    part, rescore = BROUGHT_CODES
+    if wanted is None or named_count(rescore, wanted, estimated=True) > MAX_CANDIDATES:
+        return None
+    usual = CodeLayout().bytes_for(head_dim)
+    size = min(usual, _bytes_of(part, head_dim))
+    finer: dict[str, int | bool] = {"finer_bytes": usual} if size < usual else {}
+    return {"key_bytes": size, "rescore": rescore, "codes_on_host": True, **finer}
+
+
+def _bytes_of(part: int, head_dim: int) -> int:
+    """Return the bytes of a code of `part` sixteenths of a byte per dimension, a multiple of 8."""
+    return max(MIN_DEFAULT_BYTES, -(-head_dim * part // 128) * 8)
+
 
 log = logging.getLogger(__name__)
 KERNELS_SECONDS = 55e-6

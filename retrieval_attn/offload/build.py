@@ -1,4 +1,4 @@
-"""IndexBuild: the indexes over one layer's new keys, and what they are trained on."""
+"""IndexBuild: indexes over one layer's new keys with their training; BudgetBuild: keys per head for retrieve="auto"."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.config import MEAN_RETRIEVE
 from retrieval_attn.cpu.ahead import wait_for_builders
+from retrieval_attn.cpu.budgets import Sample, allocated, measured_errors
+from retrieval_attn.cpu.host_attend import HostPartial, attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.cores import usable_cores
 from retrieval_attn.index.threads import builder_threads, single_blas
 from retrieval_attn.offload.codes import DeviceCoder
-from retrieval_attn.offload.staging import CopyChunk, staging
+from retrieval_attn.offload.staging import CopyChunk, brought_together, staging
 from retrieval_attn.offload.threads import ThreadPool
 
 log = logging.getLogger(__name__)
@@ -203,3 +206,52 @@ def _heads(threads: int | None) -> ThreadPool:
     """Builders of heads: one core is left to the thread that drives the device."""
     most = min(vars(numba.config)["NUMBA_NUM_THREADS"], len(usable_cores()))  # of several ranks on a machine: its share
     return ThreadPool(max(1, (most if threads is None else threads) - 1), "retrieval_attn-index")
+
+
+@dataclass(frozen=True)
+class SampledAttention:
+    """Sampled queries of a layer and their attention to sinks and window, on the device, float32.
+
+    queries: (q_heads, n, head_dim). out: (q_heads, n, value_dim). lse: (q_heads, n). scale, softcap: of scores.
+    """
+
+    queries: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+    softcap: float | None
+
+    def on_host(self) -> Sample:
+        """Copy to host memory."""
+        queries, out, lse = (
+            np.ascontiguousarray(part.numpy()) for part in brought_together([self.queries, self.out, self.lse])
+        )
+        return Sample(queries, (out, lse), self.scale, self.softcap)
+
+
+class BudgetBuild:
+    """Budgets of keys per head of one layer's prefill: `add` the sequences, then `run`."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[SequenceKV, tuple[int, int], SampledAttention]] = []
+
+    def add(self, host: SequenceKV, span: tuple[int, int], sample: SampledAttention) -> None:
+        """Queue `host`, whose tokens span[0] .. span[1] are retrieved, for budgets by `sample`."""
+        self._jobs.append((host, span, sample))
+
+    def run(self) -> None:
+        """Measure errors and choose budgets; indexes exist. Raises ConfigError for a kind without compiled search."""
+        while self._jobs:
+            host, (start, stop), taken = self._jobs.pop(0)
+            sample = taken.on_host()
+
+            def attend(
+                k: int | None, path: SequenceKV = host, low: int = start, high: int = stop, given: Sample = sample
+            ) -> HostPartial:
+                scoring = {"scale": given.scale, "softcap": given.softcap}
+                return attend_path(path, given.queries, low, high, k, **scoring)  # type: ignore[arg-type]
+
+            budgets = allocated(measured_errors(sample, attend), MEAN_RETRIEVE)
+            few, scoring = sample.queries[:, :1], {"scale": sample.scale, "softcap": sample.softcap}
+            attend_path(host, few, start, stop, budgets, **scoring)  # type: ignore[arg-type]  # raises now if it must
+            host.budgets = budgets

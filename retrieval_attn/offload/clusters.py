@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.cpu.cluster_sums import SampledKeys
 from retrieval_attn.cpu.clusters import (
     ClusterSums,
     ClusterTable,
@@ -19,7 +20,6 @@ from retrieval_attn.cpu.clusters import (
     mean_values,
     samples_for,
 )
-from retrieval_attn.cpu.samples import SampledKeys
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, take_clusters
 from retrieval_attn.gpu.clusters.cluster import make_clusters, mean_distances, metric_of, probes_of, sample_keys
 from retrieval_attn.index.formats import to_float32

@@ -26,11 +26,9 @@ from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, CodeRows
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, splits
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.offload.finer import CodesOnHost, reads_host
-from retrieval_attn.offload.host_rows import host_rows
-from retrieval_attn.offload.staging import pinned
+from retrieval_attn.offload.managed import CodesOnHost, host_rows, reads_host
+from retrieval_attn.offload.staging import pinned, stored_on, unpack
 from retrieval_attn.offload.threads import ThreadPool
-from retrieval_attn.offload.transfer import stored_on, unpack
 from retrieval_attn.store.mapped import populate
 
 SENT_AT_ONCE = 1 << 17

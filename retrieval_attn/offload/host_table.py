@@ -14,7 +14,7 @@ from torch import nn
 
 from retrieval_attn.errors import MemoryPlanError
 from retrieval_attn.model.placement import is_spread, mark_host_table
-from retrieval_attn.offload.host_rows import as_device, host_rows
+from retrieval_attn.offload.managed import as_device, host_rows
 
 log = logging.getLogger(__name__)
 

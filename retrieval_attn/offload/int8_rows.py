@@ -23,10 +23,9 @@ from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, RowShape
 from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.codes import beside
-from retrieval_attn.offload.host_rows import as_device, host_rows
-from retrieval_attn.offload.managed import has_managed, take_pages
+from retrieval_attn.offload.managed import as_device, has_managed, host_rows, take_pages
+from retrieval_attn.offload.staging import pack, stored_on
 from retrieval_attn.offload.threads import ThreadPool
-from retrieval_attn.offload.transfer import pack, stored_on
 from retrieval_attn.store.mapped import populate
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
-"""Host memory that CUDA manages: its pages stay on the host, and a device that reads them in place maps large ones.
+"""Host memory that a GPU reads in place: managed by CUDA, page-locked if it cannot be, and codes stored there.
 
-Page-locked memory is mapped in small pages, whether the driver took it or it was registered. Read at random, a device
-then waits for one translation after the other as soon as it does not remember all of them: 19,200 rows of 64 bytes take
-40 us out of 512 MiB, but 320 out of 2 GiB. Managed memory takes 44 and 52 (one H100, driver of CUDA 13).
+Managed pages stay on the host, and the device maps large ones. Page-locked memory is mapped in small pages, however it
+was locked: random reads then miss the translation cache. 19,200 rows of 64 bytes take 40 us out of 512 MiB, but 320 out
+of 2 GiB; managed memory takes 44 and 52 (one H100, driver of CUDA 13).
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from retrieval_attn.offload.page_lock import outside_capture
+from retrieval_attn.errors import MemoryPlanError
+from retrieval_attn.gpu.codes.codes import DeviceCodes
+from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.offload.page_lock import lock_array, outside_capture
 
 log = logging.getLogger(__name__)
 
@@ -121,3 +125,68 @@ def _driver() -> Any:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+
+
+def host_rows(heads: int, tokens: int, key_bytes: int, device: torch.device) -> Tensor:
+    """Allocate (heads, tokens, key_bytes) uint8 of host memory that `device` can read in place.
+
+    Managed memory, else page-locked memory. Contents are undefined. Raises MemoryPlanError if the system refuses both.
+    """
+    managed = managed_bytes(heads * tokens * key_bytes, device) if device.type == "cuda" else None
+    if managed is not None:
+        return torch.from_numpy(managed).view(heads, tokens, key_bytes)
+    array = aligned_empty((heads, tokens, key_bytes), np.uint8)
+    if device.type == "cuda" and array.nbytes and (reason := lock_array(array)):
+        raise MemoryPlanError(
+            f"{array.nbytes} bytes of host memory that the device would read cannot be page-locked ({reason}): "
+            "`ulimit -l` shows a limit; raise it. For codes, index='device' does without finer ones"
+        )
+    return torch.from_numpy(array)
+
+
+class _Address:
+    """Adapter that exposes a host tensor by the CUDA array interface."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self.__cuda_array_interface__ = {
+            "shape": tuple(rows.shape), "typestr": "|u1", "data": (rows.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def as_device(rows: Tensor, device: torch.device) -> Tensor:
+    """Return `rows` of `host_rows` as a tensor of `device` without a copy: kernels read host memory in place.
+
+    Raises MemoryPlanError if the driver maps them to another device.
+    """
+    try:
+        seen = torch.as_tensor(_Address(rows), device=device)
+    except (RuntimeError, ValueError) as error:
+        raise MemoryPlanError(f"the driver does not show host memory to {device}: {error}") from error
+    if seen.data_ptr() != rows.data_ptr():
+        raise MemoryPlanError(f"the driver shows host memory to another device than {device}")
+    return seen
+
+
+PROBED_ROWS, PROBED_BYTES = 1 << 18, 64
+"""Size of the probe of `reads_host`: above the usual limit of locked memory in containers."""
+
+
+class CodesOnHost(DeviceCodes):
+    """Codes like `DeviceCodes`, with rows in host memory."""
+
+    on_host = True
+
+    def _room(self, tokens: int) -> Tensor:
+        return host_rows(1, tokens, self.codes.shape[1], self.device)[0]
+
+
+@functools.cache
+def reads_host(device: torch.device) -> bool:
+    """Return True if `device` can read host memory in place; log the system's refusal once."""
+    try:
+        host_rows(1, PROBED_ROWS, PROBED_BYTES, device)
+    except MemoryPlanError as error:
+        log.warning("keys have no finer codes on the host, and tokens take longer after long texts: %s", error)
+        return False
+    return True

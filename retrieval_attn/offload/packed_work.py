@@ -20,11 +20,9 @@ from torch import Tensor
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.build import event_now
-from retrieval_attn.offload.staging import CopyChunk, staging
-from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.staging import CopyChunk, pack, packed_to_host, staging
 from retrieval_attn.offload.threads import run_for, settle
-from retrieval_attn.offload.traffic import traffic
-from retrieval_attn.offload.transfer import pack, packed_to_host
+from retrieval_attn.offload.traffic import LayerStats, traffic
 from retrieval_attn.offload.work import HostWork
 
 

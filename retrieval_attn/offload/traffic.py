@@ -1,4 +1,4 @@
-"""Traffic: what is on its way from one device to the host, so that its memory is not taken before it is free."""
+"""Traffic: copies under way from one device to the host, which hold its memory; LayerStats: counters of a layer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,41 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from retrieval_attn.offload.threads import take_turns_often
+
+
+@dataclass
+class LayerStats:
+    """Counters of one layer since its cache was made. Seconds are wall clock, bytes are host memory read.
+
+    host_seconds: retrieved attention as a whole; search_seconds and attend_seconds: its phases inside.
+    copy_seconds, index_seconds: copying keys to the host and building indexes (beside a GPU: in threads, while it
+    computes); lists_seconds: the GPU's time for training lists; wait_seconds: prefill blocked by the host.
+    mass, mass_count: sum and number of measured shares of attention (`attention/instruments.py`).
+    """
+
+    index_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    lists_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    host_seconds: float = 0.0
+    search_seconds: float = 0.0
+    attend_seconds: float = 0.0
+    mass: float = 0.0
+    mass_count: int = 0
+    keys_scanned: int = 0
+    bytes_read: int = 0
+
+    def add(self, other: LayerStats) -> None:
+        """Add every field of `other`."""
+        for name in vars(other):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 BACKLOG = 8
 """Layers that may wait for their indexes, with their training data in memory, before prefill waits."""

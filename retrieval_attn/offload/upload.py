@@ -26,9 +26,8 @@ from retrieval_attn.cpu.segment import PathPart, Segment
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.offload.page_lock import lock_file, lockable, locked_rows
-from retrieval_attn.offload.staging import pinned
+from retrieval_attn.offload.staging import TORCH_DTYPE, pinned, unpack
 from retrieval_attn.offload.threads import ThreadPool
-from retrieval_attn.offload.transfer import TORCH_DTYPE, unpack
 
 BLOCK_BYTES = 128 << 20
 """Bytes of a block's keys and values as stored: few calls for a layer, and a ring that does not show."""

@@ -1,8 +1,8 @@
-"""HostWork: a finished pass of one layer on its way to the host: keys and values first, then the indexes over them.
+"""HostWork: transfer of one layer's prefill to the host: keys and values (`KVCopy`), then indexes over them.
 
-Beside a GPU both happen in threads while the next layers compute: one thread copies (`offload/staging.py`), a pool
-builds the indexes of several heads at once. The device holds the keys of the layer that computes and of one that is
-being copied (`offload/traffic.py`). On the CPU, where all want the same cores, the same work is done on the spot.
+With a GPU both run in threads while the next layers compute: one thread copies (`offload/staging.py`), a pool builds
+indexes of several heads at once. The device holds the keys of the layer that computes and of one under copy
+(`offload/traffic.py`). On the CPU the same work runs synchronously.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 
 import numpy as np
@@ -26,13 +26,122 @@ from retrieval_attn.errors import (
     UnsupportedModelError,
 )
 from retrieval_attn.index.formats import Format
-from retrieval_attn.offload.budgets import BudgetBuild
-from retrieval_attn.offload.build import IndexBuild, event_now
+from retrieval_attn.offload.build import BudgetBuild, IndexBuild, event_now
 from retrieval_attn.offload.clusters import ClusterBuild
-from retrieval_attn.offload.copy import KVCopy
-from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.codes import beside
+from retrieval_attn.offload.int8_rows import Int8RowMirror, new_rows, rows_behind, write_rows
+from retrieval_attn.offload.page_lock import lock_pages
+from retrieval_attn.offload.staging import CopyChunk, all_to_host, pack, staging
 from retrieval_attn.offload.threads import ThreadPool
-from retrieval_attn.offload.traffic import traffic
+from retrieval_attn.offload.traffic import LayerStats, traffic
+
+FILLERS = 4
+"""Threads that write copied keys and values into the store."""
+SHARED_COPY = 4 << 20
+"""Bytes of keys from which several threads write."""
+
+
+class KVCopy:
+    """Copy of keys and values (batch, kv_heads, new, dim) of one prefill; they are released once copied.
+
+    The tensors must not be written to any more.
+    """
+
+    def __init__(self, fmt: Format, key: Tensor, value: Tensor, stop: threading.Event) -> None:
+        """stop: if it is set, copies that have not begun raise CancelledError."""
+        self.device = key.device
+        self._fmt, self._stop = fmt, stop
+        self._kv = [(key.detach(), value.detach())]  # empty once they are copied
+        self._rows: list[tuple[int, SequenceKV, np.ndarray | None]] = []
+        self._whole: set[int] = set()
+        self._empty_rows: dict[int, Int8RowMirror | None] = {}
+
+    def append(self, row: int, host: SequenceKV, real: np.ndarray | None) -> None:
+        """Queue row `row` for the end of `host`. real: (new,) bool, columns that are tokens; None: all."""
+        self._rows.append((row, host, real))
+        if real is None and len(host) == 0:
+            self._whole.add(id(host))
+        if host.spec.host_reads.rows and all(one.is_hole for one in host.segments):
+            key, value = (tensor[row] for tensor in self._kv[0])
+            self._empty_rows[id(host)] = new_rows(key, value)
+
+    def is_whole(self, host: SequenceKV) -> bool:
+        """Return True if `host` holds nothing but this prefill, so that its keys are on the device unchanged."""
+        return id(host) in self._whole
+
+    def staged(self, ready: torch.cuda.Event | None) -> None:
+        """Copy through the device's ring of pinned buffers after the event `ready`."""
+        for key, value in self._kv:
+            staging(self.device).bring(self._pieces(key, value), ready)
+        self._round(ready)
+        self.filled()
+
+    def fill(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Append tokens (kv_heads, tokens, width) in storage format to the only row; `filled` follows the last."""
+        [(_, host, real)] = self._rows
+        _append(host, real, keys, values)
+
+    def filled(self) -> None:
+        """Release the device's tensors and page-lock the segments after the last token."""
+        self._kv.clear()  # the device has read them: their memory may be written at once
+        if self.device.type != "cuda":
+            return  # nothing copies them back from page-locked memory
+        for segment in {id(one): one for _, host, _ in self._rows for one in host.segments}.values():
+            lock_pages(segment)
+
+    def direct(self) -> None:
+        """Copy row by row on this thread and the device's current stream."""
+        for kv in self._kv:
+            for row, host, real in self._rows:
+                key, value = all_to_host([tensor[row] for tensor in kv], self._fmt)
+                _append(host, real, key, value)
+        self._round(None)
+        self._kv.clear()
+
+    def _round(self, ready: torch.cuda.Event | None) -> None:
+        """Write int8 rows of appended tokens, for the device to read, after the event `ready`."""
+        for key, value in self._kv:
+            for row, host, real in self._rows:
+                if not host.spec.host_reads.rows or not host.segments:
+                    continue
+                segment, tokens = host.segments[-1], key.shape[2] if real is None else int(real.sum())
+                rounded = rows_behind(segment, tokens, self._empty_rows.get(id(host)))
+                if rounded is None:
+                    continue
+                with beside(self.device):
+                    if ready is not None:
+                        torch.cuda.current_stream(self.device).wait_event(ready)
+                    kept = slice(None) if real is None else torch.from_numpy(real).to(self.device)
+                    write_rows(segment, rounded, key[row][:, kept], value[row][:, kept])
+
+    def _pieces(self, key: Tensor, value: Tensor) -> Iterator[CopyChunk]:
+        """Yield chunks of tokens that fit a buffer, keys and values together."""
+        heads, count = key.shape[1:3]
+        bytes_of = heads * (self._fmt.row_bytes(key.shape[3]) + self._fmt.row_bytes(value.shape[3]))
+        step = max(1, (staging(self.device).size - 128) // bytes_of)
+        for row, host, real in self._rows:
+            for start in range(0, count, step):
+                if self._stop.is_set():
+                    raise CancelledError
+                span = slice(start, min(start + step, count))
+                tensors = pack(key[row, :, span], self._fmt), pack(value[row, :, span], self._fmt)
+                yield tensors, functools.partial(_append, host, None if real is None else real[span])
+
+
+@functools.cache
+def _fillers() -> ThreadPool:
+    return ThreadPool(FILLERS, "retrieval_attn-fill")
+
+
+def _append(host: SequenceKV, real: np.ndarray | None, keys: np.ndarray, values: np.ndarray) -> None:
+    """Append to the store, by several threads if large: first writes to new memory are slow."""
+    if real is not None:
+        keys, values = keys[:, real], values[:, real]
+    if keys.nbytes < SHARED_COPY:
+        host.append(keys, values)
+    else:
+        host.append(keys, values, _fillers().map)
+
 
 LAYERS_AT_ONCE = 3
 """Layers whose indexes are built at the same time: the last heads of one must not leave cores without work."""

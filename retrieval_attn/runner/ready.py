@@ -64,9 +64,9 @@ from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.fused.layers import load_layer_kernels
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.codes import beside, load_coder
-from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.staging import TORCH_DTYPE, host_format, pack, unpack
 from retrieval_attn.offload.threads import ThreadPool
-from retrieval_attn.offload.transfer import TORCH_DTYPE, host_format, pack, unpack
+from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.offload.work import overlaps
 from retrieval_attn.runner.full_attention import forms_for_all
 from retrieval_attn.runner.graph.host import code_shape, split_microbatches

@@ -27,7 +27,7 @@ from retrieval_attn.attention.retrieval import RetrievalLayer, decodes_plainly
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import BackendError, CacheMismatchError, ShapeError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
-from retrieval_attn.index.forked import use_threads
+from retrieval_attn.index.threads import use_threads
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 from retrieval_attn.model.placement import input_device

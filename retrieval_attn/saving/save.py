@@ -32,7 +32,7 @@ from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreError, StoreMismatchError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.offload.codes import SentCodes
-from retrieval_attn.offload.lock_ahead import lock_ahead
+from retrieval_attn.offload.page_lock import lock_ahead
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.progress import ReadingBar
 from retrieval_attn.runner.ready import compilation, make_ready, prepared

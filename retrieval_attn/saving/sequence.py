@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.budgets import HeadBudgets
+from retrieval_attn.cpu.cluster_sums import PAIR, SampledKeys, columns_for
 from retrieval_attn.cpu.clusters import ClusterSums, KeyClusters, PathClusters
-from retrieval_attn.cpu.samples import PAIR, SampledKeys, columns_for
 from retrieval_attn.cpu.segment import HeadCoders, Segment, hole_for, restored_segment, steady_index
 from retrieval_attn.cpu.store import SequenceKV, Span, path_spans, take_spans
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError

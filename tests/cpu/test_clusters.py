@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from retrieval_attn.cpu.cluster_sums import SampledKeys
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_path
-from retrieval_attn.cpu.samples import SampledKeys
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.store import SequenceKV, path_spans, plan_stamp, release_before, take_spans
 from retrieval_attn.errors import ShapeError

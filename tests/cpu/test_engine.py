@@ -18,7 +18,7 @@ from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step import plan as engine_module
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.step.run import entry_at
-from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.step.tables import SearchRange
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index import flat_task

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from retrieval_attn.cpu.samples import SampledKeys, columns_for, score_samples
+from retrieval_attn.cpu.cluster_sums import SampledKeys, columns_for, score_samples
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from retrieval_attn.cpu.budgets import HeadBudgets
+from retrieval_attn.cpu.cluster_sums import SampledKeys
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters, largest_clusters, mean_values
 from retrieval_attn.cpu.host_attend import attend_paths
-from retrieval_attn.cpu.samples import SampledKeys
 from retrieval_attn.cpu.segment import HeadCoders
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, held_bytes
 from retrieval_attn.errors import InputDataError

@@ -15,8 +15,8 @@ import pytest
 from retrieval_attn.cpu.host_attend import attend_paths, plan_paths
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step import planned as planned_module
-from retrieval_attn.cpu.step.buffers import StepBuffers
 from retrieval_attn.cpu.step.plan import LayerStep
+from retrieval_attn.cpu.step.tables import StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format

@@ -31,7 +31,7 @@ from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_spac
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
 from retrieval_attn.index.sketch.index import learn_projection
 from retrieval_attn.offload.codes import CodeMemory, HeadCodes
-from retrieval_attn.offload.host_rows import host_rows
+from retrieval_attn.offload.managed import host_rows
 from retrieval_attn_eval.bench.synthetic import synthetic_head
 from tests.gpu.test_decode_kernels import INTERPRETED
 

@@ -17,7 +17,7 @@ from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.gpu.codes import candidates as named_keys
 from retrieval_attn.gpu.codes.candidates import Candidates, Found, StoredRows, attend_candidates, slots_for
 from retrieval_attn.index.formats import Format
-from retrieval_attn.offload.transfer import pack, unpack
+from retrieval_attn.offload.staging import pack, unpack
 from tests.gpu.test_decode_kernels import INTERPRETED
 
 SCALE = 0.11

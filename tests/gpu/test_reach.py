@@ -17,7 +17,7 @@ from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.codes import host_row_gather as reaching
 from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, HostRowGather, RowShape
-from retrieval_attn.offload.host_rows import as_device, host_rows
+from retrieval_attn.offload.managed import as_device, host_rows
 from tests.gpu.test_decode_kernels import INTERPRETED
 
 ROOM = 64

@@ -28,7 +28,7 @@ from retrieval_attn.gpu.shared.partials import (
 )
 from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, PlanShape, SharedNode, SharedPlan
 from retrieval_attn.index.formats import Format
-from retrieval_attn.offload.transfer import pack, unpack
+from retrieval_attn.offload.staging import pack, unpack
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.reference.attention import reference_attention
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from retrieval_attn.cpu.cluster_sums import score_samples
 from retrieval_attn.cpu.gather import attend_rows
-from retrieval_attn.cpu.samples import score_samples
 from retrieval_attn.cpu.step.estimate import attend_and_estimate, score_means
 from retrieval_attn.cpu.step.run import BAD_ID
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.packed import id_of, keep_best, score_of
 from retrieval_attn.index.kernels.scan import rescore
-from retrieval_attn.index.task.atomics import at_address, atomic_load
+from retrieval_attn.index.task.atomics import at_address, atomic_load, bytes_of_row, rows_at
 from retrieval_attn.index.task.descriptor import (
     ALL_KEPT,
     ENTRY,
@@ -30,7 +30,6 @@ from retrieval_attn.index.task.descriptor import (
     floats_at,
     step_at,
 )
-from retrieval_attn.index.task.rows import bytes_of_row, rows_at
 from retrieval_attn.index.task.tasks import query_of, scan_alone, scratch_of, task_address
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numba import njit
 
 from retrieval_attn.cpu.gather import AHEAD_OF_SOFTMAX, exp, exponentiate, prefetch_at, scale_scores, sum_rows, total_of
-from retrieval_attn.index.task.rows import bytes_of_row
+from retrieval_attn.index.task.atomics import bytes_of_row
 
 PRIOR = np.float32(4.0)
 """Samples that the mean key stands for: few samples say little. KL on code at 8K, 16 samples of each of 64 clusters:

@@ -19,12 +19,20 @@ from retrieval_attn.cpu.budgets import HeadBudgets, budget_counts, budgets_of
 from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.pool import Pool, raise_if_unusable
 from retrieval_attn.cpu.step.attend_task import attend_task
-from retrieval_attn.cpu.step.buffers import Arena, StepBuffers, memory_in, own_memory, scratch_places, zeros
-from retrieval_attn.cpu.step.places import TaskTable, compile_places
-from retrieval_attn.cpu.step.planned import PlannedRows
+from retrieval_attn.cpu.step.planned import PlannedRows, TaskTable, compile_places
 from retrieval_attn.cpu.step.run import BAD_ID, callback_address, compile_step, entry_at, run_step, run_task_address
-from retrieval_attn.cpu.step.search_range import SearchRange
-from retrieval_attn.cpu.step.tables import Needs, StepRequest, StepShape
+from retrieval_attn.cpu.step.tables import (
+    Arena,
+    Needs,
+    SearchRange,
+    StepBuffers,
+    StepRequest,
+    StepShape,
+    memory_in,
+    own_memory,
+    scratch_places,
+    zeros,
+)
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES

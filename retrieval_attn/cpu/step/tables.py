@@ -1,22 +1,78 @@
-"""The tables of a step's rows: which tasks search which of their pieces, and what their indexes gave to do so.
+"""Inputs of a step's rows: ranges of tokens, tables of search tasks, and buffers.
 
-Tables of one row do not depend on where it lies among others, nor on where its keys lie: `places.py` adds both.
+Tables of one row depend neither on its position among other rows nor on addresses of its keys: `planned.py` adds both.
 """
 
 from __future__ import annotations
 
 import operator
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.cpu.step.search_range import SearchRange
+from retrieval_attn.cpu.pool import Pool
+from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.task.descriptor import RANGE, TASK
-from retrieval_attn.index.task.search import SCAN_TOKENS, CompiledSearch, SearchRequest
+from retrieval_attn.index.kernels.scan import BOUND_WORDS, score_columns
+from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
+from retrieval_attn.index.task.descriptor import METER_WORDS, RANGE, TASK
+from retrieval_attn.index.task.search import SCAN_TOKENS, CompiledSearch, ScratchLayout, SearchedInSteps, SearchRequest
+
+
+class SearchRange(NamedTuple):
+    """Tokens [low, high) of arrays of one sequence: its tokens first + low and so on.
+
+    keys (kv_heads, tokens, head_dim) and values (kv_heads, tokens, value_dim): in one storage format, C-contiguous.
+    indexes: one per head, beginning at token index_first <= low and covering all tokens; None: tokens are scanned
+    exactly. version: changes whenever the indexes change. members: cluster of each token (kv_heads, tokens) uint8, if
+    keys that are not attended are estimated.
+    """
+
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    low: int
+    high: int
+    first: int
+    indexes: tuple[SearchedInSteps, ...] | None = None
+    index_first: int = 0
+    version: int = 0
+    members: npt.NDArray[np.uint8] | None = None
+
+    @property
+    def most(self) -> int:
+        """Largest possible `high` by arrays and indexes."""
+        covered = self.keys.shape[1] if not self.indexes else self.index_first + len(self.indexes[-1])
+        return min(int(self.keys.shape[1]), covered)
+
+    def check(self, fmt: Format, dims: tuple[int, int, int]) -> None:
+        """Raise ShapeError unless arrays and ranges fit `fmt` and dims (heads, head_dim, value_dim)."""
+        heads, dim, value_dim = dims
+        keys, values = self.keys, self.values
+        tokens = keys.shape[1]
+        if keys.shape != (heads, tokens, fmt.width(dim)) or values.shape != (heads, tokens, fmt.width(value_dim)):
+            raise ShapeError(
+                f"pieces must be {heads} heads of {dim} and {value_dim}, got {keys.shape} and {values.shape}"
+            )
+        for array in (keys, values):
+            if array.dtype != fmt.dtype or not array.flags.c_contiguous or not array.flags.aligned:
+                raise ShapeError(
+                    f"pieces must be C-contiguous {fmt.dtype}, got {array.dtype} of strides {array.strides}"
+                )
+        members = self.members
+        if members is not None and (members.shape != (heads, tokens) or not members.flags.c_contiguous):
+            raise ShapeError(
+                f"clusters of ({heads}, {tokens}) keys must be so many and contiguous, got {members.shape}"
+            )
+        if self.indexes is not None and (len(self.indexes) != heads or not 0 <= self.index_first <= self.low):
+            raise ShapeError(f"a piece of {heads} heads needs as many indexes, from token {self.low} on or earlier")
+        if not 0 <= self.low <= self.high <= self.most or self.first + tokens >= 2**32 - 1 or self.first + self.low < 0:
+            raise ShapeError(f"tokens [{self.low}, {self.high}) must lie in 0 .. {tokens}, all ids below 2**32 - 1")
+
 
 FEW_TOKENS = 256
 """Tokens of a piece are rounded up to a multiple of it where they decide about scratch memory."""
@@ -213,3 +269,122 @@ def _task_rows(like: npt.NDArray[Any], *columns: Any) -> npt.NDArray[np.int64]:
     for column, values in enumerate(columns):
         rows[:, :, column] = values
     return rows.reshape(-1, len(columns))
+
+
+class StepBuffers(NamedTuple):
+    """External memory of a step, at the same addresses however often the step is planned.
+
+    1-D and C-contiguous, at least as long as named. queries: rows * q_heads * positions * head_dim float32; out: the
+    same with value_dim; lse: rows * q_heads * positions float32; meters: workers of the pool * METER_WORDS int64;
+    descriptor: WORDS int64, initially zeros. candidates: (rows * q_heads * positions, room) int32, keys that a device
+    names for ranges with its own index, as ids of that index, -1 for none; None: no device names keys. rest: as long as
+    lse; None: memory of the step's own.
+    """
+
+    queries: npt.NDArray[np.float32]
+    out: npt.NDArray[np.float32]
+    lse: npt.NDArray[np.float32]
+    meters: npt.NDArray[np.int64]
+    descriptor: npt.NDArray[np.int64]
+    candidates: npt.NDArray[np.int32] | None = None
+    rest: npt.NDArray[np.float32] | None = None
+
+
+class Memory(NamedTuple):
+    """Arrays of queries, results and meters of a step."""
+
+    queries: npt.NDArray[np.float32]
+    out: npt.NDArray[np.float32]
+    lse: npt.NDArray[np.float32]
+    rest: npt.NDArray[np.float32]
+    meters: npt.NDArray[np.int64]
+
+
+def own_memory(shape: tuple[int, int, int], dims: tuple[int, int], workers: int) -> Memory:
+    """Allocate memory for queries of `shape` (rows, q_heads, positions). dims: head_dim and value_dim."""
+    queries, out = (zeros(*shape, dim, dtype=np.float32) for dim in dims)
+    lse, rest = (zeros(*shape, dtype=np.float32) for _ in range(2))
+    return Memory(queries, out, lse, rest, zeros(workers, METER_WORDS))
+
+
+def memory_in(buffers: StepBuffers, shape: tuple[int, int, int], dims: tuple[int, int], workers: int) -> Memory:
+    """Return views of external buffers in place of `own_memory`. Raises ShapeError if they are too small."""
+    float32 = np.dtype(np.float32)
+    rest = np.zeros(int(np.prod(shape)), np.float32) if buffers.rest is None else buffers.rest
+    return Memory(
+        _view("queries", buffers.queries, (*shape, dims[0]), float32),
+        _view("out", buffers.out, (*shape, dims[1]), float32),
+        _view("lse", buffers.lse, shape, float32),
+        _view("rest", rest, shape, float32),
+        _view("meters", buffers.meters, (workers, METER_WORDS), np.dtype(np.int64)),
+    )
+
+
+def scratch_places(
+    layout: ScratchLayout, queries: tuple[int, int], sizes: tuple[int, int], capacity: int, joined: int, own: int
+) -> dict[str, int]:
+    """Return offsets of a worker's scratch arrays by the descriptor's fields.
+
+    queries: queries of an entry, plain and padded. sizes: top_k, and the maximum of clusters or sample columns of a
+    head.
+    """
+    (number, padded), (top_k, clusters) = queries, sizes
+    return {
+        "pool_at": layout.take(number * capacity * 8),
+        "rows_at": layout.take(top_k * 8),
+        "scores_at": layout.take(top_k * 4),
+        "digits_at": layout.take(256 * 8),
+        "owners_at": layout.take(top_k * 2),
+        "left_at": layout.take(clusters * 4),
+        "weights_at": layout.take(clusters * 4),
+        "sampled_at": layout.take(clusters * 4),
+        "counts_at": layout.take(number * 8),
+        "bars_at": layout.take(number * 8),
+        "bounds_at": layout.take(padded * BOUND_WORDS),  # of 4 bytes, for every 4 queries
+        "steps_at": layout.take(2 * padded * 4),
+        "tile_at": layout.take(padded * score_columns(padded) * 4),
+        "joined_at": layout.take(joined * 8),
+        "own_at": layout.take(own),
+    }
+
+
+class Arena:
+    """Scratch memory of a pool's workers, shared by all steps, since jobs of a pool never overlap. It only grows."""
+
+    _all: weakref.WeakKeyDictionary[Pool, Arena] = weakref.WeakKeyDictionary()
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._scratch = aligned_empty((CACHE_LINE,), np.uint8)
+        self._candidates = aligned_empty((CACHE_LINE,), np.uint8)
+
+    @classmethod
+    def of(cls, pool: Pool) -> Arena:
+        """The arena of `pool`."""
+        with cls._lock:
+            return cls._all.setdefault(pool, cls())
+
+    def room(self, scratch: int, candidates: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Return two arrays of at least so many bytes; the caller keeps them, since later calls may replace them."""
+        with self._lock:
+            if self._scratch.nbytes < scratch:
+                self._scratch = aligned_empty((scratch,), np.uint8)
+            if self._candidates.nbytes < candidates:
+                self._candidates = aligned_empty((candidates,), np.uint8)
+            return self._scratch, self._candidates
+
+
+def zeros(*shape: int, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
+    array = aligned_empty(shape, dtype)
+    array[...] = 0
+    return array
+
+
+def _view(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    count = int(np.prod(shape))
+    if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous or len(array) < count:
+        raise ShapeError(
+            f"the buffer {name} must be 1-D, contiguous {dtype} with room for {count} numbers, got {array.dtype} "
+            f"of shape {array.shape}; make it for the largest step that will be planned"
+        )
+    return array[:count].reshape(shape)

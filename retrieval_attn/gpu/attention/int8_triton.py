@@ -1,4 +1,4 @@
-"""The Triton kernels that turn a model's rows into int8, and back into its dtype, behind `offload/transfer.py`."""
+"""The Triton kernels that turn a model's rows into int8, and back into its dtype, behind `offload/staging.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels get their types from Triton)

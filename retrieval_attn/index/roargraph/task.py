@@ -14,9 +14,8 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.codes import encode_query_rows
 from retrieval_attn.index.kernels.packed import pack_score
 from retrieval_attn.index.roargraph.search import SPARE, Graph, block_of, search_graph, visited_words
-from retrieval_attn.index.task.atomics import at_address
+from retrieval_attn.index.task.atomics import at_address, bytes_of_row, rows_at
 from retrieval_attn.index.task.descriptor import count_cost, floats_at, step_at, words_at
-from retrieval_attn.index.task.rows import bytes_of_row, rows_at
 from retrieval_attn.index.task.search import CompiledSearch, ScratchLayout, SearchRequest, address_of, record
 from retrieval_attn.index.task.tasks import (
     hand_in,

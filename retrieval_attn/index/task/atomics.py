@@ -1,7 +1,7 @@
-"""What threads that share memory without the GIL need inside Numba kernels: atomic words, calls by address, arrays
-by address, the clock, and the system's futex.
+"""Primitives of Numba kernels that share memory without the GIL: atomic words, calls, arrays and rows by address,
+the clock, and the system's futex.
 
-Addresses are int64. Nothing here checks them: what is behind an address must be kept alive by its owner.
+Addresses are int64 and unchecked: the owner keeps the memory alive.
 """
 
 # mypy: allow-untyped-defs
@@ -12,10 +12,14 @@ import platform
 import sys
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic as _numba_intrinsic
+from numba.extending import overload
+
+from retrieval_attn.index.formats import SCALE_BYTES
 
 intrinsic: Any = _numba_intrinsic  # untyped: callers do not pass the typing context that the definition has
 
@@ -214,3 +218,32 @@ def at_address(typingctx, address):
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), codegen
+
+
+def rows_at(address, rows, dim, like):
+    """Return stored rows at an address as a kernel's array (rows, dim), like `formats.kernel_view`.
+
+    like: any array of the storage format. In compiled functions only.
+    """
+    raise NotImplementedError("rows_at is for compiled functions")
+
+
+@overload(rows_at)
+def _rows_at(address, rows, dim, like):
+    if like.dtype == types.int8:
+
+        def scaled(address, rows, dim, like):
+            return carray(at_address(address), (rows, dim + SCALE_BYTES), np.int8)[:, :dim]
+
+        return scaled
+
+    def plain(address, rows, dim, like):
+        return carray(at_address(address), (rows, dim), like.dtype)
+
+    return plain
+
+
+@njit(nogil=True, cache=True, inline="always")
+def bytes_of_row(like, dim):
+    """Return the bytes of a stored row of `dim` numbers. like: any array of the storage format."""
+    return dim * like.itemsize + (SCALE_BYTES if like.itemsize == 1 else 0)

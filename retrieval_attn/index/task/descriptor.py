@@ -88,7 +88,7 @@ ENTRY = np.dtype(
         ("counts_at", _WORD),  # float32 (clusters,): keys
         ("means_at", _WORD),  # float32 (head_dim, clusters): mean keys
         ("sums_at", _WORD),  # float32 (clusters, value_dim): summed values
-        ("samples_at", _WORD),  # bfloat16 (columns * head_dim,): keys of each cluster, see `cpu/samples.py`
+        ("samples_at", _WORD),  # bfloat16 (columns * head_dim,): keys of each cluster, see `cpu/cluster_sums.py`
         ("columns", _WORD),
         ("sampled", _WORD),  # of a cluster
         ("budgets_at", _WORD),  # int64 (queries,): keys that each query attends to, at most top_k; 0: top_k

@@ -19,9 +19,8 @@ from numba import carray, cfunc, njit, types
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import dot
 from retrieval_attn.index.kernels.packed import EMPTY, keep_best, pack_score
-from retrieval_attn.index.task.atomics import at_address, atomic_load, atomic_max
+from retrieval_attn.index.task.atomics import at_address, atomic_load, atomic_max, rows_at
 from retrieval_attn.index.task.descriptor import LIST_COUNT, LIST_HEAD, LIST_RANGE, RANGE, TASK, floats_at
-from retrieval_attn.index.task.rows import rows_at
 
 _CARRIED = {
     Format.FLOAT32: types.float32,

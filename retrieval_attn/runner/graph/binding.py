@@ -23,7 +23,7 @@ from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.index.task import descriptor as words
-from retrieval_attn.offload.stats import LayerStats
+from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.runner.graph.decoder import GraphDecoder, StepKind, attending, keeping_state
 from retrieval_attn.runner.graph.host import HostRow, code_shape, held_by
 from retrieval_attn.runner.graph.memory import ordinary_tensors

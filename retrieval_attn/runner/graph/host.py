@@ -21,8 +21,8 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import NamedPieces, plan_named
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.step.buffers import StepBuffers
 from retrieval_attn.cpu.step.plan import LayerStep
+from retrieval_attn.cpu.step.tables import StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring

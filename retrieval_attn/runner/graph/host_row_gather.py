@@ -16,7 +16,7 @@ from torch import Tensor
 from retrieval_attn.attention.coded_clusters import CodedPieces, late_pieces, reach_entries
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.host_attend import NamedPieces
-from retrieval_attn.cpu.step.buffers import StepBuffers
+from retrieval_attn.cpu.step.tables import StepBuffers
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, HostRowGather, RowShape

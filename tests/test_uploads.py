@@ -13,7 +13,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cpu.segment import restored_segment
-from retrieval_attn.cpu.store import SequenceKV, Span, take_spans
+from retrieval_attn.cpu.store import SequenceKV, Span
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload import page_lock, upload
 from retrieval_attn.offload import work as kv_copy
@@ -214,7 +214,7 @@ class TestSavedSegments:
         found = BundleFile(file, disk.map(file), seal, lambda: None).bundle(verify=True).arrays
         segment = restored_segment(found["keys"], found["values"], fmt, 0, ())
         host = SequenceKV(HEADS, DIM, VALUE_DIM, fmt)
-        take_spans(host, [Span(segment, tokens)])
+        host.set_spans([Span(segment, tokens)])
         return host
 
     @pytest.mark.parametrize("fmt", [Format.FLOAT32, Format.BFLOAT16, Format.INT8])

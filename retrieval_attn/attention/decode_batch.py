@@ -26,8 +26,8 @@ from retrieval_attn.attention.retrieval import RetrievalLayer, begin_token
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path, plan_paths
 from retrieval_attn.cpu.pool import default_pool
-from retrieval_attn.cpu.step.plan import LayerStep, StepCost, row_costs
-from retrieval_attn.cpu.store import SequenceKV, plan_stamp
+from retrieval_attn.cpu.step.plan import LayerStep, StepCost
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.cpu.windows import WindowRow, attend_stretches, put_last
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.window import WindowCache, places_of
@@ -146,7 +146,7 @@ class _KeptStep:
                 return None
             self._planned = _wanted(asks, queries, scoring)
         step.queries[:, :, 0] = queries
-        costs = row_costs(step, step.run())
+        costs = step.row_costs(step.run())
         return _Found(step.out.copy(), step.lse.copy(), step.rest.copy(), costs)
 
     def _plan(self, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> bool:
@@ -183,7 +183,7 @@ class _KeptStep:
 
 def _wanted(asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> tuple[object, ...]:
     """What the plan of a step of these paths depends on."""
-    rows = [(one.span, one.top_k, plan_stamp(one.host)) for one in asks]
+    rows = [(one.span, one.top_k, one.host.plan_stamp()) for one in asks]
     return rows, queries.shape, scoring, asks[0].host.threads
 
 

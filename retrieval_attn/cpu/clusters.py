@@ -250,7 +250,7 @@ class PathClusters:
 
     def __init__(self, shared: KeyClusters, fmt: Format, span: tuple[int, int], sums: ClusterSums) -> None:
         """sums: over the path's tokens span[0] .. span[1], whose members `shared` knows. They are not written to."""
-        self.shared, self._fmt = shared, fmt
+        self.shared, self.fmt = shared, fmt
         self.start, self.stop = span
         self._sums = sums
         self._table = _table_of(sums, shared.samples)
@@ -311,7 +311,7 @@ class PathClusters:
     def late(self) -> PathClusters | None:
         """The clusters of the tokens that a device has no codes of; None where no device has any."""
         if self._late is None and self.shared.late is not None:
-            self._late = PathClusters.empty(self.shared.late, self._fmt, self._sums.value_sums.shape[2])
+            self._late = PathClusters.empty(self.shared.late, self.fmt, self._sums.value_sums.shape[2])
         return self._late
 
     @property
@@ -325,7 +325,7 @@ class PathClusters:
     def restored_late(self, span: tuple[int, int], sums: ClusterSums) -> None:
         """`late` has these sums over the path's tokens span[0] .. span[1]."""
         assert self.shared.late is not None
-        self._late = PathClusters(self.shared.late, self._fmt, span, sums)
+        self._late = PathClusters(self.shared.late, self.fmt, span, sums)
 
     @property
     def begun_late(self) -> PathClusters | None:
@@ -355,9 +355,9 @@ class PathClusters:
             self._table, self._own = _table_of(self._sums, self.shared.samples), True
         sign, changed = 1 if stop >= self.stop else -1, None
         for segment, low, high, _ in pieces(min(stop, self.stop), max(stop, self.stop)):
-            arrays = segment.keys, segment.values, self.shared.members(segment, low, high, self._fmt)
+            arrays = segment.keys, segment.values, self.shared.members(segment, low, high, self.fmt)
             for at in range(low, high, TOKENS_AT_ONCE):
-                others = count_tokens(*arrays, (at, min(at + TOKENS_AT_ONCE, high)), sign, self._fmt, self._sums)
+                others = count_tokens(*arrays, (at, min(at + TOKENS_AT_ONCE, high)), sign, self.fmt, self._sums)
                 changed = others if changed is None else changed | others
         self.stop = stop
         if changed is not None:
@@ -395,7 +395,7 @@ def _sampled(path: PathClusters, like: SampledKeys, parts: list[PathPart]) -> Sa
 
     Clusters with fewer keys have some twice, those without any zeros.
     """
-    shared, fmt, number = path.shared, path._fmt, like.number
+    shared, fmt, number = path.shared, path.fmt, like.number
     heads, clusters, dim = shared.probes.shape
     found = np.zeros((heads, clusters * number, dim), np.float32)
     turn = np.arange(number)

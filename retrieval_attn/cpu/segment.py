@@ -160,6 +160,12 @@ class Segment:
         index = self._index
         return (0, 0) if index is None else (index.first, index.stop)
 
+    @contextlib.contextmanager
+    def steady_index(self) -> Iterator[tuple[base.KeyIndex, ...]]:
+        """Yield the index of each head, () without one; no path inserts tokens meanwhile."""
+        with self._extending:
+            yield self.indexes
+
     def extend_index(self, stop: int) -> None:
         """Insert the tokens between the end of the index and `stop`, if there is an index."""
         if self._index is not None and not self.sealed:
@@ -351,13 +357,6 @@ def hole_for(tokens: int, num_kv_heads: int, head_dim: int, value_dim: int, fmt:
     hole = Segment(num_kv_heads, tokens, head_dim, value_dim, fmt, expected=0)
     hole.length, hole.frozen, hole.is_hole = tokens, True, True
     return hole
-
-
-@contextlib.contextmanager
-def steady_index(segment: Segment) -> Iterator[tuple[base.KeyIndex, ...]]:
-    """The index of each head, () without one; meanwhile no path inserts tokens into it."""
-    with segment._extending:
-        yield segment.indexes
 
 
 class PathPart(NamedTuple):

@@ -290,6 +290,46 @@ class SequenceKV:
                 segment.extend_index(high)
         self.index_seconds += time.perf_counter() - began
 
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Segments in order, with the number of tokens of each that belong to this path."""
+        return tuple(self._spans)
+
+    def set_spans(self, spans: Sequence[Span]) -> None:
+        """Replace the path by spans of frozen segments; the next tokens begin a new segment, as after a fork.
+
+        Clusters are not changed. Raises ConfigError for a span that is longer than its segment.
+        """
+        for segment, length in spans:
+            if not 0 <= length <= segment.length or not segment.frozen:
+                raise ConfigError(f"a span of {length} tokens needs a frozen segment of as many, got {segment.length}")
+        self._changes += 1
+        self._spans = list(spans)
+        self._length = sum(span.length for span in spans)
+        self.reserve(0)
+
+    def release_before(self, stop: int) -> None:
+        """Release segments that end at or before token `stop`, which is never read again.
+
+        Their memory is freed once no other path and no planned step holds them.
+        """
+        released = count = 0
+        for span in self._spans:
+            if released + span.length > stop:
+                break
+            released, count = released + span.length, count + 1
+        if not all(span.segment.is_hole for span in self._spans[:count]):
+            hole = hole_for(released, self.num_kv_heads, self.head_dim, self.value_dim, self.fmt)
+            self._changes += 1
+            self._spans[:count] = [Span(hole, released)]
+            self.steps.clear()
+
+    def plan_stamp(self) -> tuple[Hashable, ...]:
+        """Return a value that changes with the segments, indexes or clusters that a step was planned for."""
+        clusters = self.clusters
+        covered = () if clusters is None else (id(clusters), id(clusters.table), clusters.start, clusters.stop)
+        return self._changes, self.tail_tokens, *covered, *[span.segment.changes for span in self._spans]
+
 
 def _shapes(path: SequenceKV, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Shapes of stored keys and values."""
@@ -297,46 +337,10 @@ def _shapes(path: SequenceKV, tokens: int) -> tuple[tuple[int, int, int], tuple[
     return (path.num_kv_heads, tokens, widths[0]), (path.num_kv_heads, tokens, widths[1])
 
 
-def path_spans(path: SequenceKV) -> tuple[Span, ...]:
-    """The segments of a path and how many tokens of each it sees, in order."""
-    return tuple(path._spans)
-
-
-def take_spans(path: SequenceKV, spans: Sequence[Span]) -> None:
-    """A path of these spans, of frozen segments; what it holds next begins a segment, as after a fork.
-
-    Its clusters are left as they are. Raises ConfigError for a span that is longer than its segment.
-    """
-    for segment, length in spans:
-        if not 0 <= length <= segment.length or not segment.frozen:
-            raise ConfigError(f"a span of {length} tokens needs a frozen segment of as many, got {segment.length}")
-    path._changes += 1
-    path._spans = list(spans)
-    path._length = sum(span.length for span in spans)
-    path.reserve(0)
-
-
-def release_before(path: SequenceKV, stop: int) -> None:
-    """Let go of the segments that lie wholly before token `stop`: nobody reads those of this path any more.
-
-    Their memory is free where no other path, and no step that is planned still, has them.
-    """
-    released = count = 0
-    for span in path._spans:
-        if released + span.length > stop:
-            break
-        released, count = released + span.length, count + 1
-    if not all(span.segment.is_hole for span in path._spans[:count]):
-        hole = hole_for(released, path.num_kv_heads, path.head_dim, path.value_dim, path.fmt)
-        path._changes += 1
-        path._spans[:count] = [Span(hole, released)]
-        path.steps.clear()
-
-
 def keep_no_memory(path: SequenceKV, tokens: int) -> None:
     """A path that counts so many tokens, which lie elsewhere: nobody reads them of it. What it held, it lets go of."""
     hole = hole_for(tokens, path.num_kv_heads, path.head_dim, path.value_dim, path.fmt)
-    take_spans(path, [Span(hole, tokens)])
+    path.set_spans([Span(hole, tokens)])
     path.steps.clear()
 
 
@@ -355,17 +359,6 @@ def cluster_table(path: SequenceKV, start: int, stop: int) -> ClusterTable | Non
     Valid, and right where it lies, until the next call for other tokens. Raises ConfigError outside the path.
     """
     return None if path.clusters is None else path.clusters.cover(start, stop, path.parts)
-
-
-def plan_stamp(path: SequenceKV) -> tuple[Hashable, ...]:
-    """What a step was planned for, beside tokens and numbers: equal as long as its pieces and clusters are the same.
-
-    Of a path that a plan which holds its arrays was made for. Segments know of their indexes, and clusters which
-    tokens they cover; both may change without the path.
-    """
-    clusters = path.clusters
-    covered = () if clusters is None else (id(clusters), id(clusters.table), clusters.start, clusters.stop)
-    return path._changes, path.tail_tokens, *covered, *[span.segment.changes for span in path._spans]
 
 
 def join_clusters(path: SequenceKV, start: int, stop: int) -> None:

@@ -23,7 +23,6 @@ class LayerStats:
     host_seconds: retrieved attention as a whole; search_seconds and attend_seconds: its phases inside.
     copy_seconds, index_seconds: copying keys to the host and building indexes (beside a GPU: in threads, while it
     computes); lists_seconds: the GPU's time for training lists; wait_seconds: prefill blocked by the host.
-    mass, mass_count: sum and number of measured shares of attention (`attention/instruments.py`).
     """
 
     index_seconds: float = 0.0
@@ -33,8 +32,6 @@ class LayerStats:
     host_seconds: float = 0.0
     search_seconds: float = 0.0
     attend_seconds: float = 0.0
-    mass: float = 0.0
-    mass_count: int = 0
     keys_scanned: int = 0
     bytes_read: int = 0
 

@@ -23,7 +23,6 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import Forgotten, distinct, rows_by_path
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.store import release_before
 from retrieval_attn.errors import ConfigError, UnsupportedModelError
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rotation import Rotation, rope_types
@@ -73,7 +72,7 @@ def forget_tokens(cache: RetrievalCache, model: PreTrainedModel, start: int, sto
         raise
     for number in range(len(layers)):
         for host in distinct(cache.batch.hosts(number)):
-            release_before(host, span.stop)
+            host.release_before(span.stop)
 
 
 def _checked_span(cache: RetrievalCache, start: int, stop: int) -> Forgotten:

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.cluster_sums import PAIR, SampledKeys, columns_for
 from retrieval_attn.cpu.clusters import ClusterSums, KeyClusters, PathClusters
-from retrieval_attn.cpu.segment import HeadCoders, Segment, hole_for, restored_segment, steady_index
-from retrieval_attn.cpu.store import SequenceKV, Span, path_spans, take_spans
+from retrieval_attn.cpu.segment import HeadCoders, Segment, hole_for, restored_segment
+from retrieval_attn.cpu.store import SequenceKV, Span, path_spans
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.formats import Format
@@ -246,7 +246,7 @@ class PathMark(NamedTuple):
 
 def span_marks(path: SequenceKV) -> list[tuple[Segment, int]]:
     """The segments of a path with how many of their tokens it sees."""
-    return [(span.segment, span.length) for span in path_spans(path)]
+    return [(span.segment, span.length) for span in path.spans]
 
 
 def path_mark(path: SequenceKV) -> PathMark:
@@ -258,7 +258,7 @@ def spans_since(path: SequenceKV, mark: PathMark) -> int:
     """How many of the first spans of `path` were there at the mark: a state behind these says all that is new."""
     same = [
         span.segment is segment and span.length <= length
-        for span, (segment, length) in zip(path_spans(path), mark.spans, strict=False)
+        for span, (segment, length) in zip(path.spans, mark.spans, strict=False)
     ]
     # only the last may have been cut: what followed it then was another segment
     return [*same, False].index(False)
@@ -272,7 +272,7 @@ def path_state(path: SequenceKV, since: int, mark: PathMark | None = None) -> St
     where they stay as they are: all segments are frozen, as by a fork, and the path may go on at once. Raises
     ConfigError for a kind of index that cannot be saved, and for more spans than the path or the mark has.
     """
-    spans = path_spans(path)
+    spans = path.spans
     if not 0 <= since <= min(len(spans), len(spans if mark is None else mark.spans)):
         raise ConfigError(f"since={since} must lie in 0 .. {len(spans)}, spans of the path that were saved before")
     plain: dict[str, Any] = {"shape": _shape(path), "before": [], "spans": []}
@@ -308,7 +308,7 @@ def path_from_states(states: Sequence[State], path: SequenceKV, coder: HeadCoder
                 raise InputDataError(f"the saved path has {plain['shape']}, not {_shape(path)}; open it as saved")
             own = {name: np.asarray(array) for name, array in arrays.items()}  # kernels know no other kind of array
             by_place = _by_place(own)
-            before = path_spans(path)[: len(plain["before"])]
+            before = path.spans[: len(plain["before"])]
             if len(before) < len(plain["before"]):
                 raise InputDataError(f"{len(plain['before'])} saved spans must come first, got {len(before)}")
             spans = [
@@ -319,7 +319,7 @@ def path_from_states(states: Sequence[State], path: SequenceKV, coder: HeadCoder
                 spans.append(_span(told, by_place.get(str(number), {}), path, coder))
             if any(span.length > span.segment.length for span in spans):
                 raise InputDataError(f"saved spans are longer than their keys: {[span.length for span in spans]}")
-            take_spans(path, spans)
+            path.set_spans(spans)
             restore_clusters(path, plain["clusters"], own)
             path.budgets = None if plain["budgets"] is None else HeadBudgets(tuple(plain["budgets"]))
         except RetrievalAttentionError:
@@ -337,7 +337,7 @@ def _span_state(span: Span, prefix: str) -> State:
     segment = span.segment
     if segment.is_hole:
         return {"length": span.length, "held": segment.length, "hole": True}, {}
-    with steady_index(segment) as heads:
+    with segment.steady_index() as heads:
         index, arrays = _index_state(heads, segment.indexed[0], prefix)
     held = max([span.length, *(index["first"] + head["keys"] for head in index["heads"])])
     keys, values = segment.read(0, held)
@@ -346,7 +346,7 @@ def _span_state(span: Span, prefix: str) -> State:
 
 def _before_state(span: Span, prefix: str, known: tuple[KeyIndex, ...] | None) -> State:
     """Of a span that was saved: its index if it is not `known`, and what was inserted into it."""
-    with steady_index(span.segment) as heads:
+    with span.segment.steady_index() as heads:
         told: dict[str, Any] = {"length": span.length, "grown": list(span.segment.grown)}
         if heads is known or (not heads and known is None):
             return told, {}

@@ -7,7 +7,7 @@ from retrieval_attn.cpu.cluster_sums import SampledKeys
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters
 from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_path
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.cpu.store import SequenceKV, path_spans, plan_stamp, release_before, take_spans
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
@@ -216,14 +216,14 @@ def test_a_plan_is_for_a_path_as_it_is() -> None:
     path, centers = make_path(600), rng.normal(size=(KV_HEADS, CLUSTERS, DIM)).astype(np.float32)
     span = 0, 600
     attend_path(path, make_queries(), *span, 20, scale=SCALE)
-    seen = [plan_stamp(path)]
+    seen = [path.plan_stamp()]
 
     def is_new() -> bool:
-        seen.append(plan_stamp(path))
+        seen.append(path.plan_stamp())
         return seen[-1] not in seen[:-1]
 
     attend_path(path, make_queries(), *span, 20, scale=SCALE)
-    assert plan_stamp(path) == seen[0]
+    assert path.plan_stamp() == seen[0]
     append(path, 50, rng, centers)
     assert is_new()
     attend_path(path, make_queries(), 0, 640, 20, scale=SCALE)  # clusters cover other tokens
@@ -240,9 +240,9 @@ def test_a_plan_is_for_a_path_as_it_is() -> None:
     assert other.clusters is not None and path.clusters is not None
     path.clusters = other.clusters.renewed(*span, path.parts)
     assert is_new()
-    take_spans(path, path_spans(path)[:1])
+    path.set_spans(path.spans[:1])
     assert is_new()
-    release_before(path, len(path))
+    path.release_before(len(path))
     assert is_new()
 
 

@@ -311,6 +311,14 @@ class LayerStep:
             failure = _failure(self._step, self._planned.places, self._planned.shape.heads)
             raise BackendError(f"layer {self.layer}, {failure}")
 
+    def row_costs(self, cost: StepCost) -> list[StepCost]:
+        """Divide the `cost` of the last run among the rows; seconds are shared evenly."""
+        assert self._planned is not None
+        rows = len(self._planned)
+        counted = self._own["pending_at"].reshape(rows, -1, CACHE_LINE // 8)[:, :, 1:3].sum(axis=1)
+        shared = cost.search_seconds / rows, cost.attend_seconds / rows
+        return [StepCost(*shared, scanned, nbytes) for scanned, nbytes in counted.tolist()]
+
 
 def _dims_of(rows: Sequence[Sequence[SearchRange]], fmt: Format) -> tuple[int, int, int]:
     """Key-value heads, head_dim and value_dim of the first piece. Raises ShapeError."""
@@ -318,15 +326,6 @@ def _dims_of(rows: Sequence[Sequence[SearchRange]], fmt: Format) -> tuple[int, i
     if piece is None:
         raise ShapeError("a step needs at least one piece of one row")
     return len(piece.keys), fmt.dim_of(piece.keys), fmt.dim_of(piece.values)
-
-
-def row_costs(step: LayerStep, cost: StepCost) -> list[StepCost]:
-    """What each row had of the `cost` of the step's last run; the seconds are shared evenly."""
-    assert step._planned is not None
-    rows = len(step._planned)
-    counted = step._own["pending_at"].reshape(rows, -1, CACHE_LINE // 8)[:, :, 1:3].sum(axis=1)
-    shared = cost.search_seconds / rows, cost.attend_seconds / rows
-    return [StepCost(*shared, scanned, nbytes) for scanned, nbytes in counted.tolist()]
 
 
 def _failure(step: npt.NDArray[Any], places: TaskTable, heads: int) -> str:

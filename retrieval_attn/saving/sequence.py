@@ -21,7 +21,7 @@ from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.cluster_sums import PAIR, SampledKeys, columns_for
 from retrieval_attn.cpu.clusters import ClusterSums, KeyClusters, PathClusters
 from retrieval_attn.cpu.segment import HeadCoders, Segment, hole_for, restored_segment
-from retrieval_attn.cpu.store import SequenceKV, Span, path_spans
+from retrieval_attn.cpu.store import SequenceKV, Span
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.formats import Format
@@ -86,7 +86,7 @@ def restore_clusters(path: SequenceKV, plain: Mapping[str, Any] | None, arrays: 
     else:
         shared = _shared(path, plain, arrays, "clusters/")
     sums = _sums(path, arrays, "clusters/", shared.clusters)
-    tokens = sum(span.segment.length for span in path_spans(path))  # a path may see fewer of a segment than it has
+    tokens = sum(span.segment.length for span in path.spans)  # a path may see fewer of a segment than it has
     path.clusters = PathClusters(shared, path.fmt, _cluster_span(plain["span"], tokens), sums)
     if plain.get("late_span") is not None:
         if shared.late is None:
@@ -198,7 +198,7 @@ class _Pieces(NamedTuple):
         """
         pieces: list[list[int]] = []
         arrays: ClusterArrays = {}
-        for number, (span, tokens) in enumerate(zip(path_spans(self.path), self.tokens, strict=True)):
+        for number, (span, tokens) in enumerate(zip(self.path.spans, self.tokens, strict=True)):
             first, stop = shared.joined(span.segment)
             stop = min(stop, tokens)
             ids = shared.known(span.segment)
@@ -216,7 +216,7 @@ class _Pieces(NamedTuple):
 def _restore_members(
     path: SequenceKV, shared: KeyClusters, pieces: list[list[int]], arrays: Mapping[str, Any], prefix: str
 ) -> None:
-    spans = path_spans(path)
+    spans = path.spans
     for number, (span, low, high) in enumerate(pieces):
         if type(span) is not int or not 0 <= span < len(spans):
             raise InputDataError(f"saved clusters are of span {span!r:.80}, there are {len(spans)}")

@@ -10,32 +10,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrieval_attn.attention.exact import ExactPass as ExactPass
     from retrieval_attn.attention.layer import AttentionRecord as AttentionRecord
     from retrieval_attn.attention.layer import CacheLayer as CacheLayer
     from retrieval_attn.attention.retrieval import RetrievalLayer as RetrievalLayer
     from retrieval_attn.attention.sequence import Batch as Batch
-    from retrieval_attn.attention.sequence import distinct as distinct
     from retrieval_attn.attention.sequence import stacked as stacked
     from retrieval_attn.attention.sequence import unstacked as unstacked
     from retrieval_attn.cli.output import Spinner as Spinner
     from retrieval_attn.compile.progress import ProgressBar as ProgressBar
-    from retrieval_attn.cpu.ahead import load_kernels as load_kernels
-    from retrieval_attn.cpu.host_attend import attend_path as attend_path
     from retrieval_attn.cpu.host_attend import exact_lse as exact_lse
-    from retrieval_attn.cpu.store import SequenceKV as SequenceKV
     from retrieval_attn.engine.engine import default_limits as default_limits
     from retrieval_attn.gpu.attention.flash import attend as attend
     from retrieval_attn.gpu.attention.merge import Partial as Partial
-    from retrieval_attn.gpu.attention.merge import empty_partial as empty_partial
     from retrieval_attn.gpu.attention.merge import merge as merge
     from retrieval_attn.gpu.attention.merge import sink_logit_partial as sink_logit_partial
     from retrieval_attn.gpu.memory import cap as cap
-    from retrieval_attn.gpu.memory import device_memory as device_memory
     from retrieval_attn.gpu.memory import expand_segments as expand_segments
-    from retrieval_attn.gpu.memory import peak as peak
     from retrieval_attn.gpu.memory import spare_bytes as spare_bytes
-    from retrieval_attn.gpu.memory import start_peak as start_peak
     from retrieval_attn.index.base import MAX_KEYS as MAX_KEYS
     from retrieval_attn.index.base import HeadShape as HeadShape
     from retrieval_attn.index.base import HostBytes as HostBytes
@@ -60,14 +51,10 @@ if TYPE_CHECKING:
     from retrieval_attn.memory.device_room import IndexChoice as IndexChoice
     from retrieval_attn.memory.host_room import available_host_bytes as available_host_bytes
     from retrieval_attn.model.hooks import MaskSpec as MaskSpec
-    from retrieval_attn.model.hooks import capturable as capturable
-    from retrieval_attn.model.layers import decoder_layers as decoder_layers
     from retrieval_attn.model.rotation import Rotation as Rotation
     from retrieval_attn.offload.queries import SPAN as SPAN
-    from retrieval_attn.offload.staging import host_format as host_format
     from retrieval_attn.offload.staging import to_device as to_device
     from retrieval_attn.offload.staging import to_queries as to_queries
-    from retrieval_attn.offload.traffic import LayerStats as LayerStats
     from retrieval_attn.remote import Endpoint as Endpoint
     from retrieval_attn.remote import RemoteError as RemoteError
     from retrieval_attn.remote import Usage as Usage
@@ -76,33 +63,28 @@ if TYPE_CHECKING:
     from retrieval_attn.remote import read_delta as read_delta
     from retrieval_attn.remote import read_usage as read_usage
     from retrieval_attn.remote import refusal as refusal
-    from retrieval_attn.runner.attention import set_attention as set_attention
     from retrieval_attn.runner.attention import using_retrieval as using_retrieval
     from retrieval_attn.runner.decode import DecodeSteps as DecodeSteps
     from retrieval_attn.runner.decode import PromptState as PromptState
     from retrieval_attn.runner.decode import TokenChoice as TokenChoice
     from retrieval_attn.runner.decode import forward as forward
     from retrieval_attn.runner.decode import run as run
-    from retrieval_attn.runner.graph.registry import forget as forget
     from retrieval_attn.runner.prefill import finish_prefill as finish_prefill
     from retrieval_attn.store import ContextStore as ContextStore
     from retrieval_attn.store.mapped import give_up as give_up
     from retrieval_attn.store.mapped import resident_bytes as resident_bytes
 
 _EXPORTS = {
-    "attention.exact": "ExactPass",
     "attention.layer": "AttentionRecord CacheLayer",
     "attention.retrieval": "RetrievalLayer",
-    "attention.sequence": "Batch distinct stacked unstacked",
+    "attention.sequence": "Batch stacked unstacked",
     "cli.output": "Spinner",
     "compile.progress": "ProgressBar",
-    "cpu.ahead": "load_kernels",
-    "cpu.host_attend": "attend_path exact_lse",
-    "cpu.store": "SequenceKV",
+    "cpu.host_attend": "exact_lse",
     "engine.engine": "default_limits",
     "gpu.attention.flash": "attend",
-    "gpu.attention.merge": "Partial empty_partial merge sink_logit_partial",
-    "gpu.memory": "cap device_memory expand_segments peak spare_bytes start_peak",
+    "gpu.attention.merge": "Partial merge sink_logit_partial",
+    "gpu.memory": "cap expand_segments spare_bytes",
     "index.base": "HeadShape HostBytes KeyIndex MAX_KEYS SearchResult StateValue Training check_search train_positions",
     "index.flat": "order_codes",
     "index.formats": "Format check_rows from_float32 to_float32",
@@ -113,16 +95,13 @@ _EXPORTS = {
     "index.threads": "check_threads kernel_threads",
     "memory.device_room": "IndexChoice",
     "memory.host_room": "available_host_bytes",
-    "model.hooks": "MaskSpec capturable",
-    "model.layers": "decoder_layers",
+    "model.hooks": "MaskSpec",
     "model.rotation": "Rotation",
     "offload.queries": "SPAN",
-    "offload.staging": "host_format to_device to_queries",
-    "offload.traffic": "LayerStats",
+    "offload.staging": "to_device to_queries",
     "remote": "Endpoint RemoteError Usage http_client model_names read_delta read_usage refusal",
-    "runner.attention": "set_attention using_retrieval",
+    "runner.attention": "using_retrieval",
     "runner.decode": "DecodeSteps PromptState TokenChoice forward run",
-    "runner.graph.registry": "forget",
     "runner.prefill": "finish_prefill",
     "store": "ContextStore",
     "store.mapped": "give_up resident_bytes",

@@ -25,8 +25,9 @@ from retrieval_attn_eval.bench.fidelity.feed import (
     feed_full,
     feed_index,
     feed_policies,
+    read,
 )
-from retrieval_attn_eval.bench.fidelity.measure import measure, plan_of
+from retrieval_attn_eval.bench.fidelity.measure import measure, plan_of, with_room
 from retrieval_attn_eval.bench.fidelity.report import plots
 from retrieval_attn_eval.bench.fidelity.row import Row, judged, row_of
 from retrieval_attn_eval.bench.fidelity.scores import (
@@ -38,7 +39,6 @@ from retrieval_attn_eval.bench.fidelity.scores import (
     same_likeliest,
 )
 from retrieval_attn_eval.bench.fidelity.texts import FedText, make_text, parse_texts
-from retrieval_attn_eval.bench.keys import read
 from retrieval_attn_eval.models import BUNDLED_MODEL, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -405,3 +405,13 @@ def test_bad_input_is_refused_before_anything_is_read(flags: list[str], error: t
     with pytest.raises(error, match=words):
         plan_of(parsed(command, *usual(flags)))
     assert main(["bench", "fidelity", "--device", "cpu", *flags]) == 2
+
+
+def test_decoding_has_room_at_the_end_of_the_positions() -> None:
+    """A length at a model's limit becomes a little shorter; other lengths stay."""
+    assert with_room([600, 4096], 131072, 8) == [600, 4096]
+    assert with_room([4096, 131072], 131072, 16) == [4096, 130944]
+    assert with_room([131070, 131072], 131072, 16) == [130944]
+    assert with_room([64], 64, 16) == [56]
+    with pytest.raises(ContextLengthError, match="needed as many positions"):
+        with_room([128], 64, 16)

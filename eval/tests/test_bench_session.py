@@ -68,7 +68,7 @@ def test_command_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFi
         assert rows[key]["status"] == "ok" and min(rows[key]["values"]) > 0, rows[key]
         assert "answers do not end by themselves" in rows[key]["simplifications"] or key == "load"
     assert rows["answer/exact"]["first"] > rows["answer/exact/first"]["first"]
-    assert rows["memory/card/all"]["status"] == rows["recall"]["status"] == "not measured"
+    assert rows["memory/card/all"]["status"] == "not measured"
     assert rows["memory/host/all"]["first"] > 0.1
     found = [Process(process["caches"], [Row.from_dict(row) for row in process["rows"]])]
     same = [line for line in ratios(found, report).splitlines() if "| as found |" in line]

@@ -101,8 +101,8 @@ def test_commands_are_what_the_program_takes(name: str, full: bool) -> None:
             assert options.lengths[-1] == ((1024000 if name == "figure8" else 1 << 17) if full else 4096)
             if "snapkv" in options.methods:
                 assert options.method_options["snapkv"] == {"budget": 2048 if full else 256}
-        elif step.words[:2] == ("bench", "decode"):
-            assert {spec.name for spec in bench_methods.parse(args.methods)} > {"static", "roargraph"}
+        elif step.words[:2] == ("bench", "session"):
+            assert bench_methods.parse(args.index) and args.tail == "without"
 
 
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
@@ -171,10 +171,11 @@ def test_steps_are_run_by_this_python(tmp_path: Path) -> None:
 def test_a_benchmark_that_was_stopped_starts_again(tmp_path: Path) -> None:
     """It writes after every row: half a table is not taken for the table, and not thrown away."""
     for number in (1, 2):
-        write(tmp_path / "decode", "decode.json", {"finished": False})
+        write(tmp_path / "decode", "session.json", {"finished": False})
         assert command._execute(Step(("no-such-command",), "decode"), tmp_path) == 2
-        assert json.loads((tmp_path / f"decode-unfinished-{number}" / "decode.json").read_text()) == {"finished": False}
-    write(tmp_path / "decode", "decode.json", {"finished": True})
+        aside = tmp_path / f"decode-unfinished-{number}" / "session.json"
+        assert json.loads(aside.read_text()) == {"finished": False}
+    write(tmp_path / "decode", "session.json", {"finished": True})
     assert command._execute(Step(("no-such-command",), "decode"), tmp_path) == 0
 
 
@@ -228,8 +229,8 @@ def test_table_3_has_a_row_with_a_tail_beside_the_papers(tmp_path: Path) -> None
     write(tmp_path / "run", "summary.json", {"cells": [], "curves": curves})
     text = compare.comparison("table3", EXPERIMENTS["table3"], tmp_path, [step], "Llama-3-8B")
     assert "| retrieval_tail | - | 95.0 (-) |" in text and "| retrieval | 640+100 | 90.0 (92.64) |" in text
-    (decode,) = EXPERIMENTS["table4"].steps(Size(True))
-    assert decode.words[decode.words.index("--tail") + 1] == "off"
+    for decode in EXPERIMENTS["table4"].steps(Size(True)):
+        assert decode.words[decode.words.index("--tail") + 1] == "without"
 
 
 def test_stand_ins_are_not_put_beside_the_papers_questions(tmp_path: Path) -> None:
@@ -255,33 +256,38 @@ def test_every_task_has_its_column() -> None:
         assert {titles[task] for task in tasks} == set(TABLES[name].columns) - {"Avg."}
 
 
-def decoded(method: str, ms: float | None, status: str = "ok", **parts: float) -> dict[str, Any]:
-    median = None if ms is None else {"median": ms}
-    return {"method": method, "context": 4096, "status": status, "ms": median, "search": None, "attend": None, **parts}
+def decoded(folder: Path, method: str, length: int, **parts: float | None) -> None:
+    """Write a session's results: milliseconds per token, and of search and attention."""
+    rows = [{"key": f"answer/retrieval/{name}", "later": value} for name, value in parts.items()]
+    write(folder / "decode" / f"{method}-{length}", "session.json", {"processes": [{"rows": rows}]})
 
 
 def test_latency_beside_tables_4_and_5(tmp_path: Path) -> None:
-    """Milliseconds become the table's seconds, full attention is its fastest way, what was not timed says why."""
-    rows = [
-        decoded("full-resident", None, "does not fit"), decoded("full-eager", 7.0), decoded("static", 2.0),
-        decoded("flat", None, "does not fit"), decoded("ivf:nprobe=9", 5.0),
-        decoded("roargraph", 3.0, search=1.0, attend=0.5),
-    ]  # fmt: skip
-    write(tmp_path / "decode", "decode.json", {"rows": rows})
+    """Milliseconds become the table's seconds; a session without results, or without an answer, says so."""
+    decoded(tmp_path, "full", 4096, ms_per_token=7.0)
+    decoded(tmp_path, "ivf", 4096, ms_per_token=None)
+    decoded(tmp_path, "retrieval", 4096, ms_per_token=3.0, search_ms=1.0, attend_ms=0.5)
     steps = EXPERIMENTS["table4"].steps(Size(False))
     text = compare.comparison("table4", EXPERIMENTS["table4"], tmp_path, steps, "Llama-3-8B")
-    assert "| full | - | 0.0070 (OOM) |" in text and "| flat | - | OOM (0.14) |" in text
-    assert "| ivf | - | 0.0050 (" in text and "| streaming_llm | - | 0.0020 (" in text
+    assert "0.0070 (OOM)" in text and "not run (0.14)" in text and "failed (" in text and "0.0030 (" in text
+    steps = EXPERIMENTS["table5"].steps(Size(False))
     text = compare.comparison("table5", EXPERIMENTS["table5"], tmp_path, steps, "Llama-3-8B")
     assert "| retrieval | - | 0.0010 (0.064) | 0.0005 on the host (0.081) | 0.0015 (0.043) | 0.0030 (0.188) |" in text
 
 
-def test_a_context_cut_for_decoding_stands_under_the_length_that_was_asked_for(tmp_path: Path) -> None:
-    rows = [{**decoded("roargraph", 3.0), "context": 130944}, {**decoded("static", 2.0), "context": 4096}]
-    write(tmp_path / "decode", "decode.json", {"rows": rows})
-    steps = EXPERIMENTS["table4"].steps(Size(True))
-    text = compare.comparison("table4", EXPERIMENTS["table4"], tmp_path, steps, "Llama-3-8B")
-    assert "130944" not in text and "| 0.0030 (0.188) |" in text and "| streaming_llm | - | 0.0020 (0.029) |" in text
+def test_a_method_that_does_not_fit_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latency steps are independent: one that fails is named, the others run; another failing step ends the run."""
+    ran: list[Step] = []
+
+    def execute(step: Step, folder: Path) -> int:
+        ran.append(step)
+        return 2
+
+    monkeypatch.setattr(command, "_execute", execute)
+    assert command.run(parsed(command, "table4", "--output-dir", str(tmp_path))) == 0
+    assert ran == EXPERIMENTS["table4"].steps(Size(False))
+    with pytest.raises(ConfigError, match="ended with 2"):
+        command.run(parsed(command, "table3", "--output-dir", str(tmp_path)))
 
 
 def test_table_10_has_a_row_of_its_own_for_budgets_per_layer(tmp_path: Path) -> None:
@@ -301,7 +307,8 @@ def test_table_11_joins_accuracy_and_latency(tmp_path: Path) -> None:
         "summary.json",
         {"cells": [cell("quest", "kv_retrieval", 0.5), cell("full", "kv_retrieval", 1.0)]},
     )
-    write(tmp_path / "decode", "decode.json", {"rows": [decoded("full-eager", 7.0), decoded("roargraph", 3.0)]})
+    decoded(tmp_path, "full", 4096, ms_per_token=7.0)
+    decoded(tmp_path, "retrieval", 4096, ms_per_token=3.0)
     steps = EXPERIMENTS["table11"].steps(Size(False))
     text = compare.comparison("table11", EXPERIMENTS["table11"], tmp_path, steps, "Llama-3-8B")
     assert (

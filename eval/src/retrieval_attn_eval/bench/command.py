@@ -1,4 +1,4 @@
-"""`retrieval-attn bench`: indexes and studies on attention keys; sessions, servers and decoding of whole models."""
+"""`retrieval-attn bench`: indexes and studies on attention keys; sessions, servers and fidelity of whole models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _WHAT = {
         "retrieval_attn_eval.bench.contexts.command",
         "time and bytes to save a context and to open it from RAM and disk, compared with prefill",
     ),
-    "decode": ("retrieval_attn_eval.bench.decode", "milliseconds per token of every method at every context length"),
     "fidelity": (
         "retrieval_attn_eval.bench.fidelity.command",
         "how far every method's next-token distribution is from full attention's",

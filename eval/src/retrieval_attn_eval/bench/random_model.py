@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.testing import expand_segments
 
-__all__ = ["RANDOM_SHAPES", "layers_text", "random_config", "random_model"]
+__all__ = ["RANDOM_SHAPES", "layers_text", "model_config", "random_config", "random_model"]
 
 RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -97,3 +97,18 @@ def random_model(
     for weight in model.parameters():  # not model.to: rotary frequencies in 16 bits are wrong far from the start
         weight.data = weight.data.to(dtype)
     return model.eval()
+
+
+def model_config(model: str, shape: str | None, layers: int | None = None, yarn: float | None = None) -> Any:
+    """Return the configuration of a named model or of a shape of random weights, without loading weights.
+
+    layers: number of layers of the shape. Defaults to all of them.
+    Raises InputDataError for a missing model, ConfigError for an unknown shape and for layers without a shape.
+    """
+    if shape is None and layers is not None:
+        raise ConfigError(f"--layers {layers} needs random weights: give --shape, or drop it")
+    if shape is not None:
+        return random_config(shape, layers=layers)
+    from retrieval_attn_eval.models import load_description, model_path
+
+    return load_description(model_path(model), yarn)[0]

@@ -78,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for step in steps:
         code = _execute(step, folder)
+        if code in (1, 2) and step.optional:
+            print(f"{step.folder}: no result, its message is above; the table says so", flush=True)
+            continue
         if code not in (0, 1):
             raise ConfigError(f"{name}: `{shown(step, folder)}` ended with {code}; its message is above")
         if code:
@@ -115,7 +118,7 @@ def _execute(step: Step, folder: Path) -> int:
     if _finished(target):
         print(f"{target} holds results already; they are used as they are")
         return 0
-    if (target / "decode.json").is_file():
+    if (target / "session.json").is_file():
         aside = next(
             p for n in itertools.count(1) if not (p := target.with_name(f"{target.name}-unfinished-{n}")).exists()
         )
@@ -131,11 +134,11 @@ def _execute(step: Step, folder: Path) -> int:
 
 
 def _finished(folder: Path) -> bool:
-    """Whether a step that cannot be continued has come to its end there."""
+    """Return whether the folder has the complete results of a step that cannot be continued."""
     if (folder / "study.json").is_file():  # written at the end
         return True
-    decode = folder / "decode.json"  # written after every row
-    return decode.is_file() and bool(json.loads(decode.read_text(encoding="utf-8")).get("finished", True))
+    session = folder / "session.json"  # written after every row
+    return session.is_file() and bool(json.loads(session.read_text(encoding="utf-8")).get("finished", True))
 
 
 def _folder(name: str, args: argparse.Namespace) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import InputDataError
-from retrieval_attn_eval.reproduce.experiments import Experiment, Step
+from retrieval_attn_eval.flags import parse_lengths
+from retrieval_attn_eval.reproduce.experiments import DECODED, Experiment, Step, latency_folder
 from retrieval_attn_eval.reproduce.paper import CLAIMS, SLIPS, TABLES, Cell, PaperTable
 from retrieval_attn_eval.suite.report import percent, table
 from retrieval_attn_eval.suite.tables import length_label
@@ -151,68 +152,58 @@ def _by_layer(folder: Path, steps: Sequence[Step]) -> Results:
     return found | {("retrieval, budget per layer", column): cell for (_, column), cell in more.items()}
 
 
-_DECODED = {name: name for name in ("flat", "ivf", "snapkv", "infllm")} | {
-    "static": "streaming_llm",
-    "roargraph": "retrieval",
-}
-"""Methods of `bench decode` by the paper's rows; sinks and window alone are what StreamingLLM decodes with."""
-_FULL = ("full-resident", "full-graph", "full-eager")
-
-
-def _decoded(folder: Path, step: Step) -> dict[tuple[str, int], tuple[float | None, Mapping[str, Any]]]:
-    """(method, context) -> seconds per token (None: not measured) and the row; full attention is its fastest way."""
-    found: dict[tuple[str, int], tuple[float | None, Mapping[str, Any]]] = {}
-    for row in _json(folder / step.folder / "decode.json")["rows"]:
-        name = row["method"].split(":")[0]
-        name = "full" if name in _FULL else _DECODED.get(name, name)
-        took = None if row["ms"] is None else float(row["ms"]["median"]) / 1000
-        context = _asked(step, row["context"])
-        known = found.get((name, context))
-        if known is None or (took is not None and (known[0] is None or took < known[0])):
-            found[name, context] = took, row
+def _decoded(folder: Path, steps: Sequence[Step]) -> dict[tuple[str, int], Mapping[str, Mapping[str, Any]]]:
+    """Return the rows of every latency step by (method, context), by key; {} for a step that did not run."""
+    found: dict[tuple[str, int], Mapping[str, Mapping[str, Any]]] = {}
+    for step in steps:
+        method = next(name for name in DECODED if step.folder.startswith(latency_folder(name, 0)[:-1]))
+        file = folder / step.folder / "session.json"
+        rows = _json(file)["processes"][0]["rows"] if file.is_file() else []
+        found[method, parse_lengths(step.words[step.words.index("--length") + 1])[0]] = {
+            row["key"]: row for row in rows
+        }
     return found
 
 
-def _asked(step: Step, context: int) -> int:
-    """The length that was asked for: at the end of a model's positions the context is a little shorter."""
-    from retrieval_attn_eval.bench.model import lengths_of
-
-    asked = lengths_of(step.words[step.words.index("--lengths") + 1])
-    return next((length for length in asked if 0 <= length - context <= length // 100), context)
+def _seconds(rows: Mapping[str, Mapping[str, Any]], name: str) -> float | None:
+    """Return the seconds per token of a row of the answers through the index; None if it was not measured."""
+    row = rows.get(f"answer/retrieval/{name}")
+    return None if row is None or row["later"] is None else float(row["later"]) / 1000
 
 
-def _shown(took: float | None, row: Mapping[str, Any]) -> str:
-    """Seconds with four digits, or why there are none."""
-    return f"{took:.4f}" if took is not None else {"does not fit": "OOM"}.get(row["status"], str(row["status"]))
+def _shown(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format seconds per token with four digits, or the reason for a missing number."""
+    took = _seconds(rows, "ms_per_token")
+    return f"{took:.4f}" if took is not None else "failed" if rows else "not run"
 
 
 def _latency(folder: Path, steps: Sequence[Step]) -> Results:
-    """Seconds per token."""
-    found = _decoded(folder, steps[0])
-    return {(name, length_label(context)): _shown(took, row) for (name, context), (took, row) in found.items()}
+    """Return seconds per token."""
+    found = _decoded(folder, steps)
+    return {(name, length_label(context)): _shown(rows) for (name, context), rows in found.items()}
 
 
 def _parts(folder: Path, steps: Sequence[Step]) -> Results:
-    """Of the longest context: searching and attending on the host, the rest of a token, the whole."""
-    rows = _decoded(folder, steps[0])
-    longest = max(context for _, context in rows)
+    """Return host search, host attention, the remaining time and the total at the longest context."""
+    measured = _decoded(folder, steps)
+    longest = max(context for _, context in measured)
     found: Results = {}
-    for (name, context), (took, row) in rows.items():
-        if context == longest and name not in ("full", "offloaded"):
-            found[name, "Total"] = _shown(took, row)
-            if took is not None and row["search"] is not None and row["attend"] is not None:
-                search, attend = row["search"] / 1000, row["attend"] / 1000
+    for (name, context), rows in measured.items():
+        if context == longest and name != "full":
+            found[name, "Total"] = _shown(rows)
+            took, search, attend = (_seconds(rows, part) for part in ("ms_per_token", "search_ms", "attend_ms"))
+            if took is not None and search is not None and attend is not None:
                 found[name, "Retrieval"], found[name, "Attention"] = f"{search:.4f}", f"{attend:.4f} on the host"
                 found[name, "Others"] = f"{took - search - attend:.4f}"
     return found
 
 
 def _accuracy(folder: Path, steps: Sequence[Step]) -> Results:
-    """Key-value retrieval beside seconds per token."""
+    """Return key-value retrieval and seconds per token."""
     cells, _ = _suite_cells(folder, steps[0])
     found = {(c["method"], "Accuracy"): percent(c["score"], c["error_of_score"]) for c in cells}
-    for (name, _), (took, row) in _decoded(folder, steps[1]).items():
-        found[name, "Decoding latency"] = _shown(took, row)
+    for (name, _), rows in _decoded(folder, steps[1:]).items():
+        found[name, "Decoding latency"] = _shown(rows)
     return found
 
 

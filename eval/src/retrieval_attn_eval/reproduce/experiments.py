@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from retrieval_attn_eval.flags import parse_lengths
 from retrieval_attn_eval.infinitebench.catalogue import PAPER_TASKS
 from retrieval_attn_eval.needle.presets import PRESETS
 
-__all__ = ["EXPERIMENTS", "Experiment", "Size", "Step"]
+__all__ = ["DECODED", "EXPERIMENTS", "Experiment", "Size", "Step", "latency_folder"]
 
 FULL_LENGTHS = "4k,8k,16k,32k,64k,128k"
 GENERATED = "number_string,passkey,kv_retrieval,math_find"
@@ -29,13 +30,17 @@ class Size:
 
 @dataclass(frozen=True)
 class Step:
-    """One command.  words: as typed after `retrieval-attn`; folder: where its results go, below the experiment's.
+    """One command.
 
-    The output folder is added when it runs.
+    Attributes:
+        words: Arguments of `retrieval-attn`, without the output folder.
+        folder: Folder of the results, below the experiment's.
+        optional: Whether the other steps run after a failure of this one, such as a method that does not fit.
     """
 
     words: tuple[str, ...]
     folder: str
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,21 +116,31 @@ def _table9(size: Size) -> list[Step]:
     return [Step(_suite(size, "ruler", methods, lengths, n, *_budgets(size, methods)), "run")]
 
 
-DECODED = ("full-resident", "full-eager", "offloaded", "static", "snapkv", "infllm", "flat", "ivf", "roargraph")
-"""Methods of `bench decode` that stand in the paper's tables."""
+DECODED = {"full": "full", "flat": "flat", "ivf": "ivf", "retrieval": "roargraph"}
+"""Methods of the paper's latency tables that `bench session` can measure, with their kinds of index."""
+_UNTIMED = "questions,switch,fork,extend,many,memory"
 
 
-def _decode_step(size: Size, lengths: str, methods: tuple[str, ...] = DECODED, *more: str) -> Step:
-    words = ["bench", "decode", "--model", size.model or "bundled", "--device", size.device, "--lengths", lengths]
-    words += ["--methods", ",".join(methods), "--tokens", str(size.n or (16 if size.full else 8))]
-    words += ["--tail", "off", *more]
-    if not size.full:  # weak indexes of short contexts are timed too; their recall stands in the step's own table
-        words += ["--sink", "16", "--window", "64", "--retrieve", "12", "--min-recall", "0"]
-    return Step(tuple(words), "decode")
+def latency_folder(method: str, length: int) -> str:
+    """Return the folder of one method's latency at one length, below the experiment's."""
+    return f"decode/{method}-{length}"
+
+
+def _decode_steps(size: Size, lengths: str) -> list[Step]:
+    """One session per length and method: answers of the public API, without an estimate of unretrieved keys."""
+    steps = []
+    for length in parse_lengths(size.lengths or lengths):
+        written = str(length) if length % 1024 else f"{length // 1024}k"
+        for method, index in DECODED.items():
+            words = ["bench", "session", "--model", size.model or "bundled", "--device", size.device]
+            words += ["--length", written, "--index", index, "--tail", "without", "--caches", "warm"]
+            words += ["--tokens", str(size.n or (16 if size.full else 8)), "--skip", _UNTIMED]
+            steps.append(Step(tuple(words), latency_folder(method, length), optional=True))
+    return steps
 
 
 def _decode(lengths: str, scaled: str) -> Callable[[Size], list[Step]]:
-    return lambda size: [_decode_step(size, size.lengths or (lengths if size.full else scaled))]
+    return lambda size: _decode_steps(size, lengths if size.full else scaled)
 
 
 def _study(figures: str) -> Callable[[Size], list[Step]]:
@@ -176,8 +191,8 @@ def _table11(size: Size) -> list[Step]:
     task = ["--tasks", "kv_retrieval"]
     if size.data_dir:
         lengths, task = "", ["--data-dir", size.data_dir, *task]
-    decode = _decode_step(size, size.lengths or ("128k" if size.full else "4k"))
-    return [Step(_suite(size, "infinitebench", methods, lengths, n, *task, *_budgets(size, methods)), "run"), decode]
+    run = Step(_suite(size, "infinitebench", methods, lengths, n, *task, *_budgets(size, methods)), "run")
+    return [run, *_decode_steps(size, "128k" if size.full else "4k")]
 
 
 _EIGHTH = "budgets an eighth"
@@ -219,7 +234,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "table11": Experiment(
         "Table 11: key-value retrieval and decode latency of a large model", "accuracy", _table11, ("table11",),
         scaled="the bundled model on one device instead of Llama-3-70B over eight GPUs, 4K instead of 128K, 3 samples"
-        f" instead of 200, {_EIGHTH}; quest has no latency here",
+        f" instead of 200, {_EIGHTH}; streaming_llm and quest have no latency here",
     ),
     "figure2": Experiment(
         "Figure 2: attention held by 1,000 keys", "study", _study("2"),

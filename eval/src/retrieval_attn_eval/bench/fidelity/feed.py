@@ -18,16 +18,15 @@ from torch import Tensor
 from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, UnsupportedModelError
-from retrieval_attn.testing import DecodeSteps, RetrievalLayer, finish_prefill, spare_bytes, using_retrieval
+from retrieval_attn.testing import DecodeSteps, RetrievalLayer, finish_prefill, forward, spare_bytes, using_retrieval
 from retrieval_attn_eval.baselines.reader import ContextReader, forward_at
 from retrieval_attn_eval.baselines.registry import make_method
 from retrieval_attn_eval.baselines.retrieval import attended_tokens
 from retrieval_attn_eval.bench.fidelity.captured_mass import CapturedMass
 from retrieval_attn_eval.bench.fidelity.head_error import HeadErrors
 from retrieval_attn_eval.bench.fidelity.texts import FedText
-from retrieval_attn_eval.bench.keys import read
 
-__all__ = ["Budget", "Fed", "feed_full", "feed_index", "feed_policies"]
+__all__ = ["Budget", "Fed", "feed_full", "feed_index", "feed_policies", "read"]
 
 Budget = int | float | str
 """Keys that a head retrieves, as `Config.retrieve`: a number, "all" or "auto"."""
@@ -59,6 +58,18 @@ SCORE_BYTES = 2 << 30
 MASK_BYTES, MASK_SHARE = 8, 4
 """Of a query and a key where a GPU masks them, and the share of its free memory that masks may take: kernels hold the
 mask and copies of it, and no scores. 2,048 queries take hardly longer than 512, 70 and 57 ms over 512K keys (H100)."""
+
+
+@torch.no_grad()
+def read(model: Any, config: Config, ids: Tensor) -> tuple[RetrievalCache, Tensor]:
+    """Prefill ids (batch, tokens) as `Context.read` does. Return the cache and the last logits (batch, vocabulary).
+
+    Index builds may still be running.
+    """
+    cache = RetrievalCache(model, config)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+    with using_retrieval(model, config.prefill_chunk):
+        return cache, forward(model, cache, ids, mask=None, position_ids=positions)
 
 
 @torch.no_grad()

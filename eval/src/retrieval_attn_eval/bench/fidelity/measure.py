@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrieval_attn.config import Config, value_of
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn_eval.baselines.registry import POLICIES
 from retrieval_attn_eval.bench.fidelity.feed import Budget, feed_full, feed_index, feed_policies
 from retrieval_attn_eval.bench.fidelity.row import Measured, judged
 from retrieval_attn_eval.bench.fidelity.scores import log_probabilities
 from retrieval_attn_eval.bench.fidelity.texts import FedText, parse_texts
-from retrieval_attn_eval.bench.methods import index_of, parse
-from retrieval_attn_eval.bench.model import lengths_of, with_room
-from retrieval_attn_eval.bench.room import model_config
-from retrieval_attn_eval.flags import parse_retrieve
+from retrieval_attn_eval.bench.methods import parse
+from retrieval_attn_eval.bench.random_model import model_config
+from retrieval_attn_eval.flags import parse_lengths, parse_retrieve
 
-__all__ = ["TAIL", "TAILS", "Plan", "measure", "plan_of"]
+__all__ = ["TAIL", "TAILS", "Plan", "measure", "plan_of", "with_room"]
 
 TAIL = " + tail"
 """Behind the name of a kind of index, for rows with an estimate of what was not retrieved."""
@@ -62,7 +61,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     """The checked flags. Raises ConfigError, ContextLengthError, or InputDataError for a model that is not there."""
     config = Config(sink=args.sink, window=args.window, host_dtype=args.host_dtype, threads=args.threads or None)
     specs = parse(args.methods, POLICIES)
-    lengths = lengths_of(args.lengths)
+    lengths = sorted(parse_lengths(args.lengths))
     limit = model_config(args.model, None, yarn=args.yarn).get_text_config(decoder=True).max_position_embeddings
     lengths = with_room(lengths, limit, args.tokens)
     least = args.sink + args.window
@@ -81,8 +80,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     kinds: dict[str, Config] = {}
     for spec in specs:
         if spec.name not in POLICIES:
-            kind, options = index_of(spec) or (spec.name, spec.options)
-            kinds |= _varied(spec.label, config.replace(index=kind, index_options=options), args.vary)
+            kinds |= _varied(spec.label, config.replace(index=spec.name, index_options=spec.options), args.vary)
     for budget in budgets:
         config.replace(retrieve=budget)
     if args.vary and not kinds:
@@ -115,6 +113,26 @@ def _varied(label: str, config: Config, vary: str | None) -> dict[str, Config]:
             f"--vary {vary!r}: needed an option of Config and its values; write window=256,512 (--tail is a flag)"
         )
     return {f"{label} {name}={part}": config.replace(**{name: value_of(part)}) for part in parts}
+
+
+def with_room(lengths: list[int], limit: int, tokens: int) -> list[int]:
+    """Return the lengths; shorten those at the end of the model's positions so that decoding has room.
+
+    Args:
+        lengths: Tokens of context, ascending.
+        limit: Positions of the model.
+        tokens: Tokens decoded after the context.
+
+    Raises ContextLengthError for a length over `limit`.
+    """
+    most = limit - min(4 * (tokens + 16), limit // 8)
+    long = [length for length in lengths if length > limit]
+    if long:
+        raise ContextLengthError(
+            f"--lengths {','.join(map(str, long))}: needed as many positions, the model has {limit};"
+            " give shorter lengths or another model"
+        )
+    return sorted({min(length, most) for length in lengths})
 
 
 def measure(model: Any, tokenizer: Any, text: FedText, plan: Plan) -> Iterator[Measured]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run", "settings_of"]
 
-STAGES = "answer, questions, switch, fork, extend, many, memory, recall"
+STAGES = "answer, questions, switch, fork, extend, many, memory"
 QUICK = {"length": 2048, "questions": "8,32", "extend": "256", "tokens": 8, "repeats": 1, "caches": "warm",
          "skip": "switch"}  # fmt: skip
 """What `--quick` sets, where the flag itself was not given."""
@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_flags(add)
     add("--length", type=as_tokens, metavar="N", help="tokens of a context; k and m count 1024s (default: 4k)")
     add_running_flags(add)
+    add(
+        "--tail",
+        default="with",
+        choices=["with", "without"],
+        help="estimate the keys that are not retrieved, or leave them out as the paper does (default: %(default)s)",
+    )
     add("--questions", metavar="N,N", help="tokens of the questions (default: 8,32,128,1024)")
     add("--extend", metavar="N,N", help="tokens that a fork is extended by (default: 256,8k)")
     add("--tokens", type=as_tokens, metavar="N", help="tokens of a timed answer (default: 64)")
@@ -103,6 +109,7 @@ def _caches(text: str) -> tuple[str, ...]:
 def settings_of(args: argparse.Namespace) -> Settings:
     """The checked flags. Raises ConfigError, InputDataError, ContextLengthError or MemoryPlanError."""
     import retrieval_attn as ra
+    import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
     from retrieval_attn.memory.units import parse_bytes
     from retrieval_attn_eval.bench.session.stages import STAGES as KNOWN
     from retrieval_attn_eval.bench.session.subject import Settings
@@ -118,6 +125,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         index=args.index,
         host_dtype=args.host_dtype,
         retrieve=parse_retrieve(args.retrieve),
+        tail=False if args.tail == "without" else "auto",
         threads=args.threads or None,
     )
     settings = Settings(
@@ -152,7 +160,7 @@ def _checked(settings: Settings) -> Settings:
     import retrieval_attn as ra
     from retrieval_attn.memory.units import show_bytes
     from retrieval_attn.model.loading import choose_device
-    from retrieval_attn_eval.bench.room import model_config
+    from retrieval_attn_eval.bench.random_model import model_config
 
     config = model_config(settings.model, settings.shape, settings.layers)
     prose = model_config("bundled", None).vocab_size

@@ -28,7 +28,7 @@ QUESTION = 32
 """Tokens of a question where their number is not what is measured."""
 SWITCH_TOKENS = 8
 AT_ONCE = 4
-STAGES = ("load", "read", "answer", "questions", "switch", "fork", "extend", "many", "memory", "recall")
+STAGES = ("load", "read", "answer", "questions", "switch", "fork", "extend", "many", "memory")
 """What `--skip` names. Without load and read nothing runs."""
 GIB = 1 << 30
 SECOND = "the second context was not read"
@@ -44,19 +44,38 @@ class WrongAnswer(Exception):
 
 @dataclass
 class Timed:
-    """One answer. whole: seconds from the call to the end; first: to the first piece of text; tokens: how many were
-    generated; chosen: their ids.
+    """Times of one answer.
+
+    Attributes:
+        whole: Seconds from the call to the end of the answer.
+        first: Seconds from the call to the first piece of text.
+        tokens: Number of generated tokens.
+        chosen: Ids of the generated tokens.
+        search_seconds: Host search time, summed over layers and steps.
+        attend_seconds: Host attention time, summed over layers and steps.
     """
 
     whole: float
     first: float
     tokens: int
     chosen: list[int]
+    search_seconds: float = 0.0
+    attend_seconds: float = 0.0
 
     @property
     def ms_per_token(self) -> float | None:
         """Milliseconds per token after the first; None for a single one."""
         return 1000 * (self.whole - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def search_ms(self) -> float | None:
+        """Milliseconds of host search per token; None without a host search."""
+        return 1000 * self.search_seconds / self.tokens if self.search_seconds else None
+
+    @property
+    def attend_ms(self) -> float | None:
+        """Milliseconds of host attention per token; None without host attention."""
+        return 1000 * self.attend_seconds / self.tokens if self.attend_seconds else None
 
 
 class Session:
@@ -95,7 +114,6 @@ class Session:
             ("extend", self._extend),
             ("many", self._many),
             ("memory", self._memory),
-            ("recall", self._recall),
         ):
             if stage not in self._settings.skip:
                 make()
@@ -149,7 +167,12 @@ class Session:
 
             what = f"answer of {tokens} tokens, question of {QUESTION} {way}"
             self._measure(Row(f"answer/{append}", what, "s"), answer)
-            for name, words, unit in (("first", "its first token", "s"), ("ms_per_token", "per token after it", "ms")):
+            for name, words, unit in (
+                ("first", "its first token", "s"),
+                ("ms_per_token", "per token after it", "ms"),
+                ("search_ms", "host search per token", "ms"),
+                ("attend_ms", "host attention per token", "ms"),
+            ):
                 found = [value for one in timed if (value := getattr(one, name)) is not None]
                 self._derive(f"answer/{append}/{name}", f"{what}: {words}", unit, found)
 
@@ -258,10 +281,6 @@ class Session:
                 what = f"highest resident memory of the process {words}"
                 self._add(Row(f"memory/host/{name}", what, "GiB", max(host) / GIB))
 
-    def _recall(self) -> None:
-        note = "the public API does not tell which keys were retrieved; `bench decode --keys mid` measures recall"
-        self._add(Row("recall", "recall on keys with structure", "", status="not measured", note=note))
-
     # -- rows ------------------------------------------------------------------------------------------
 
     def _measure(self, row: Row, make: Callable[[], list[float]], *, first: bool = True) -> None:
@@ -311,7 +330,9 @@ def _ask(context: ra.Context, question: str, append: Append, tokens: int) -> Tim
         on_text=lambda text: pieces.append(time.perf_counter()),
     )
     whole = time.perf_counter() - started
-    return Timed(whole, pieces[0] - started if pieces else whole, answer.stats.new_tokens, answer.tokens)
+    stats = answer.stats
+    first = pieces[0] - started if pieces else whole
+    return Timed(whole, first, stats.new_tokens, answer.tokens, stats.search_seconds, stats.attend_seconds)
 
 
 def _ask_many(context: ra.Context, questions: Any, append: Append, tokens: int) -> tuple[float, float]:

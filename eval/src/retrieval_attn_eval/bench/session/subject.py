@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import retrieval_attn as ra
+import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn.errors import InputDataError
 from retrieval_attn_eval.bench.random_model import layers_text
 from retrieval_attn_eval.models import BUNDLED_MODEL, model_path

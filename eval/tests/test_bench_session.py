@@ -52,7 +52,7 @@ def rows_of(settings: Settings) -> list[Row]:
 
 def test_command_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real prompt in a process of its own: table, JSON and PNG; compared with itself every ratio is one."""
-    flags = ["--length", "1k", "--questions", "8,40", "--extend", "64", "--tokens", "3", "--repeats", "1", "--threads"]
+    flags = ["--length", "1k", "--questions", "8,40", "--extend", "64", "--tokens", "3", "--n", "1", "--threads"]
     flags = ["bench", "session", "--device", "cpu", "--index", "flat", "--caches", "warm", *flags, "1"]
     assert main([*flags, "--output-dir", str(tmp_path / "one")]) == 0
     report = json.loads((tmp_path / "one" / "session.json").read_text())
@@ -151,8 +151,8 @@ def test_a_process_that_dies_or_never_ends_leaves_a_failed_row(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--skip", "reading"], "--skip reading is not known"),
-        (["--skip", "read"], "--skip read is not known"),
+        (["--stages", "reading"], "--stages 'reading': 'reading' is unknown"),
+        (["--stages", "read"], "--stages 'read': 'read' is unknown"),
         (["--caches", "hot"], "--caches must be one of"),
         (["--baseline", "no_such.json"], "--baseline no_such.json: needed a session.json"),
         (["--length", "128k"], "positions, the model has 131072"),
@@ -161,7 +161,7 @@ def test_a_process_that_dies_or_never_ends_leaves_a_failed_row(tmp_path: Path) -
         (["--shape", "huge"], "--shape huge is not known"),
         (["--shape", "tiny"], "--shape tiny has 128 token ids, the prose needs 4096; give --random-ids"),
         (["--timeout", "0"], "--timeout must be more than 0"),
-        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--n", "0"], "--n must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_runs(

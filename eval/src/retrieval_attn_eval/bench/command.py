@@ -10,10 +10,6 @@ HELP = "time, memory, recall and fidelity of sessions, servers and indexes"
 __all__ = ["add_arguments", "run"]
 
 _WHAT = {
-    "contexts": (
-        "retrieval_attn_eval.bench.contexts.command",
-        "time and bytes to save a context and to open it from RAM and disk, compared with prefill",
-    ),
     "fidelity": (
         "retrieval_attn_eval.bench.fidelity.command",
         "how far every method's next-token distribution is from full attention's",

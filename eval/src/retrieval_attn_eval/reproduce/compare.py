@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import InputDataError
-from retrieval_attn_eval.flags import parse_lengths
-from retrieval_attn_eval.reproduce.experiments import DECODED, Experiment, Step, latency_folder
+from retrieval_attn_eval.reproduce.experiments import Experiment, Step
 from retrieval_attn_eval.reproduce.paper import CLAIMS, SLIPS, TABLES, Cell, PaperTable
 from retrieval_attn_eval.suite.report import percent, table
 from retrieval_attn_eval.suite.tables import length_label
@@ -92,7 +91,7 @@ def _cell(ours: str | None, paper: Cell) -> str:
 
 def _json(path: Path) -> Any:
     if not path.is_file():
-        raise InputDataError(f"{path}: needed the results of a finished run, found none; run without --print")
+        raise InputDataError(f"{path}: needed the results of a finished run, found none; run without --dry-run")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -156,12 +155,10 @@ def _decoded(folder: Path, steps: Sequence[Step]) -> dict[tuple[str, int], Mappi
     """Return the rows of every latency step by (method, context), by key; {} for a step that did not run."""
     found: dict[tuple[str, int], Mapping[str, Mapping[str, Any]]] = {}
     for step in steps:
-        method = next(name for name in DECODED if step.folder.startswith(latency_folder(name, 0)[:-1]))
+        method, _, length = step.folder.removeprefix("decode/").rpartition("-")
         file = folder / step.folder / "session.json"
         rows = _json(file)["processes"][0]["rows"] if file.is_file() else []
-        found[method, parse_lengths(step.words[step.words.index("--length") + 1])[0]] = {
-            row["key"]: row for row in rows
-        }
+        found[method, int(length)] = {row["key"]: row for row in rows}
     return found
 
 

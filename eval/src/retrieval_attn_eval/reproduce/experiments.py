@@ -9,7 +9,7 @@ from retrieval_attn_eval.flags import parse_lengths
 from retrieval_attn_eval.infinitebench.catalogue import PAPER_TASKS
 from retrieval_attn_eval.needle.presets import PRESETS
 
-__all__ = ["DECODED", "EXPERIMENTS", "Experiment", "Size", "Step", "latency_folder"]
+__all__ = ["EXPERIMENTS", "Experiment", "Size", "Step"]
 
 FULL_LENGTHS = "4k,8k,16k,32k,64k,128k"
 GENERATED = "number_string,passkey,kv_retrieval,math_find"
@@ -118,24 +118,20 @@ def _table9(size: Size) -> list[Step]:
 
 DECODED = {"full": "full", "flat": "flat", "ivf": "ivf", "retrieval": "roargraph"}
 """Methods of the paper's latency tables that `bench session` can measure, with their kinds of index."""
-_UNTIMED = "questions,switch,fork,extend,many,memory"
-
-
-def latency_folder(method: str, length: int) -> str:
-    """Return the folder of one method's latency at one length, below the experiment's."""
-    return f"decode/{method}-{length}"
+LEFT = 256
+"""Positions at the end of a model that questions and answers need."""
 
 
 def _decode_steps(size: Size, lengths: str) -> list[Step]:
     """One session per length and method: answers of the public API, without an estimate of unretrieved keys."""
     steps = []
     for length in parse_lengths(size.lengths or lengths):
-        written = str(length) if length % 1024 else f"{length // 1024}k"
+        written = str(length - LEFT) if size.full else f"{length // 1024}k"
         for method, index in DECODED.items():
             words = ["bench", "session", "--model", size.model or "bundled", "--device", size.device]
             words += ["--length", written, "--index", index, "--tail", "without", "--caches", "warm"]
-            words += ["--tokens", str(size.n or (16 if size.full else 8)), "--skip", _UNTIMED]
-            steps.append(Step(tuple(words), latency_folder(method, length), optional=True))
+            words += ["--tokens", str(size.n or (16 if size.full else 8)), "--stages", "answer"]
+            steps.append(Step(tuple(words), f"decode/{method}-{length}", optional=True))
     return steps
 
 
@@ -147,7 +143,7 @@ def _study(figures: str) -> Callable[[Size], list[Step]]:
     def steps(size: Size) -> list[Step]:
         length = size.lengths or ("102400" if size.full else "8192")
         words = ["bench", "study", "--figures", figures, "--length", length, "--source", size.model or "bundled"]
-        limit = [] if size.full else ["--limit", str(size.n or 4)]
+        limit = [] if size.full else ["--n", str(size.n or 4)]
         return [Step((*words, *limit), "run")]
 
     return steps

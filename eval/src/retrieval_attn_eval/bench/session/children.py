@@ -35,7 +35,12 @@ _OVERRIDES = ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR")
 
 @dataclass
 class Process:
-    """What one process found. caches: "cold", "warm" or "as found"; another command has its own words."""
+    """Results of one process.
+
+    Attributes:
+        caches: State of the compile caches: "cold", "warm" or "as found". In the saving stage "save", or the state of
+            the saved files: "warm" or "cold".
+    """
 
     caches: str
     rows: list[Row] = field(default_factory=list)
@@ -69,12 +74,11 @@ def run_process(
     environment: Mapping[str, str],
     row_seconds: float,
     told: Callable[[Row], None],
-    module: str = SESSION,
 ) -> None:
     """Run one process to its end and put what it finds into `found`, calling `told` with each row as it comes.
 
-    module: what the process runs, with a file of the settings and one for events. row_seconds: a row that takes longer
-    ends the process. A process that dies, or is ended, leaves a failed row with the name of what it was at.
+    settings: fields of `Settings`, or of a saving `Job`. row_seconds: a row that takes longer ends the process. A
+    process that dies, or is ended, leaves a failed row with the name of its measure.
     """
     started = time.monotonic()
     begun: dict[str, Any] | None = {"begin": "start", "what": "process started"}
@@ -96,7 +100,7 @@ def run_process(
         files = Path(name) / "settings.json", Path(name) / "events.jsonl"
         files[0].write_text(json.dumps(dict(settings)))
         files[1].touch()
-        with _started(module, files, environment) as process, open(files[1], encoding="utf-8") as events:
+        with _started(files, environment) as process, open(files[1], encoding="utf-8") as events:
             since, late = time.monotonic(), False
             while process.poll() is None and not late:
                 new = _complete_lines(events)
@@ -118,10 +122,8 @@ def run_process(
 
 
 @contextmanager
-def _started(
-    module: str, files: tuple[Path, Path], environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", module, *map(str, files)]
+def _started(files: tuple[Path, Path], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", SESSION, *map(str, files)]
     process = subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL)
     try:
         yield process

@@ -17,6 +17,13 @@ def main(settings_file: str, events_file: str) -> int:
 
 
 def _work(settings_fields: dict[str, Any], tell: Tell) -> None:
+    if "kind" in settings_fields:
+        from retrieval_attn_eval.bench.session.saving import Job
+        from retrieval_attn_eval.bench.session.saving_stages import Opening, Saving
+
+        job = Job.from_dict(settings_fields)
+        (Saving if job.kind == "save" else Opening)(job, tell).run()
+        return
     import torch
 
     from retrieval_attn.model.loading import choose_device

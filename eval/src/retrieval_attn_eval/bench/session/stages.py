@@ -16,7 +16,7 @@ import retrieval_attn as ra
 from retrieval_attn_eval.bench.host import host_peak, start_host_peak
 from retrieval_attn_eval.bench.session.card import INTERVAL_MS, CardMemory
 from retrieval_attn_eval.bench.session.row import Row
-from retrieval_attn_eval.bench.session.subject import Settings, Subject
+from retrieval_attn_eval.bench.session.subject import QUESTION, Settings, Subject
 
 __all__ = ["STAGES", "Session"]
 
@@ -24,12 +24,10 @@ Append = Literal["exact", "retrieval"]
 DECODE_TOKENS = 8
 """Questions of at most so many tokens retrieve, whatever `question_attention` says."""
 WAYS: dict[Append, str] = {"exact": "exact", "retrieval": "through the index"}
-QUESTION = 32
-"""Tokens of a question where their number is not what is measured."""
 SWITCH_TOKENS = 8
 AT_ONCE = 4
 STAGES = ("load", "read", "answer", "questions", "switch", "fork", "extend", "many", "memory")
-"""What `--skip` names. Without load and read nothing runs."""
+"""Stages in order. `load` and `read` always run."""
 GIB = 1 << 30
 SECOND = "the second context was not read"
 

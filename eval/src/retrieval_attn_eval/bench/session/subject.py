@@ -21,16 +21,25 @@ __all__ = ["Settings", "Subject", "number_tokenizer"]
 CHARS_PER_TOKEN = 8
 """More than any tokenizer needs for English."""
 TRIES = 64
+QUESTION = 32
+"""Tokens of a question whose length is not measured."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one process of a session measures; plain values, as a parent hands them to it.
+    """Measures of one session process, as plain values.
 
-    shape: random weights of this shape, in place of `model`; layers: so many of its layers, None: all. length: tokens
-    of a context. questions: their tokens. extensions: tokens that are appended to a fork. tokens: of a timed answer.
-    repeats: times after the first one. skip: stages that are left out. no_second: why no second context is read, empty
-    where one is.
+    Attributes:
+        shape: Shape of random weights in place of `model`.
+        length: Tokens of a context.
+        questions: Tokens of each timed question.
+        extensions: Tokens appended to a fork.
+        tokens: Tokens of a timed answer.
+        repeats: Repeats after the first time.
+        skip: Stages that do not run.
+        no_second: Reason for reading no second context; empty if one is read.
+        layers: Number of layers of `shape`. Defaults to all.
+        grown: Tokens by which the saving stage extends the context.
     """
 
     model: str
@@ -49,6 +58,7 @@ class Settings:
     skip: tuple[str, ...]
     no_second: str
     layers: int | None = None
+    grown: int = 0
 
     @property
     def config(self) -> ra.Config:
@@ -64,8 +74,9 @@ class Settings:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens that one sequence of the session has."""
-        return self.length + max(self.extensions, default=0) + max(self.questions, default=0) + self.tokens + 16
+        """Maximum tokens of a sequence of the session."""
+        asked = max((*self.questions, QUESTION))
+        return self.length + max((*self.extensions, self.grown)) + asked + self.tokens + 16
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

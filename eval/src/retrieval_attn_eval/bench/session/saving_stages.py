@@ -1,7 +1,7 @@
-"""What a process of `bench contexts` measures, through the public API: saving in one, opening in others.
+"""Measures of the saving stage, through the public API: one process saves a context, others open it.
 
-Times are wall clock around calls. A stage that fails is its own row, by name, and ends its process: the next ones need
-what it made.
+Times are wall clock around calls. A failed measure is a row of its own and ends its process, because later measures
+need its result.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.testing import ContextStore
-from retrieval_attn_eval.bench.contexts.cold import context_files, make_cold, read_through
-from retrieval_attn_eval.bench.contexts.job import NAME, Job
 from retrieval_attn_eval.bench.host import host_peak, start_host_peak
 from retrieval_attn_eval.bench.session.events import Tell
+from retrieval_attn_eval.bench.session.page_cache import context_files, make_cold, read_through
 from retrieval_attn_eval.bench.session.row import Row
-from retrieval_attn_eval.bench.session.subject import Subject
+from retrieval_attn_eval.bench.session.saving import NAME, Job
+from retrieval_attn_eval.bench.session.subject import QUESTION, Subject
 
 __all__ = ["QUESTION", "TOKENS", "WAYS", "Opening", "Saving"]
 
 WAYS: dict[Literal["exact", "retrieval"], str] = {"retrieval": "through the index", "exact": "exact"}
-QUESTION = 32
 TOKENS = 8
 """Of an answer: the first one is timed, all are compared."""
 

@@ -1,4 +1,4 @@
-"""`bench contexts`: saving and opening through the public API, every row by name, also one that fails."""
+"""Stage `saving` of `bench session`: saving and opening through the public API, a failed row included."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 
-import retrieval_attn as ra
 from eval.tests.test_bench_session import SMALL
 from retrieval_attn.cli import build_parser, main
 from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn.store import ContextStore
-from retrieval_attn_eval.bench.contexts import process
-from retrieval_attn_eval.bench.contexts.cold import context_files, in_ram, make_cold, read_through
-from retrieval_attn_eval.bench.contexts.command import run
-from retrieval_attn_eval.bench.contexts.found import Found
-from retrieval_attn_eval.bench.contexts.job import NAME, Job
-from retrieval_attn_eval.bench.contexts.report import markdown, plots
+from retrieval_attn_eval.bench.session import process
 from retrieval_attn_eval.bench.session.children import Process
+from retrieval_attn_eval.bench.session.command import run
+from retrieval_attn_eval.bench.session.page_cache import context_files, in_ram, make_cold, read_through
 from retrieval_attn_eval.bench.session.row import Row
+from retrieval_attn_eval.bench.session.saving import NAME, Job, Saved
+from retrieval_attn_eval.bench.session.saving_report import saving_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,23 +88,16 @@ def test_what_was_saved_is_opened(saved: tuple[Job, list[Row], dict[str, Any]], 
 
 
 def test_report(saved: tuple[Job, list[Row], dict[str, Any]], tmp_path: Path) -> None:
-    """A row that failed is named; rates are of the context's bytes; two lengths give lines."""
+    """A failed row is named; rates are of the context's bytes."""
     job, rows, facts = saved
     opened, _ = child(replace(job, kind="warm"), tmp_path)
     failed = Row("resume/exact", "open", "s", status="failed", note="StoreError: gone")
     processes = [Process("save", rows, facts), Process("warm", opened), Process("cold", [failed])]
-    found = [Found(length, SETTINGS, processes, {"nbytes": 2e9, "cold_seconds": 4.0}) for length in (900, 1800)]
-    about: dict[str, Any] = {"what": "contexts", "model": "tiny", "gpu_memory": None, "config": job.settings.options}
-    machine = {"cpu": "some", "cores": 2, "memory_gib": 24}
-    versions = dict.fromkeys(("python", "torch", "transformers", "numba"), "1")
-    about |= {"command": ["bench"], "commit": "abc", "machine": machine, "versions": versions}
-    text = markdown(found, about)
+    found = Saved(900, processes, {"nbytes": 2e9, "cold_seconds": 4.0})
+    text = saving_table(found)
     assert "| disk: on disk, read all files | s |  | 4 | 0.50 |  |" in text
     assert "| on disk: open | s | failed |" in text and "- 900 tokens, open: StoreError: gone" in text
-    json.dumps([one.to_dict() for one in found])
-    index, exact = plots(found, "tiny")
-    assert {name: len(points) for name, points in index.lines.items()} == {"read anew": 2, "opened, in RAM": 2}
-    assert set(exact.lines) == {"read anew", "opened, in RAM"}
+    json.dumps(found.to_dict())
     assert Job.from_dict(json.loads(json.dumps(job.to_dict()))) == job
 
 
@@ -119,7 +110,8 @@ def test_files_are_read_and_forgotten(tmp_path: Path) -> None:
 
 
 def arguments(*flags: str) -> argparse.Namespace:
-    return build_parser().parse_args(["bench", "contexts", "--device", "cpu", "--no-plot", *flags])
+    words = ["bench", "session", "--stages", "saving", "--device", "cpu", "--no-plot"]
+    return build_parser().parse_args([*words, *flags])
 
 
 def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
@@ -128,9 +120,8 @@ def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
     out = ("--output-dir", str(tmp_path / "out"))
     for flags, error in (
         (("--store", str(tmp_path / "full"), *out), ConfigError),
-        (("--repeats", "0", *out), ConfigError),
-        (("--turns", "-1", *out), ConfigError),
-        (("--length", "1m", *out), ContextLengthError),
+        (("--n", "0", *out), ConfigError),
+        (("--length", "130900", *out), ContextLengthError),  # no room for the turns
     ):
         with pytest.raises(error):
             run(arguments(*flags))
@@ -139,17 +130,15 @@ def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_command_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three processes: what one saves, two others open."""
-    flags = ["bench", "contexts", "--device", "cpu", "--index", "flat", "--length", "1k", "--turns", "1", "--threads"]
-    assert main([*flags, "1", "--repeats", "1", "--output-dir", str(tmp_path / "one")]) == 0
-    report = json.loads((tmp_path / "one" / "contexts.json").read_text())
-    assert report["finished"] and (tmp_path / "one" / "contexts.png").stat().st_size > 10_000
-    (one,) = report["lengths"]
-    assert [process["caches"] for process in one["processes"]] == ["save", "warm", "cold"]
-    assert all(row["status"] == "ok" for process in one["processes"] for row in process["rows"])
-    assert one["disk"]["nbytes"] > 1 << 20 and one["disk"]["cold_seconds"] > 0
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
-        "contexts.json", "contexts.md", "contexts.png",
-    ]  # fmt: skip
+    """Three processes: one saves, two others open; no session process runs."""
+    flags = ["bench", "session", "--stages", "saving", "--device", "cpu", "--index", "flat", "--length", "1k"]
+    out = ["--n", "1", "--no-plot", "--output-dir", str(tmp_path / "one"), "--store", str(tmp_path / "store")]
+    assert main([*flags, *out]) == 0
+    report = json.loads((tmp_path / "one" / "session.json").read_text())
+    assert report["finished"] and report["processes"] == []
+    saving = report["saving"]
+    assert [process["caches"] for process in saving["processes"]] == ["save", "warm", "cold"]
+    assert all(row["status"] == "ok" for process in saving["processes"] for row in process["rows"])
+    assert saving["disk"]["nbytes"] > 1 << 20 and saving["disk"]["cold_seconds"] > 0
+    assert not list((tmp_path / "store").iterdir())
     assert "| in RAM: open and first token" in capsys.readouterr().out
-    assert ra.Config.from_dict(report["config"]).index == "flat"

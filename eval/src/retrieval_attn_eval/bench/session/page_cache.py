@@ -1,4 +1,4 @@
-"""A store's bytes in RAM or on disk alone, and the disk's own rate. Needs no torch."""
+"""Files of a saved context in the page cache or on disk only, and the read rate of the disk. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["context_files", "in_ram", "make_cold", "read_through"]
 
 _PIECE = 1 << 24
 _PATIENCE = 5.0
-"""Seconds in which the system is asked again to forget files."""
+"""Seconds of repeated eviction calls."""
 
 
 def context_files(folder: str, name: str) -> list[Path]:
-    """All files of a saved context's nodes. Raises StoreError."""
+    """Return all files of a saved context. Raises StoreError."""
     store = ContextStore(folder)
     return [path for node in store.resolve(name).chain for path in store.files(node)]
 
 
 def make_cold(files: Sequence[Path]) -> float | None:
-    """Ask the system to forget the files (posix_fadvise, DONTNEED); the share that it still holds, None if unknown.
+    """Evict files from the page cache (posix_fadvise, DONTNEED). Return the share still cached, None if unknown.
 
-    It keeps pages that are on their way to the disk, or that a process which ends still maps: so it is asked again.
+    The kernel keeps dirty pages and pages that an ending process still maps, so the call is repeated.
     """
     deadline = time.monotonic() + _PATIENCE
     while True:
@@ -37,7 +37,7 @@ def make_cold(files: Sequence[Path]) -> float | None:
 
 
 def in_ram(files: Sequence[Path]) -> float | None:
-    """Share of the files' bytes in memory; None where the system does not tell."""
+    """Return the cached share of the files' bytes; None if the system does not report it."""
     found = [resident_bytes(path) for path in files]
     known = [value for value in found if value is not None]
     nbytes = sum(path.stat().st_size for path in files)
@@ -45,7 +45,7 @@ def in_ram(files: Sequence[Path]) -> float | None:
 
 
 def read_through(files: Sequence[Path]) -> float:
-    """Seconds to read all files once, one after the other, in pieces of 16 MiB, as `dd` does."""
+    """Read all files once, in order, in pieces of 16 MiB. Return the seconds."""
     piece = bytearray(_PIECE)
     started = time.perf_counter()
     for path in files:

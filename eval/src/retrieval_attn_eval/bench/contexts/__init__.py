@@ -1,1 +1,0 @@
-"""`retrieval-attn bench contexts`: what saving a context costs, and how soon it is back."""

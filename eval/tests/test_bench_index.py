@@ -15,6 +15,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentio
 from retrieval_attn.index import FlatIndex, SearchResult
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn_eval.bench import command as bench
+from retrieval_attn_eval.bench import index as bench_index
 from retrieval_attn_eval.bench import variants as bench_variants
 from retrieval_attn_eval.bench.heads import Head, Source, from_recording
 from retrieval_attn_eval.bench.index import measure
@@ -214,12 +215,29 @@ def command(*flags: str) -> int:
     return bench.run(parsed(bench, *flags))
 
 
-SMALL = ("--source", "synthetic:mid", "--head-dim", "32", "--limit", "1", "--train", "128")
+SMALL = ("--source", "synthetic:mid", "--n", "1")
+
+
+@pytest.fixture(autouse=True)
+def small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_index, "HEAD_DIM", 32)
+    monkeypatch.setattr(bench_index, "TRAIN_QUERIES", 128)
 
 
 def test_the_command_writes_table_json_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two lengths of one small synthetic head, all files there, numbers consistent with the table."""
-    flags = ("index", *SMALL, "--lengths", "600,1200", "--kinds", "flat,ivf,roargraph", "--tokens", "2", "--k", "30")
+    flags = (
+        "index",
+        *SMALL,
+        "--lengths",
+        "600,1200",
+        "--methods",
+        "flat,ivf,roargraph",
+        "--tokens",
+        "2",
+        "--retrieve",
+        "30",
+    )
     where = ("--output-dir", str(tmp_path / "out"))
     assert command(*flags, *where, "--dry-run") == 0
     assert "600, 1,200" in capsys.readouterr().out and not (tmp_path / "out").exists()
@@ -248,14 +266,11 @@ def test_recordings_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_recordings_stay_in_the_folder_of_the_results(tmp_path: Path) -> None:
-    """They were made beside --output-dir, in a folder that nobody had named; --recordings names one."""
-    flags = ("index", "--lengths", "700", "--kinds", "flat", "--limit", "1", "--k", "5", "--tokens", "1", "--no-plot")
-    out, kept = tmp_path / "out", tmp_path / "kept"
-    assert command(*flags, "--train", "16", "--output-dir", str(out)) == 0
+    """The command writes nothing beside --output-dir."""
+    flags = ("index", "--lengths", "700", "--methods", "flat", "--n", "1", "--retrieve", "5", "--tokens", "1")
+    out = tmp_path / "out"
+    assert command(*flags, "--no-plot", "--output-dir", str(out)) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and len(list((out / "recordings").iterdir())) == 1
-    again = ("--train", "16", "--recordings", str(kept), "--output-dir", str(tmp_path / "again"))
-    assert command(*flags, *again) == 0
-    assert len(list(kept.iterdir())) == 1 and not (tmp_path / "again" / "recordings").exists()
 
 
 def test_wrong_answers_end_the_command(
@@ -264,14 +279,14 @@ def test_wrong_answers_end_the_command(
     """Exit code 1, a line on stderr, no table, no files."""
     monkeypatch.setattr(Variant, "build", lambda self, head, lists: Altered(head.keys, head.fmt))
     monkeypatch.setattr(Altered, "change", staticmethod(swap))
-    assert command("index", *SMALL, "--lengths", "600", "--kinds", "flat", "--output-dir", str(tmp_path / "out")) == 1
+    assert command("index", *SMALL, "--lengths", "600", "--methods", "flat", "--output-dir", str(tmp_path / "out")) == 1
     captured = capsys.readouterr()
     assert "inner products" in captured.err and "|" not in captured.out and not (tmp_path / "out").exists()
 
 
 WRONG = (
-    "--lengths 0", "--lengths a", "--kinds nothing", "--threads 0", "--threads 4096", "--tokens 0", "--limit 0",
-    "--train 0", "--source synthetic:soft",
+    "--lengths 0", "--lengths a", "--methods nothing", "--threads 0", "--threads 4096", "--tokens 0", "--n 0",
+    "--retrieve 0", "--source synthetic:soft",
 )  # fmt: skip
 
 

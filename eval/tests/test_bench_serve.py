@@ -242,14 +242,13 @@ def arguments(*flags: str) -> argparse.Namespace:
 def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
     out = ("--output-dir", str(tmp_path / "out"))
     for flags, error in (
-        (("--requests", "0"), ConfigError),
+        (("--n", "0"), ConfigError),
         (("--max-num-seqs", "0"), ConfigError),
         (("--scale", "nan"), ConfigError),
         (("--rate", "inf"), ConfigError),
         (("--rate", "nan"), ConfigError),
         (("--systems", "magic"), ConfigError),
         (("--workload", "trace"), ConfigError),
-        (("--trace", "file"), ConfigError),
         (("--length", "32"), ConfigError),
         (("--length", "1m"), ContextLengthError),
         (("--prefix-cache-memory", "much"), ConfigError),
@@ -264,7 +263,7 @@ def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
 
 def test_fewer_layers_are_said(tmp_path: Path) -> None:
     flags = ["bench", "serve", "--shape", "tiny", "--layers", "1", "--random-ids", "--device", "cpu", "--no-plot"]
-    flags += ["--requests", "2", "--length", "80", "--tokens", "2", "--systems", "engine", "--index", "flat"]
+    flags += ["--n", "2", "--length", "80", "--tokens", "2", "--systems", "engine", "--index", "flat"]
     assert main([*flags, "--prefix-cache-memory", "1MiB", "--output-dir", str(tmp_path / "one")]) == 0
     report = json.loads((tmp_path / "one" / "serve.json").read_text())
     assert report["model"] == "random:tiny, 1 of 2 layers" and report["facts"]["layers"] == 1
@@ -276,7 +275,7 @@ def test_command_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     """A tiny model: all rows of the engine, as they come; prompts share their beginning."""
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(TRACE))
-    flags = ["bench", "serve", "--workload", "trace", "--trace", str(path), "--shape", "tiny", "--random-ids"]
+    flags = ["bench", "serve", "--workload", str(path), "--shape", "tiny", "--random-ids"]
     flags += ["--device", "cpu", "--index", "flat", "--threads", "1", "--scale", "0.02", "--block", "64"]
     assert main([*flags, "--max-num-seqs", "2", "--output-dir", str(tmp_path / "one")]) == 0
     report = json.loads((tmp_path / "one" / "serve.json").read_text())

@@ -57,7 +57,7 @@ def test_the_bundled_model_answers_and_the_run_goes_on_and_is_scored_again(
     with pytest.raises(RunFolderError, match="profile"):
         _run(*same, "--lengths", "600", "--n", "3", "--profile", "kvpress")
     capsys.readouterr()
-    assert _run("--score-only", str(out), "--scorer", "fixed") == 0
+    assert _run("--score-only", str(out)) == 0
     assert "Retr.P" in capsys.readouterr().out
 
 

@@ -192,7 +192,7 @@ def command(*flags: str) -> int:
 
 def test_the_command_records_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One layer of a short context, its question and answer as decode queries."""
-    flags = ("--tokens", "700", "--train", "64", "--layers", "0", "--output-dir", str(tmp_path / "out"))
+    flags = ("--tokens", "700", "--layers", "0", "--output-dir", str(tmp_path / "out"))
     assert command(*flags, "--dry-run") == 0
     assert "1 layers x 2 key-value heads" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
@@ -210,16 +210,13 @@ def test_the_command_records_the_bundled_model(tmp_path: Path, capsys: pytest.Ca
 def test_the_command_reads_a_text(tmp_path: Path) -> None:
     """The text's last 64 tokens are what comes after the context."""
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    where = ("--output-dir", str(tmp_path / "out"), "--train", "10", "--layers", "1", "--kv-heads", "0")
-    assert command("--text", str(tmp_path / "text.txt"), "--tokens", "300", *where) == 0
-    (head,) = Recording.load(tmp_path / "out").heads
+    where = ("--output-dir", str(tmp_path / "out"), "--layers", "1")
+    assert command("--haystack", str(tmp_path / "text.txt"), "--tokens", "300", *where) == 0
+    head, _ = Recording.load(tmp_path / "out").heads
     assert (head.layer, head.kv_head, len(head.keys), head.decode.shape[1]) == (1, 0, 300, 64)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--tokens 0", "--layers x", "--kv-heads -1", "--task no_such_task", "--tokens 5", "--model no/such/folder"],
-)
+@pytest.mark.parametrize("flags", ["--tokens 0", "--layers x", "--layers -1", "--tokens 5", "--model no/such/folder"])
 def test_bad_flags_are_one_line(flags: str, tmp_path: Path) -> None:
     """Every mistake is an error of this package, which the command line prints in one line."""
     with pytest.raises(RetrievalAttentionError):

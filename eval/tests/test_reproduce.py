@@ -108,7 +108,7 @@ def test_commands_are_what_the_program_takes(name: str, full: bool) -> None:
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
 def test_print_shows_commands_and_the_papers_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs nothing anywhere."""
-    assert command.run(parsed(command, name, "--print")) == 0
+    assert command.run(parsed(command, name, "--dry-run")) == 0
     shown = capsys.readouterr().out
     assert "$ retrieval-attn" in shown
     assert "appendix" in shown or "section" in shown
@@ -159,7 +159,7 @@ def test_unknown_names_list_the_known_ones(capsys: pytest.CaptureFixture[str]) -
 
 def test_steps_are_run_by_this_python(tmp_path: Path) -> None:
     """The exit code of a real command comes back: 0 for a dry run, 2 for bad input; finished results are kept."""
-    source = ("--source", "synthetic:mid", "--limit", "1")
+    source = ("--source", "synthetic:mid", "--n", "1")
     dry = ("bench", "study", "--figures", "2", "--length", "64", *source, "--dry-run")
     assert command._execute(Step(dry, "a"), tmp_path) == 0
     assert command._execute(Step(("no-such-command",), "b"), tmp_path) == 2

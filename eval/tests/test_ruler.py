@@ -246,13 +246,13 @@ def test_format_of_the_prompt_is_counted() -> None:
     tokenizer.chat_template = "<s>{% for m in messages %}USER {{ m['content'] }}\n{% endfor %}ASSISTANT"
     try:
         form = PromptFormat.of(tokenizer)
-        suite = RulerSuite(reserve_tokens=5)
+        suite = RulerSuite()
         suite.form = form
         for task in ("niah_multiquery", "vt", "qa_synth_1"):
             (row,) = suite.rows(task, 2048, [1], tokenizer, 42)
             prompt = Prompts(form).of(row)
             assert prompt.ids.tolist().count(tokenizer.bos_token_id) == 1
-            assert len(prompt) == row.meta["prompt_tokens"] <= 2048 - 5 - row.max_new_tokens
+            assert len(prompt) == row.meta["prompt_tokens"] <= 2048 - row.max_new_tokens
     finally:
         tokenizer.chat_template = None
 
@@ -314,10 +314,8 @@ def test_lengths_and_names_are_checked() -> None:
             list(RulerSuite().rows("vt", length, [0], bundled_tokenizer(), 42))
     with pytest.raises(ConfigError, match="'qa' is unknown; choose from niah_single_1"):
         rows("qa", 4096, [0])
-    with pytest.raises(ConfigError, match="qa_2 needs --hotpotqa FILE .* use qa_synth_2"):
+    with pytest.raises(ConfigError, match="qa_2 needs hotpot_dev_distractor_v1.json.* use qa_synth_2"):
         rows("qa_2", 4096, [0])
-    with pytest.raises(ConfigError, match="reserve_tokens=-1"):
-        RulerSuite(reserve_tokens=-1)
 
 
 def test_stand_ins_are_named() -> None:
@@ -347,5 +345,16 @@ def test_command_runs_and_scores_again(tmp_path: Path, capsys: pytest.CaptureFix
 def test_command_checks_its_tasks() -> None:
     with pytest.raises(ConfigError, match="'vvt' is unknown; choose from"):
         _run("--tasks", "vvt", "--dry-run")
-    with pytest.raises(ConfigError, match="qa_1 needs --squad FILE"):
+    with pytest.raises(ConfigError, match="qa_1 needs dev-v2.0.json"):
         _run("--tasks", "vt,qa_1", "--dry-run")
+
+
+def test_files_of_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is found by its published name; a folder without any is refused."""
+    with pytest.raises(InputDataError, match="needed dev-v2.0.json, hotpot_dev_distractor_v1.json or words.txt"):
+        _run("--data-dir", str(tmp_path), "--dry-run")
+    given: dict[str, Path | None] = {}
+    monkeypatch.setattr(command, "RulerSuite", lambda **files: given.update(files) or RulerSuite())
+    (tmp_path / "words.txt").write_text("one\n")
+    assert _run("--data-dir", str(tmp_path), "--dry-run", "--tasks", "vt", "--lengths", "1k", "--n", "1") == 0
+    assert given == {"haystack": None, "squad": None, "hotpotqa": None, "words": tmp_path / "words.txt"}

@@ -12,6 +12,7 @@ from eval.tests.shared import parsed
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.formats import Format
 from retrieval_attn_eval.bench import command as bench
+from retrieval_attn_eval.bench import index as bench_index
 from retrieval_attn_eval.bench.heads import Head
 from retrieval_attn_eval.bench.studies import mahalanobis, recovery
 
@@ -51,9 +52,13 @@ def command(*flags: str) -> int:
     return bench.run(parsed(bench, "study", *flags))
 
 
-def test_all_figures_of_a_synthetic_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_figures_of_a_synthetic_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every figure is written, and shows what such heads are made for: far queries, and easy keys-to-keys searches."""
-    flags = ("--source", "synthetic:mid", "--head-dim", "64", "--limit", "1", "--train", "256", "--length", "5000")
+    monkeypatch.setattr(bench_index, "HEAD_DIM", 64)
+    monkeypatch.setattr(bench_index, "TRAIN_QUERIES", 256)
+    flags = ("--source", "synthetic:mid", "--n", "1", "--length", "5000")
     where = ("--output-dir", str(tmp_path / "out"))
     assert command(*flags, *where, "--dry-run") == 0
     assert command(*flags, *where) == 0
@@ -74,9 +79,11 @@ def test_all_figures_of_a_synthetic_head(tmp_path: Path, capsys: pytest.CaptureF
 FIGURE_FILES = [f"figure_{name}.png" for name in ("2", "3a", "3b", "6")]
 
 
-def test_one_figure_without_plots(tmp_path: Path) -> None:
+def test_one_figure_without_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what was asked for."""
-    flags = ("--source", "synthetic:hard", "--head-dim", "16", "--limit", "1", "--train", "8", "--length", "1500")
+    monkeypatch.setattr(bench_index, "HEAD_DIM", 16)
+    monkeypatch.setattr(bench_index, "TRAIN_QUERIES", 8)
+    flags = ("--source", "synthetic:hard", "--n", "1", "--length", "1500")
     assert command(*flags, "--figures", "3b", "--no-plot", "--output-dir", str(tmp_path / "out")) == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["study.json"]
     for wrong in (("--figures", "7"), ("--length", "0")):

@@ -11,9 +11,8 @@ import pytest
 
 from eval.tests.toy_suite import ToySuite
 from retrieval_attn.errors import InputDataError
-from retrieval_attn_eval import export
 from retrieval_attn_eval.runs import RunFolder, RunFolderError
-from retrieval_attn_eval.suite import Row, tables
+from retrieval_attn_eval.suite import tables
 from retrieval_attn_eval.suite.report import write_report
 from retrieval_attn_eval.suite.scoring import score_again
 
@@ -140,17 +139,3 @@ def test_shards_of_different_settings_are_not_joined(tmp_path: Path) -> None:
             run.append(row("full", "niah_single_1", i, 1.0))
     with pytest.raises(RunFolderError, match="shard-1-of-2 was run with other settings"):
         score_again(tmp_path, ToySuite(), plot=False)
-
-
-def test_export_is_kvpress_shaped(tmp_path: Path) -> None:
-    """The six fields of its data sets, which join to the prompt."""
-    made = Row("toy/a/1/2/3", "a", "Text\nof “a”.", "\nWhat?", " It is", ("x", "y"), 7, 100, ("A", "B"))
-    file = tmp_path / "folder" / "rows.jsonl"
-    assert export.write_rows([made], file) == 1
-    (values,) = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {"context", "question", "answer_prefix", "answer", "task", "max_new_tokens"} <= set(values)
-    assert values["answer"] == ["x", "y"]
-    assert values["context"] + values["question"] + values["answer_prefix"] == made.prompt
-    assert (values["max_new_tokens"], values["id"]) == (7, made.id)
-    with pytest.raises(InputDataError, match="two rows have the id"):
-        export.write_rows([made, made], file)

@@ -178,11 +178,8 @@ def test_two_rows_of_one_id_are_refused(tmp_path: Path) -> None:
         make_run(Same()).execute({"a": Reader("a")}, tmp_path, SETTINGS, progress=False)
 
 
-def test_limit_and_files() -> None:
-    """--limit counts over all blocks; a file's own size bounds n."""
-    tasks = ("niah_single_1", "niah_single_3")
-    blocks = make_run(tasks=tasks, lengths=(500, 600), limit=6).blocks
-    assert [(b.task[-1], b.length, len(b.indices)) for b in blocks] == [("1", 500, 4), ("3", 500, 2)]
+def test_files_bound_the_number_of_samples() -> None:
+    """A file's own size bounds n."""
     assert [len(b.indices) for b in make_run(ToySuite(rows=3), n=None, lengths=(None,)).blocks] == [3]
     assert [b.indices for b in make_run(n=5, shard=(1, 2)).blocks] == [(2, 3, 4)]
 
@@ -271,17 +268,6 @@ def test_dry_run_counts_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     line = next(line for line in shown.splitlines() if line.strip().startswith("niah_single_1"))
     assert line.split()[1:3] == ["500", "2"] and 400 < int(line.split()[3]) < 500
     assert "2 samples, 8 answers" in shown and "KiB" in shown or "MiB" in shown
-
-
-def test_export_writes_every_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--export writes what a run would ask, and runs nothing."""
-    file = tmp_path / "rows.jsonl"
-    assert arguments.run(parse("--export", str(file), "--tasks", "niah_single_1"), ToySuite()) == 0
-    expected = [row for block in make_run(n=2, seed=42).blocks for _, row in make_run(seed=42).rows(block)]
-    written = [json.loads(line) for line in file.read_text().splitlines()]
-    prompts = [(row["id"], row["context"] + row["question"] + row["answer_prefix"]) for row in written]
-    assert prompts == [(row.id, row.prompt) for row in expected]
-    assert "2 samples" in capsys.readouterr().out and list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.skipif(not WEIGHTS, reason="the bundled model's weights are not in this checkout")

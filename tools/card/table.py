@@ -58,15 +58,15 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             name, [over("tree-off", bound), *rates("engine", "tree-off")], 150,
             "2K in pages for 64 requests with 128 tokens of their own, answers of 128, 32 slots; reading "
             "counts",
-            *model(shape), "--workload", "document", "--requests", few(64, 6), "--max-num-seqs", few(32, 3),
-            "--length", length(2048), "--question", few(128, 16), "--tokens", few(128), "--exact", "4k",
+            *model(shape), "--workload", "document", "--n", few(64, 6), "--max-num-seqs", few(32, 3),
+            "--length", length(2048), "--question", few(128, 16), "--tokens", few(128), "--paged-prefix-tokens", "4k",
             "--systems", "engine,tree-off",
         )  # fmt: skip
 
     one_text: Sequence[str] = (
         "--workload",
         "document",
-        "--requests",
+        "--n",
         few(16),
         "--max-num-seqs",
         few(16),
@@ -91,7 +91,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             "document_exact",
             [Goal(while_all, "tokens/s", decode_rate("engine"), 700), *rates("engine"), *first("engine")], 90,
             "16 questions of 32 tokens on one text of 128K that was read before, in bfloat16 pages, answers of 256",
-            *model("llama-3-8b"), *one_text, "--tokens", few(256, 48), "--exact", "132k",
+            *model("llama-3-8b"), *one_text, "--tokens", few(256, 48), "--paged-prefix-tokens", "132k",
         ),
         serve(
             "document_index",
@@ -129,7 +129,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
         serve(
             "short_prompts", [over("transformers", 1.0), *rates("engine", "transformers")], 90,
             "64 requests of 128 to 512 tokens, answers of 10 to 102, 32 slots; reading counts",
-            *model("llama-3-8b"), "--workload", "mixed", "--requests", few(64, 6), "--max-num-seqs", few(32, 3),
+            *model("llama-3-8b"), "--workload", "mixed", "--n", few(64, 6), "--max-num-seqs", few(32, 3),
             "--length", few(512, 128), "--scale", "0.02" if tiny else "0.1", "--systems", "engine,transformers",
         ),
         serve(
@@ -140,7 +140,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
                 Goal("slots filled, static", "", of_row("static", "filled")),
             ], 150,
             "160 requests of 128 to 512 tokens, answers of 50 to 512 (uniform), 32 slots; reading counts",
-            *model("llama-3-8b"), "--workload", "mixed", "--requests", few(160, 9), "--max-num-seqs", few(32, 3),
+            *model("llama-3-8b"), "--workload", "mixed", "--n", few(160, 9), "--max-num-seqs", few(32, 3),
             "--length", few(512, 128), "--scale", "0.02" if tiny else "0.5", "--systems", "engine,static",
         ),
         script(
@@ -159,9 +159,9 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             "shared_16k", [over("tree-off", 5.0), *rates("engine", "tree-off")], 240,
             "16K in pages for 256 requests with 32 tokens of their own, answers of 128, 256 slots; 8 of 32 layers; "
             "reading counts",
-            *model("llama-3-8b", "--layers", "8"), "--workload", "document", "--requests", few(256, 6),
+            *model("llama-3-8b", "--layers", "8"), "--workload", "document", "--n", few(256, 6),
             "--max-num-seqs", few(256, 3), "--length", length(16384), "--question", few(32, 8), "--tokens", few(128),
-            "--exact", "20k", "--systems", "engine,tree-off",
+            "--paged-prefix-tokens", "20k", "--systems", "engine,tree-off",
         ),
         serve(
             "eight_texts",
@@ -171,7 +171,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
             ], 190,
             "eight texts of 128K in int8 that were read before, a question of 32 tokens each, answers of 128",
             *model("llama-3-8b"), *(() if tiny else ("--host-dtype", "int8")),
-            "--workload", "clients", "--requests", few(8), "--max-num-seqs", few(8), "--length", length(131072),
+            "--workload", "clients", "--n", few(8), "--max-num-seqs", few(8), "--length", length(131072),
             "--question", few(32, 8), "--tokens", few(128, 12), "--read-first", "--systems", "engine",
         ),
         script(

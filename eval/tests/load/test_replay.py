@@ -35,12 +35,12 @@ def line(seconds: float, *names: int, answer: int = 4, **more: Any) -> Line:
 
 def replayed(lines: list[Line], server: TinyServer, *, timeout: float = 20.0, **options: Any) -> list[Reply]:
     """Its replies in the order of the trace's lines' due times."""
-    asking = Asking("tiny", options.pop("api", "chat"), body=options.pop("body", {}))
+    asking = Asking("tiny", body=options.pop("body", {}))
     replay = Replay(lines, **options)
 
     async def run(url: str) -> None:
         async with Sender(Endpoint.of(url), asking, timeout) as sender:
-            await replay.run(sender, Words(0), progress=False)
+            await replay.run(sender, Words(0))
 
     with server.running() as url:
         asyncio.run(run(url))
@@ -88,9 +88,6 @@ def test_what_requests_say() -> None:
     assert long["temperature"] == 0.5 and short["temperature"] == 1.0 and short["ignore_eos"] is True
     assert {body["max_tokens"] for body in server.bodies} == {4}
     assert longer.usage == Usage(185, 4, 64) and first.usage == Usage(69, 4, 0)
-    server = TinyServer()
-    replayed([line(0, 1)], server, api="completions")
-    assert len(server.bodies[0]["prompt"].split()) == 32 and "messages" not in server.bodies[0]
 
 
 @pytest.mark.parametrize(
@@ -197,8 +194,8 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The server's first model is asked; prompts have the tokens of the trace, as the server counts them."""
     server = TinyServer(words_per_token=2)
-    file, out = trace_file(tmp_path, [whole(0, 1), whole(0.2, 1, 2, 3)]), tmp_path / "new" / "result.json"
-    flags = ["--output", str(out), "--block", "64", "--scale", "0.5", "--no-progress"]
+    file, out = trace_file(tmp_path, [whole(0, 1), whole(0.2, 1, 2, 3)]), tmp_path / "new" / "replay.json"
+    flags = ["--output-dir", str(out.parent), "--block", "64", "--scale", "0.5"]
     with server.running() as url:
         assert main(["load", "replay", file, "--url", url, *flags]) == 0
     report = json.loads(out.read_text())
@@ -212,8 +209,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("no_key")
 def test_command_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = trace_file(tmp_path, [whole(0, 1), whole(0.01, 2)])
-    asked = ["load", "replay", file, "--no-progress", "--output", str(tmp_path / "result.json"), "--url"]
-    again = [*asked[:5], str(tmp_path / "other.json"), "--url"]
+    asked = ["load", "replay", file, "--output-dir", str(tmp_path / "one"), "--url"]
+    again = [*asked[:4], str(tmp_path / "other"), "--url"]
     behave: Callable[[Body], str] = lambda body: "503" if body.get("stream") else ""  # noqa: E731
     with TinyServer(behave).running() as url:
         assert main([*asked, url]) == 1
@@ -228,7 +225,7 @@ def test_command_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.usefixtures("no_key")
 def test_interrupted_it_reports_what_came(tmp_path: Path) -> None:
     """Ctrl-C in the middle of a replay: status 130, and a result of the requests that were answered."""
-    file, out = trace_file(tmp_path, [whole(0, 1), whole(600, 2)]), tmp_path / "result.json"
+    file, out = trace_file(tmp_path, [whole(0, 1), whole(600, 2)]), tmp_path / "out" / "replay.json"
     server = TinyServer()
     with server.running() as url:
         command = [sys.executable, "-m", "retrieval_attn.cli", "load", "replay", file, "--url", url]
@@ -238,7 +235,9 @@ def test_interrupted_it_reports_what_came(tmp_path: Path) -> None:
             """A shell starts what runs in its background with the signal ignored, and children inherit that."""
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-        with subprocess.Popen([*command, "--output", str(out)], preexec_fn=as_in_a_terminal, **pipes) as asked:
+        with subprocess.Popen(
+            [*command, "--output-dir", str(out.parent)], preexec_fn=as_in_a_terminal, **pipes
+        ) as asked:
             deadline = time.monotonic() + 60
             while len(server.bodies) < 3 and time.monotonic() < deadline:
                 time.sleep(0.05)

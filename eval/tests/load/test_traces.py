@@ -182,22 +182,21 @@ def test_sharegpt(tmp_path: Path) -> None:
 
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], needle_model_path: Path) -> None:
     """Equal seeds give equal traces; converted ones are in order of time, and any reader of the format takes them."""
-    made = tmp_path / "made.jsonl"
-    assert main(["load", "make", "--sessions", "5", "--seed", "7", "--output", str(made)]) == 0
-    assert "requests of 5 sessions" in capsys.readouterr().err
-    before = made.read_text()
-    assert main(["load", "make", "--sessions", "5", "--seed", "8", "--output", str(made)]) == 2
-    assert "exists already; remove it, or give another name" in capsys.readouterr().err
-    assert made.read_text() == before, "it is never overwritten"
-    assert main(["load", "make", "--sessions", "5", "--seed", "7"]) == 0
-    assert capsys.readouterr().out == made.read_text()
+    assert main(["load", "make", "--n", "5", "--seed", "7"]) == 0
+    first = capsys.readouterr()
+    assert "requests of 5 sessions" in first.err
+    assert main(["load", "make", "--n", "5", "--seed", "7"]) == 0
+    assert capsys.readouterr().out == first.out
+    assert main(["load", "make", "--n", "5", "--seed", "8"]) == 0
+    assert capsys.readouterr().out != first.out
     (tmp_path / "burst.csv").write_text(BURST)
-    assert main(["load", "convert", str(tmp_path / "burst.csv"), "--output", str(tmp_path / "burst.jsonl")]) == 0
+    assert main(["load", "convert", str(tmp_path / "burst.csv")]) == 0
+    (tmp_path / "burst.jsonl").write_text(capsys.readouterr().out)
     assert [line.seconds for line in read_trace(tmp_path / "burst.jsonl")] == [0, 5, 35, 55]
     entries = [{"conversations": said(("human", "How high is it?"), ("gpt", "12 m"))}] * 3
     (tmp_path / "share.json").write_text(json.dumps(entries))
     capsys.readouterr()
-    assert main(["load", "convert", str(tmp_path / "share.json"), "--tokenizer", str(needle_model_path)]) == 0
+    assert main(["load", "convert", str(tmp_path / "share.json"), "--model", str(needle_model_path)]) == 0
     counted = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["timestamp"] for one in counted] == sorted(one["timestamp"] for one in counted)
     assert {tuple(one["hash_ids"]) for one in counted} == {(1,)}, "equal texts"
@@ -206,12 +205,11 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], needle_mod
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["make", "--sessions", "0"], "--sessions must be at least 1"),
+        (["make", "--n", "0"], "--n must be at least 1"),
         (["make", "--rate", "0"], "--rate must be more than 0"),
         (["make", "--rate", "nan"], "--rate must be more than 0"),
-        (["make", "--think", "-1"], "--think must be at least 0"),
-        (["make", "--most", "many"], "--most"),
-        (["convert", "trace.txt"], "say what it is with --form"),
+        (["make", "--max-context", "many"], "--max-context"),
+        (["convert", "trace.txt"], "needed a .csv file of BurstGPT"),
         (["convert", "missing.csv"], "missing.csv: No such file"),
         (["replay", "missing.jsonl", "--url", "http://127.0.0.1:1"], "missing.jsonl: needed a readable text file"),
         (["replay", "t", "--url", "localhost:8000"], "must be the address of a server"),

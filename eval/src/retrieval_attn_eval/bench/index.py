@@ -1,7 +1,7 @@
 """`retrieval-attn bench index`: what each index finds, reads and costs on attention keys of real or synthetic heads.
 
 Every answer is checked against float64 arithmetic before a time is printed. Writes a table in Markdown, a JSON file
-and plots into a new folder; recordings that it makes lie in this folder too, or where --recordings says.
+and plots into a new folder. Recordings of a model are reused: from `recordings` in --output-dir, or results/bench.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "add_source_arguments", "measure", "run", "source_of"]
 
+TRAIN_QUERIES, HEAD_DIM = 2048, 128
+"""Training queries per query head, and the dimension of synthetic heads."""
+TASK = "niah_multikey_1"
+"""Task whose text is recorded from a model."""
+
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that say which heads are measured; the studies take them too."""
@@ -31,11 +36,8 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         help="bundled, a folder or a hub id of a model; the folder of a recording; synthetic:mid or synthetic:hard "
         "(default: %(default)s)",
     )
-    add("--task", default="niah_multikey_1", help="what is recorded from a model (default: %(default)s)")
-    add("--head-dim", type=int, default=128, metavar="D", help="of synthetic heads (default: %(default)s)")
-    add("--limit", type=int, metavar="N", help="key-value heads to measure (default: all of a recording, 4 synthetic)")
-    add("--train", type=int, default=2048, metavar="N", help="training queries per query head (default: %(default)s)")
-    add("--k", type=int, default=100, metavar="K", help="keys to find per query (default: %(default)s)")
+    add("--n", type=int, metavar="N", help="key-value heads to measure (default: all of a recording, 4 synthetic)")
+    add("--retrieve", type=int, default=100, metavar="K", help="keys to find per query (default: %(default)s)")
     add("--seed", type=int, default=0, help="of texts and samples (default: %(default)s)")
     add("--no-plot", action="store_true", help="write no PNG files")
     add("--dry-run", action="store_true", help="say what would be measured, then stop")
@@ -45,19 +47,13 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="new folder for the results; auto: results/bench/TIME (default: %(default)s)",
     )
-    add(
-        "--recordings",
-        metavar="DIR",
-        help="where what is recorded from a model is kept and found again (default: recordings in --output-dir; "
-        "results/bench/recordings with auto)",
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn bench index`."""
     add = parser.add_argument
     add("--lengths", default="8192,32768", metavar="N,N", help="tokens of context (default: %(default)s)")
-    add("--kinds", default="all", metavar="NAME,NAME", help="what to compare (default: %(default)s)")
+    add("--methods", default="all", metavar="NAME,NAME", help="indexes to compare (default: %(default)s)")
     add("--tokens", type=as_tokens, default=8, metavar="N", help="decoded tokens that are timed (default: %(default)s)")
     add("--threads", type=int, default=1, metavar="N", help="threads of search and build (default: %(default)s)")
     add_source_arguments(parser)
@@ -73,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.bench.variants import choose
 
     check_threads(args.threads)
-    variants, notes = choose(args.kinds)
+    variants, notes = choose(args.methods)
     if args.dry_run:
         print(_plan(args, lengths, variants, notes))
         return 0
@@ -82,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
         points = [
             point
             for length in lengths
-            for point in measure(source, length, variants, args.limit, args.k, tokens=args.tokens, threads=args.threads)
+            for point in measure(
+                source, length, variants, args.n, args.retrieve, tokens=args.tokens, threads=args.threads
+            )
         ]
     except WrongAnswer as error:
         print(f"retrieval-attn bench: {error}", file=sys.stderr)
@@ -103,15 +101,13 @@ def measure(
     progress: bool = True,
 ) -> list[Point]:
     """Points of all variants on the heads of one length, in the variants' order. Raises WrongAnswer."""
-    from tqdm import tqdm
-
-    from retrieval_attn.testing import kernel_threads
+    from retrieval_attn.testing import ProgressBar, kernel_threads
     from retrieval_attn_eval.bench.measure import Oracle, measure_head, points_of
     from retrieval_attn_eval.bench.variants import lists_of
 
     points: dict[str, dict[int | None, Point]] = {}
     seconds = []
-    bar = tqdm(desc=f"{length:,} tokens", unit="index", disable=not progress, leave=False)
+    bar = ProgressBar(desc=f"{length:,} tokens", unit="index", disable=not progress, leave=False)
     with bar:
         for head in source.heads(length, limit, progress):
             oracle = Oracle(head, k)
@@ -134,14 +130,13 @@ def measure(
 
 def source_of(args: argparse.Namespace) -> Source:
     """The heads that the flags name. Raises ConfigError for a flag out of range."""
-    check_at_least(1, args, "train", "k", "limit")
+    check_at_least(1, args, "retrieve", "n")
     if not args.no_plot:
         check_matplotlib()
     from retrieval_attn_eval.bench.heads import Source
 
     parent = Path("results/bench") if args.output_dir == "auto" else Path(args.output_dir)
-    kept = parent / "recordings" if args.recordings is None else Path(args.recordings)
-    source = Source(args.source, args.train, args.head_dim, args.seed, kept, args.task)
+    source = Source(args.source, TRAIN_QUERIES, HEAD_DIM, args.seed, parent / "recordings", TASK)
     source.check()
     return source
 
@@ -156,13 +151,20 @@ def _write(folder: Path, args: argparse.Namespace, points: list[Point], notes: l
         f"- command: `{' '.join(found['command'])}`",
         f"- machine: {found['machine']['cpu']}, {found['machine']['cores']} cores; {args.threads} threads; "
         f"commit {found['commit']}",
-        f"- {args.source}, {points[0].recall and len(points[0].recall)} query heads, k = {args.k}; times are medians "
-        "per query head, all query heads of a key-value head in one call; * first setting with recall >= 0.95",
+        f"- {args.source}, {points[0].recall and len(points[0].recall)} query heads, k = {args.retrieve}; times are "
+        "medians per query head, all query heads of a key-value head in one call; * first setting with recall >= 0.95",
         *(f"- {note}" for note in notes),
         "",
     ]
     text = "\n".join(head) + "\n" + table(points)
-    report = {"what": "index", "source": args.source, "k": args.k, "threads": args.threads, "notes": notes, **found}
+    report = {
+        "what": "index",
+        "source": args.source,
+        "k": args.retrieve,
+        "threads": args.threads,
+        "notes": notes,
+        **found,
+    }
     save_results(folder, "bench", {**report, "points": as_json(points)}, text)
     if not args.no_plot:
         for name, panels in plots(points, args.source):
@@ -174,7 +176,7 @@ def _write(folder: Path, args: argparse.Namespace, points: list[Point], notes: l
 def _plan(args: argparse.Namespace, lengths: list[int], variants: list[Variant], notes: list[str]) -> str:
     lines = [
         f"source {args.source}, lengths {', '.join(f'{n:,}' for n in lengths)}, "
-        f"{args.limit or 'all'} key-value heads, k = {args.k}, {args.threads} threads",
+        f"{args.n or 'all'} key-value heads, k = {args.retrieve}, {args.threads} threads",
         *(
             f"  {v.name}: {v.kind} {dict(v.options) or ''} {f'{v.knob} {v.values}' if v.knob else ''}".rstrip()
             for v in variants

@@ -54,17 +54,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--length must be at least 1, got {args.length}")
     source = source_of(args)
     if args.dry_run:
-        print(f"figures {', '.join(figures)} on {args.limit or 'all'} heads of {args.source}, {args.length:,} tokens")
+        print(f"figures {', '.join(figures)} on {args.n or 'all'} heads of {args.source}, {args.length:,} tokens")
         return 0
     folder = new_folder(args.output_dir, "studies")
-    heads = list(source.heads(args.length, args.limit, progress=True))
+    heads = list(source.heads(args.length, args.n, progress=True))
     drawn: dict[str, tuple[dict[str, Any], list[Plot]]] = {}
     if "2" in figures:
         drawn["2"] = _figure_2(heads)
     if "3b" in figures:
         drawn["3b"] = _figure_3b(heads)
     if {"3a", "6"} & set(figures):
-        scans = _scans(heads, args.k)
+        scans = _scans(heads, args.retrieve)
         for name in ("3a", "6"):
             if name in figures:
                 drawn[name] = _figure_scan(name, scans)
@@ -153,13 +153,12 @@ def _scans(heads: Sequence[Head], k: int) -> dict[str, list[Point]]:
     """Points of all kinds, for queries searching keys and for keys searching keys (by the kinds that need no
     training).
     """
-    from tqdm import tqdm
-
+    from retrieval_attn.testing import ProgressBar
     from retrieval_attn_eval.bench.measure import Oracle, measure_head, points_of
     from retrieval_attn_eval.bench.variants import VARIANTS, lists_of
 
     found: dict[str, list[Point]] = {}
-    with tqdm(total=2 * len(heads), desc="recall against scan", unit="head", delay=2.0, leave=False) as bar:
+    with ProgressBar(total=2 * len(heads), desc="recall against scan", unit="head", delay=2.0, leave=False) as bar:
         for what in ("queries", "keys"):
             points: dict[str, dict[int | None, Point]] = {}
             for head in heads:
@@ -205,7 +204,7 @@ def _write(folder: Path, args: argparse.Namespace, drawn: dict[str, tuple[dict[s
 
     folder.mkdir(parents=True, exist_ok=True)
     figures = {name: data for name, (data, _) in drawn.items()}
-    report = {"what": "study", "source": args.source, "k": args.k, **environment(), "figures": figures}
+    report = {"what": "study", "source": args.source, "k": args.retrieve, **environment(), "figures": figures}
     write_atomically(folder / "study.json", json.dumps(report, indent=1) + "\n")
     if not args.no_plot:
         for name, (_, panels) in drawn.items():

@@ -10,7 +10,6 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn_eval.flags import add_flag
 from retrieval_attn_eval.infinitebench.catalogue import TASKS, check_tasks
 from retrieval_attn_eval.infinitebench.profiles import PROFILES
-from retrieval_attn_eval.infinitebench.scoring import SCORERS
 from retrieval_attn_eval.infinitebench.suite import InfiniteBench
 from retrieval_attn_eval.suite import arguments
 
@@ -48,14 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flag(
         own,
-        "--scorer",
-        default="official",
-        choices=SCORERS,
-        help="scores in the tables: the benchmark's rules or the same without their defects (default: %(default)s);"
-        " both are stored",
-    )
-    add_flag(
-        own,
         "--max-new-tokens",
         action="append",
         metavar="TASK=N",
@@ -69,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; 0 if every row was answered, 1 if some failed.  Raises RetrievalAttentionError."""
     rooms = _rooms(args.max_new_tokens or ())
     if args.score_only:
-        return arguments.run(args, _ForScoring(profile=args.profile, scorer=args.scorer))
+        return arguments.run(args, _ForScoring(profile=args.profile))
     folder = Path(args.data_dir).expanduser() if args.data_dir else None
-    suite = InfiniteBench(folder, profile=args.profile, scorer=args.scorer, max_new_tokens=rooms)
+    suite = InfiniteBench(folder, profile=args.profile, max_new_tokens=rooms)
     if folder is None:
         args.lengths = args.lengths or _LENGTHS
         args.n = _SAMPLES if args.n is None else args.n

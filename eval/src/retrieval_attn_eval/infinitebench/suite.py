@@ -30,9 +30,9 @@ _KEY = re.compile(r'Key: ("[^"]+")')
 class InfiniteBench:
     """The benchmark's tasks as rows.
 
-    data_dir: folder of its jsonl files; None: the six generated tasks.  profile: see `profiles`.  scorer: "official"
-    or "fixed"; `scores` gives both.  max_new_tokens: task -> room for the answer instead of the profile's.
-    reserve_tokens: tokens of every length to leave free.
+    data_dir: folder of its jsonl files; None: the six generated tasks.  profile: see `profiles`.
+    The tables show the official score; `scores` gives the fixed one, too.
+    max_new_tokens: task -> room for the answer instead of the profile's.
 
     form: what stands around a prompt (set by whoever runs the suite; by default this profile's, for the tokenizer that
     comes first).  max_positions: tokens that rows of files without a length are cut to; None: not at all.
@@ -46,19 +46,14 @@ class InfiniteBench:
         data_dir: str | Path | None = None,
         *,
         profile: str = "minference",
-        scorer: str = "official",
         max_new_tokens: Mapping[str, int] | None = None,
-        reserve_tokens: int = 0,
     ) -> None:
-        if scorer not in SCORERS:
-            raise ConfigError(f"scorer {scorer!r} is unknown; choose from {', '.join(SCORERS)}")
         self.data_dir = None if data_dir is None else Path(data_dir)
-        self.profile, self.scorer = get_profile(profile), scorer
+        self.profile = get_profile(profile)
         self.overrides = dict(max_new_tokens or {})
         check_tasks(self.overrides or ["all"])
         if any(room < 1 for room in self.overrides.values()):
             raise ConfigError(f"max_new_tokens must be at least 1, got {self.overrides}; give larger numbers")
-        self.reserve_tokens = reserve_tokens
         self.form: PromptFormat | None = None
         self.max_positions: int | None = None
         self._files: dict[str, DataFile] = {}
@@ -72,7 +67,7 @@ class InfiniteBench:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        notes = [f"prompts of the profile {self.profile.name}, scores by the {self.scorer} rules"]
+        notes = [f"prompts of the profile {self.profile.name}, scores by the official rules"]
         if self.data_dir is None:
             notes.append("contexts generated here by the benchmark's recipes, not its files")
         return tuple(notes)
@@ -91,10 +86,8 @@ class InfiniteBench:
         return {
             "generator": GENERATOR,
             "profile": self.profile.name,
-            "scorer": self.scorer,
             "source": "generated" if self.data_dir is None else "files",
             "max_new_tokens": self.overrides,
-            "reserve_tokens": self.reserve_tokens,
         }
 
     def frame(self, tokenizer: Any, chat: str = "auto") -> PromptFormat:
@@ -115,7 +108,7 @@ class InfiniteBench:
             yield make(task, length, index, self.form, seed)
 
     def score(self, row: Row, text: str) -> float:
-        return self.scores(row, text)[self.scorer]
+        return self.scores(row, text)["official"]
 
     def scores(self, row: Row, text: str) -> dict[str, float]:
         """Score by every scorer; `row` may come without its context."""
@@ -144,7 +137,7 @@ class InfiniteBench:
         if length is None:
             raise ConfigError(f"{task} is generated and needs a length; give one with --lengths, or --data-dir")
         answer = self._answer_room(task, length)
-        fixed = len(form.head) + answer + self.reserve_tokens
+        fixed = len(form.head) + answer
         if self._filler is None or self._filler.tokenizer is not form.tokenizer:
             self._filler = Filler(form.tokenizer)
         around = self.profile.pieces
@@ -167,7 +160,7 @@ class InfiniteBench:
         pieces = self.profile.pieces(record)
         room = None
         if limit is not None:
-            room = limit - len(form.head) - self._longest_question(file, form) - answer - self.reserve_tokens
+            room = limit - len(form.head) - self._longest_question(file, form) - answer
         context = cut_context(form.tokenizer, pieces.before, record.context, pieces.after, room)
         total = len(form.head) + len(context.ids) + self._question_tokens(form, pieces)
         meta = {"source": "file", **self._meta(total, context.dropped), **record.meta}

@@ -277,6 +277,6 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bar(requests: Sequence[Any], disable: bool) -> Any:
-    from tqdm import tqdm
+    from retrieval_attn.testing import ProgressBar
 
-    return tqdm(requests, desc="Running retrieval_attn", disable=disable or not requests)
+    return ProgressBar(iterable=requests, desc="Running retrieval_attn", disable=disable or not requests)

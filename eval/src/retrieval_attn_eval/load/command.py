@@ -7,12 +7,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_tokens
+from retrieval_attn_eval.flags import new_folder
 from retrieval_attn_eval.replace import replace_file
 
 HELP = "draw, convert and replay traces of requests to a server"
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from retrieval_attn_eval.load.words import Rate
 
 INTERRUPTED = 130
-REPLAYED = ("api", "speed", "block", "scale", "body", "no_wait", "timeout", "seed")
+REPLAYED = ("speed", "block", "scale", "body", "no_wait", "timeout", "seed")
 """Options of a replay that its results repeat."""
-OUTPUT = "file for the trace, JSON lines (default: the standard output)"
+THINK_SECONDS = 60.0
+"""Mean time from an answer to the next question of a session."""
+TTFT_SECONDS, ITL_SECONDS = 2.0, 0.1
+"""Bounds of a good answer: time to first token, and mean time between tokens."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,35 +49,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_make(actions: Any) -> None:
-    text = "draw a trace with CachedAttention's statistics: 5.75 turns, 47 %% of sessions over 2K tokens, 30 %% over 4K"
+    text = (
+        "draw a trace with CachedAttention's statistics to the standard output: 5.75 turns, 47 %% of sessions over 2K"
+        " tokens, 30 %% over 4K"
+    )
     add = actions.add_parser("make", help=text, description=text.replace("%%", "%")).add_argument
-    add("--sessions", type=int, default=100, metavar="N", help="conversations (default: %(default)s)")
-    add("--most", default="32k", metavar="N", help="tokens of the longest conversation (default: %(default)s)")
+    add("--n", type=int, default=100, metavar="N", help="sessions (default: %(default)s)")
+    add("--max-context", default="32k", metavar="N", help="tokens of the longest session (default: %(default)s)")
     _add_arrivals(add)
-    add("--output", default="-", metavar="FILE", help=OUTPUT)
 
 
 def _add_convert(actions: Any) -> None:
-    text = "make a trace of a published one: BurstGPT's CSV or ShareGPT's JSON"
+    text = "convert a published trace, BurstGPT's CSV or ShareGPT's JSON, to the standard output"
     add = actions.add_parser("convert", help=text, description=text).add_argument
-    add("file", metavar="FILE", help="a CSV file of BurstGPT, or a JSON file of ShareGPT")
+    add("file", metavar="FILE", help="a .csv file of BurstGPT, or a .json file of ShareGPT")
+    add("--n", type=int, metavar="N", help="maximum number of requests (default: all)")
     add(
-        "--form", choices=("auto", "burstgpt", "sharegpt"), default="auto", help="auto: by its name's end (%(default)s)"
+        "--model",
+        metavar="NAME",
+        help='of BurstGPT: only requests to this model, "ChatGPT" or "GPT-4" (default: all); of ShareGPT: folder or hub'
+        " name of the model whose tokenizer counts tokens (default: four bytes are one)",
     )
-    add("--requests", type=int, metavar="N", help="how many at most (default: all)")
-    add("--model", metavar="NAME", help='of BurstGPT, requests to this one alone: "ChatGPT" or "GPT-4"')
-    add(
-        "--tokenizer",
-        metavar="PATH|ID",
-        help="of ShareGPT, what counts tokens: a folder or hub name of a model (default: four bytes are one)",
-    )
-    _add_arrivals(add, "of ShareGPT, ")
-    add("--output", default="-", metavar="FILE", help=OUTPUT)
+    _add_arrivals(add, "of ShareGPT: ")
 
 
 def _add_arrivals(add: Any, of: str = "") -> None:
     add("--rate", type=float, default=1.0, metavar="N", help=f"{of}sessions a second, Poisson (default: %(default)s)")
-    add("--think", type=float, default=60.0, metavar="S", help=f"{of}from answer to question, on average (%(default)s)")
     add("--seed", type=int, default=0, help=f"{of}for what is drawn (default: %(default)s)")
 
 
@@ -83,54 +84,47 @@ def _add_replay(actions: Any) -> None:
     add("file", metavar="FILE", help="a trace in Mooncake's format, one JSON object a line")
     add("--url", required=True, help="of the server, such as http://127.0.0.1:8000; its key is $OPENAI_API_KEY")
     add("--model", metavar="NAME", help="as the server names it (default: the first that it lists)")
-    add("--api", choices=("chat", "completions"), default="chat", help="what is asked (default: %(default)s)")
-    add("--requests", type=int, metavar="N", help="the first N of the trace (default: all)")
+    add("--n", type=int, metavar="N", help="the first N requests of the trace (default: all)")
     add("--speed", type=float, default=1.0, metavar="X", help="how much faster than written (default: %(default)s)")
     add("--block", default="512", metavar="N", help="tokens of a block: prompts shrink with it (default: %(default)s)")
     add("--scale", type=float, default=1.0, metavar="X", help="of answers' lengths (default: %(default)s)")
     add("--body", default="{}", metavar="JSON", help="joins every request, such as '{\"ignore_eos\": true}'")
     add("--no-wait", action="store_true", help="send every turn at its timestamp, answered before it or not")
     add("--timeout", type=float, default=600.0, metavar="S", help="of one request (default: %(default)s)")
-    add("--ttft", type=float, default=2.0, metavar="S", help="bound of a good first token (default: %(default)s)")
-    add("--itl", type=float, default=0.1, metavar="S", help="bound from token to token, on average (%(default)s)")
     add("--seed", type=int, default=0, help="of the prompts' texts: another one finds nothing cached (%(default)s)")
-    add("--output", default="auto", metavar="FILE", help="for the results, JSON (default: results/trace/TIME.json)")
-    add("--no-progress", action="store_true", help="show no bar")
+    add("--output-dir", default="auto", metavar="DIR", help="new folder for replay.json (default: results/load/TIME)")
 
 
 def _make(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.load.made import make_trace
     from retrieval_attn_eval.load.sessions import Statistics
 
-    _check_numbers(args, {"sessions": 1})
-    _require_new(args.output)
-    found = Statistics(most_tokens=parse_tokens(args.most, "--most"))
-    lines = make_trace(args.sessions, _arrivals(args), found, args.seed)
-    return _write(lines, args.output)
+    _check_numbers(args, {"n": 1})
+    found = Statistics(most_tokens=parse_tokens(args.max_context, "--max-context"))
+    return _write(make_trace(args.n, _arrivals(args), found, args.seed))
 
 
 def _convert(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.load.burstgpt import read_burstgpt
     from retrieval_attn_eval.load.sharegpt import read_sharegpt
 
-    _check_numbers(args, {"requests": 1})
-    _require_new(args.output)
+    _check_numbers(args, {"n": 1})
     path = Path(args.file)
-    form = args.form if args.form != "auto" else {".csv": "burstgpt", ".json": "sharegpt"}.get(path.suffix.lower())
-    if form is None:
-        raise ConfigError(f"{path}: its name ends neither in .csv nor in .json; say what it is with --form")
-    if form == "burstgpt":
-        lines = list(read_burstgpt(path, args.requests, args.model))
+    suffix = path.suffix.lower()
+    if suffix not in (".csv", ".json"):
+        raise ConfigError(f"{path}: needed a .csv file of BurstGPT or a .json file of ShareGPT; rename it")
+    if suffix == ".csv":
+        lines = list(read_burstgpt(path, args.n, args.model))
     else:
-        lines = list(read_sharegpt(path, _tokens(args.tokenizer), _arrivals(args), args.seed, args.requests))
-    return _write(sorted(lines, key=lambda line: line.seconds), args.output)
+        lines = list(read_sharegpt(path, _tokens(args.model), _arrivals(args), args.seed, args.n))
+    return _write(sorted(lines, key=lambda line: line.seconds))
 
 
 def _arrivals(args: argparse.Namespace) -> Any:
     from retrieval_attn_eval.load.made import Arrivals
 
-    _check_numbers(args, {"rate": None, "think": 0})
-    return Arrivals(rate=args.rate, think_seconds=args.think)
+    _check_numbers(args, {"rate": None})
+    return Arrivals(rate=args.rate, think_seconds=THINK_SECONDS)
 
 
 def _tokens(tokenizer: str | None) -> Tokens:
@@ -146,14 +140,11 @@ def _tokens(tokenizer: str | None) -> Tokens:
     return lambda text: loaded(text, add_special_tokens=False)["input_ids"]
 
 
-def _write(lines: Sequence[Line], file: str) -> int:
+def _write(lines: Sequence[Line]) -> int:
     from retrieval_attn_eval.load.line import written
 
-    if file == "-":
-        _print_all(written(lines), sys.stdout)
-    else:
-        with Path(file).open("w", encoding="utf-8") as out:
-            _print_all(written(lines), out)
+    for text in written(lines):
+        print(text)
     sessions = len({line.session for line in lines if line.session is not None})
     last = lines[-1].seconds - lines[0].seconds if lines else 0.0
     print(
@@ -165,17 +156,6 @@ def _write(lines: Sequence[Line], file: str) -> int:
     return 0
 
 
-def _require_new(file: str) -> None:
-    """Raise ConfigError for an output file that exists: it is never overwritten."""
-    if file not in ("-", "auto") and Path(file).is_file():
-        raise ConfigError(f"--output {file} exists already; remove it, or give another name")
-
-
-def _print_all(texts: Iterable[str], file: Any) -> None:
-    for text in texts:
-        print(text, file=file)
-
-
 def _replay(args: argparse.Namespace) -> int:
     import asyncio
 
@@ -184,11 +164,11 @@ def _replay(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.load.replay import Replay
     from retrieval_attn_eval.load.sender import Asking
 
-    _check_numbers(args, {"requests": 1, "speed": None, "scale": None, "timeout": None, "ttft": None, "itl": None})
-    _require_new(args.output)
+    _check_numbers(args, {"n": 1, "speed": None, "scale": None, "timeout": None})
+    folder = new_folder(args.output_dir, "load")
     body, endpoint = _body(args.body), Endpoint.of(args.url)
-    lines = read_trace(Path(args.file), args.requests, parse_tokens(args.block, "--block"))
-    asking = Asking(args.model or model_names(endpoint, args.timeout)[0], args.api, args.scale, body)
+    lines = read_trace(Path(args.file), args.n, parse_tokens(args.block, "--block"))
+    asking = Asking(args.model or model_names(endpoint, args.timeout)[0], args.scale, body)
     replay = Replay(lines, speed=args.speed, waits=not args.no_wait)
     started, interrupted = time.strftime("%Y%m%d-%H%M%S"), False
     try:
@@ -201,8 +181,8 @@ def _replay(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in REPLAYED} | {
         "words_per_token": None if rate is None else rate.words
     }
-    report = _report(args, replay, about | options | {"interrupted": interrupted, "of": len(lines)})
-    file = _save(report, args.output, started)
+    report = _report(replay, about | options | {"interrupted": interrupted, "of": len(lines)})
+    file = _save(report, folder)
     print(f"written to {file}", file=sys.stderr)
     return INTERRUPTED if interrupted else int(bool(report["errors"]))
 
@@ -214,7 +194,7 @@ async def _replayed(args: argparse.Namespace, endpoint: Endpoint, asking: Asking
 
     async with Sender(endpoint, asking, args.timeout) as sender:
         rate = await sender.rate()
-        await replay.run(sender, Words(args.seed, rate), progress=not args.no_progress)
+        await replay.run(sender, Words(args.seed, rate))
     return rate
 
 
@@ -228,19 +208,19 @@ def _body(text: str) -> dict[str, Any]:
     return body
 
 
-def _report(args: argparse.Namespace, replay: Replay, about: dict[str, Any]) -> dict[str, Any]:
+def _report(replay: Replay, about: dict[str, Any]) -> dict[str, Any]:
     """Prints the table; returns all of it with every reply."""
     from retrieval_attn_eval.load.reply import Bounds
     from retrieval_attn_eval.load.report import summary, table
 
-    found = summary(replay.replies, Bounds(args.ttft, args.itl))
+    found = summary(replay.replies, Bounds(TTFT_SECONDS, ITL_SECONDS))
     print(table(found))
     return {**about, **found, "replies": [one.to_dict() for one in sorted(replay.replies, key=lambda one: one.due)]}
 
 
-def _save(report: dict[str, Any], file: str, started: str) -> Path:
-    path = Path(file) if file != "auto" else Path("results") / "load" / f"{started}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _save(report: dict[str, Any], folder: Path) -> Path:
+    path = folder / "replay.json"
+    folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda out: out.write(json.dumps(report, indent=1).encode()))
     return path
 

@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from tqdm import tqdm
-
+from retrieval_attn.testing import ProgressBar
 from retrieval_attn_eval.load.line import Line
 from retrieval_attn_eval.load.reply import Reply
 from retrieval_attn_eval.load.sender import Sender
@@ -24,11 +23,11 @@ class Replay:
         self._lines, self._speed, self._waits = lines, speed, waits
         self.replies: list[Reply] = []
 
-    async def run(self, sender: Sender, words: Words, *, progress: bool = True) -> None:
+    async def run(self, sender: Sender, words: Words) -> None:
         """Send all of it. `replies` grows as requests end, so that what came is known if this is cancelled."""
         began = time.perf_counter()
         before: dict[str, asyncio.Task[Reply]] = {}
-        shown = tqdm(total=len(self._lines), desc="replaying", unit="request", disable=not progress, leave=False)
+        shown = ProgressBar(total=len(self._lines), desc="replaying", unit="request", leave=False)
         with shown as bar:
             async with asyncio.TaskGroup() as group:
                 for line in self._lines:

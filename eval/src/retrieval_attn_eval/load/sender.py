@@ -17,38 +17,30 @@ __all__ = ["Asking", "Sender"]
 
 PARAGRAPH = "\n\n"
 ROLES = ("user", "assistant")
-PATHS = {"chat": "chat/completions", "completions": "completions"}
+PATH = "chat/completions"
 PROBES = ((64,), (320,), (64, 64, 192))
 """Words of the messages of three prompts: a template adds as much to the first two, and more to the third."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """How a line becomes a request. api: a key of PATHS. scale: of answers' lengths. body: joins every request's."""
+    """Fields of every request. scale: factor of answer lengths. body: members to add to the request."""
 
     model: str
-    api: str = "chat"
     scale: float = 1.0
     body: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def path(self) -> str:
-        """Of the API."""
-        return PATHS[self.api]
 
     def request(
         self, texts: Sequence[str], answer_tokens: int, extra: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The body of a request for so many tokens after texts, which are paragraphs, or the turns of a chat.
+        """The body of a request for so many tokens after texts, which are the turns of a chat.
 
         Servers may share whole messages alone. So each text is one, but the last is the user's: of an even number of
         texts it has two.
         """
-        prompt: dict[str, Any] = {"prompt": PARAGRAPH.join(texts)}
-        if self.api == "chat":
-            odd = list(texts) if len(texts) % 2 else [*texts[:-2], PARAGRAPH.join(texts[-2:])]
-            prompt = {"messages": [{"role": ROLES[n % 2], "content": text} for n, text in enumerate(odd)]}
-        given = {"model": self.model, **prompt, "max_tokens": answer_tokens, "temperature": 0.0}
+        odd = list(texts) if len(texts) % 2 else [*texts[:-2], PARAGRAPH.join(texts[-2:])]
+        messages = [{"role": ROLES[n % 2], "content": text} for n, text in enumerate(odd)]
+        given = {"model": self.model, "messages": messages, "max_tokens": answer_tokens, "temperature": 0.0}
         return {**given, **self.body, **(extra or {})}
 
     def wanted(self, line: Line) -> int:
@@ -106,7 +98,7 @@ class Sender:
         return Reply(due, sent, end, tuple(heard.times), self._asking.wanted(line), heard.usage, status, problem)
 
     async def _listen(self, body: Mapping[str, Any], heard: _Heard) -> tuple[str, str]:
-        url = self._endpoint.at(self._asking.path)
+        url = self._endpoint.at(PATH)
         try:
             async with self._client.stream("POST", url, json=body) as response:
                 if response.status_code != 200:
@@ -119,7 +111,7 @@ class Sender:
         return ("ok", "") if heard.ended is not None else ("broken", "the stream ended without a finish_reason")
 
     async def _answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        url = self._endpoint.at(self._asking.path)
+        url = self._endpoint.at(PATH)
         try:
             response = await self._client.post(url, json=body, timeout=self._timeout)
         except self._httpx.HTTPError as error:

@@ -68,15 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"room for the answer (default: {ANSWER_TOKENS}, and {MORE_ANSWER_TOKENS} for every further needle)",
     )
-    add_flag(
-        text,
-        "--context-length-buffer",
-        "--final-context-length-buffer",
-        type=as_tokens,
-        default=0,
-        metavar="N",
-        help="tokens of every length to leave unused (default: %(default)s)",
-    )
     arguments.add_arguments(parser, lengths=grid.LENGTHS, n=1, index="auto", tasks=False)
     # a preset may say what was not given
     parser.set_defaults(lengths=None, n=None, methods=None, tasks="all")
@@ -100,7 +91,6 @@ def suite_of(args: argparse.Namespace) -> NeedleSuite:
     args.method_option = [*ahead, *(args.method_option or ())]
     args.index = args.index or "auto"
     check_at_least(1, args, "max_new_tokens")
-    check_at_least(0, args, "context_length_buffer")
     lengths = grid.lengths_asked(args)
     args.lengths = ",".join(map(str, lengths))
     return NeedleSuite(
@@ -109,5 +99,4 @@ def suite_of(args: argparse.Namespace) -> NeedleSuite:
         lengths,
         haystack=Path(args.haystack) if args.haystack else None,
         max_new_tokens=args.max_new_tokens,
-        buffer=args.context_length_buffer,
     )

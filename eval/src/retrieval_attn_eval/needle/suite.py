@@ -28,7 +28,7 @@ class NeedleSuite:
     The needles of a row depend on seed, length, depth and round alone, so that a grid can grow.
     text: what is hidden and asked.  depths: percent.  lengths: of the grid; the haystack is as long as the longest.
     haystack: file or folder, None for the shipped prose.  max_new_tokens: room for the answer, None for what the text
-    needs.  buffer: tokens of every length to leave unused.
+    needs.
     Raises InputDataError for a haystack that cannot be read.
     """
 
@@ -42,13 +42,12 @@ class NeedleSuite:
         *,
         haystack: Path | None = None,
         max_new_tokens: int | None = None,
-        buffer: int = 0,
     ) -> None:
         self.text = text or NeedleText.of(None, None, None, None)
         self._depths = {f"{depth:g}%": depth for depth in depths}
         self._longest = max(lengths, default=0)
         self._prose = None if haystack is None else read_haystack(haystack)
-        self._new, self._buffer = max_new_tokens or self.text.answer_tokens, buffer
+        self._new = max_new_tokens or self.text.answer_tokens
         self._made: tuple[int, Any, Haystack] | None = None
         self._known: str | None = None
         self.form: PromptFormat | None = None
@@ -83,7 +82,6 @@ class NeedleSuite:
             "answers": list(text.answers),
             "haystack": "shipped prose" if prose is None else hashlib.sha256(prose.encode()).hexdigest(),
             "max_new_tokens": self._new,
-            "context_length_buffer": self._buffer,
         }
 
     def score(self, row: Row, text: str) -> float:
@@ -137,11 +135,11 @@ class NeedleSuite:
         asked = haystack.tokenizer(question + form.tail, add_special_tokens=False, verbose=False)["input_ids"]
         around = len(form.head) + len(asked)
         room = sum(haystack.needle_room(needle) for needle in drawn.needles)
-        budget = length - around - self._new - self._buffer - room
+        budget = length - around - self._new - room
         if budget < _LEAST_HAYSTACK:
             raise ConfigError(
-                f"length {length} is too short: needle {room}, question and template {around}, answer {self._new},"
-                f" buffer {self._buffer} and some haystack need {length - budget + _LEAST_HAYSTACK} tokens;"
+                f"length {length} is too short: needle {room}, question and template {around}, answer {self._new}"
+                f" and some haystack need {length - budget + _LEAST_HAYSTACK} tokens;"
                 " give longer --lengths"
             )
         depth = self._depths[task]

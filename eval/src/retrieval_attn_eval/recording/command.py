@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn_eval.flags import as_tokens
-from retrieval_attn_eval.recording.options import CHUNK, RecordOptions, TextSource
+from retrieval_attn_eval.flags import as_tokens, check_at_least
+from retrieval_attn_eval.recording.options import RecordOptions, TextSource
 
 HELP = "write a model's queries, keys and values over a text to files"
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from retrieval_attn_eval.recording.files import Recording
 
 __all__ = ["add_arguments", "record_text", "run"]
+
+STORED_BYTES = 2
+"""Bytes of a stored bfloat16 number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,21 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokens", type=as_tokens, default=32768, metavar="N", help="tokens of context (default: %(default)s)")
     add(
-        "--task",
-        default="niah_multikey_1",
-        help="what the context holds and the question after it asks (default: %(default)s)",
+        "--haystack",
+        metavar="PATH",
+        help="text file or folder as context; its last 64 tokens are the question (default: a generated needle task)",
     )
-    add("--text", metavar="FILE", help="a text file or folder as context instead; its last 64 tokens are the question")
     add("--layers", default="all", metavar="L,L", help="layers to keep (default: %(default)s)")
-    add("--kv-heads", default="all", metavar="H,H", help="key-value heads to keep (default: %(default)s)")
-    add("--train", type=int, default=8192, metavar="N", help="training queries per query head (default: %(default)s)")
-    add(
-        "--storage",
-        default="bfloat16",
-        choices=["bfloat16", "float16", "float32"],
-        help="of keys, values and training queries (default: %(default)s)",
-    )
-    add("--chunk", type=as_tokens, default=CHUNK, metavar="N", help="tokens per step of a layer (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the text and of the sample of queries (default: %(default)s)")
     add("--output-dir", required=True, metavar="DIR", help="new folder for the recording")
     add("--dry-run", action="store_true", help="say what would be written and how large it is, then stop")
@@ -54,20 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Record and write. Raises RetrievalAttentionError on bad input, before the model is loaded where possible."""
-    if args.tokens < 1 or args.train < 0 or args.chunk < 1:
-        raise ConfigError(f"--tokens {args.tokens} and --chunk {args.chunk} must be >= 1, --train {args.train} >= 0")
-    layers, kv_heads = numbers("--layers", args.layers), numbers("--kv-heads", args.kv_heads)
+    check_at_least(1, args, "tokens")
+    layers = numbers("--layers", args.layers)
     folder = Path(args.output_dir)
     if folder.exists() and any(folder.iterdir()):
         raise InputDataError(f"--output-dir {folder} must be empty or new; name another folder")
     if args.dry_run:
-        print(_plan(args, layers, kv_heads))
+        print(_plan(args, layers))
         return 0
     started = time.perf_counter()
     recording = record_text(
         args.model,
-        TextSource(args.tokens, args.task, args.text),
-        RecordOptions(layers, kv_heads, args.train, args.storage, seed=args.seed, chunk=args.chunk),
+        TextSource(args.tokens, text=args.haystack),
+        RecordOptions(layers, seed=args.seed),
         device=args.device,
         dtype=args.dtype,
         progress=True,
@@ -118,12 +110,12 @@ def _ids(tokenizer: Any, source: TextSource, seed: int) -> tuple[list[int], list
 
         ids = list(tokenizer(read_haystack(Path(text)), verbose=False)["input_ids"])[: tokens + 64]
         if len(ids) < 128:
-            raise InputDataError(f"--text {text} must have at least 128 tokens, it has {len(ids)}")
+            raise InputDataError(f"--haystack {text} must have at least 128 tokens, it has {len(ids)}")
         return ids[:-64], ids[-64:]
     from retrieval_attn_eval.tasks import TASKS, make_sample
 
     if task not in TASKS:
-        raise ConfigError(f"--task {task} is not known; use one of {', '.join(TASKS)}")
+        raise ConfigError(f"task {task} is not known; use one of {', '.join(TASKS)}")
     try:
         sample = make_sample(task, tokens, seed, tokenizer)
     except ValueError as error:
@@ -146,7 +138,7 @@ def numbers(flag: str, text: str) -> list[int] | None:
     return found
 
 
-def _plan(args: argparse.Namespace, layers: list[int] | None, kv_heads: list[int] | None) -> str:
+def _plan(args: argparse.Namespace, layers: list[int] | None) -> str:
     from transformers import AutoConfig
 
     from retrieval_attn.model.loading import load
@@ -154,12 +146,11 @@ def _plan(args: argparse.Namespace, layers: list[int] | None, kv_heads: list[int
 
     config = load(AutoConfig, model_path(args.model)).get_text_config(decoder=True)
     count = len(layers) if layers is not None else config.num_hidden_layers
-    per_layer = len(kv_heads) if kv_heads is not None else config.num_key_value_heads
+    per_layer = config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     group = config.num_attention_heads // config.num_key_value_heads
-    width = 4 if args.storage == "float32" else 2
-    vectors = 2 * args.tokens + 2 * group * min(args.train, args.tokens)
-    size = count * per_layer * vectors * head_dim * width
+    vectors = 2 * args.tokens + 2 * group * min(RecordOptions.train, args.tokens)
+    size = count * per_layer * vectors * head_dim * STORED_BYTES
     return (
         f"{args.model}, {args.tokens:,} tokens: {count} layers x {per_layer} key-value heads, "
         f"about {size / 2**20:,.0f} MiB into {args.output_dir}"

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from retrieval_attn import RetrievalCache
 from retrieval_attn.config import Config
@@ -25,6 +24,7 @@ from retrieval_attn.testing import (
     Format,
     IndexChoice,
     MaskSpec,
+    ProgressBar,
     RetrievalLayer,
     Rotation,
     forward,
@@ -190,7 +190,7 @@ class _layer_bar:
 
     def __init__(self, cache: RetrievalCache, tokens: int, show: bool) -> None:
         self._cache = cache
-        self._bar = tqdm(
+        self._bar = ProgressBar(
             total=2 * len(cache.layers),
             desc=f"recording {tokens:,} tokens",
             unit="layer",

@@ -32,17 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", metavar="TABLE", help=f"list, or one of {', '.join(EXPERIMENTS)}")
     add("--model", metavar="PATH|ID", help="model folder or hub id (default: bundled model)")
-    add("--paper-model", default=MODELS[0], choices=MODELS, help="whose numbers of the paper to show")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--full", action="store_true", help="the paper's lengths, sample counts and budgets")
     add("--lengths", metavar="N,N", help="other lengths; as the command that is run wants them")
     add("--n", type=int, metavar="N", help="other number of samples")
     add("--data-dir", metavar="DIR", help=f"InfiniteBench's files, for {', '.join(WITH_FILES)}")
-    add("--after", action="store_true", help="ask after the context is indexed instead of inside the prompt")
-    add("--output-dir", metavar="DIR", help="results folder (default: results/reproduce/TABLE-SIZE-MODEL)")
     add(
-        "--print", action="store_true", dest="only_print", help="show the commands and the paper's numbers, run nothing"
+        "--question-position",
+        default="inside",
+        choices=["inside", "after"],
+        help="inside: question read with the prompt, as in the paper; after: asked when the context is indexed",
     )
+    add("--output-dir", metavar="DIR", help="results folder (default: results/reproduce/TABLE-SIZE-MODEL)")
+    add("--dry-run", action="store_true", help="show the commands and the paper's numbers; run nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--n must be at least 1, got {args.n}; give a larger number")
     if args.data_dir and name not in WITH_FILES:
         raise ConfigError(f"--data-dir belongs to {', '.join(WITH_FILES)}; leave it out")
-    position = "after" if args.after else "inside"
-    size = Size(args.full, args.model, args.device, args.lengths, args.n, args.data_dir, position)
+    size = Size(args.full, args.model, args.device, args.lengths, args.n, args.data_dir, args.question_position)
     steps = experiment.steps(size)
     folder = Path(args.output_dir).expanduser() if args.output_dir else _folder(name, args)
     print(experiment.title)
@@ -71,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
     for step in steps:
         print(f"$ {shown(step, folder)}")
     print(flush=True)
-    if args.only_print:
-        print(paper_only(name, experiment, args.paper_model))
+    if args.dry_run:
+        print(paper_only(name, experiment, _paper_model(args.model)))
     _require(experiment, args)
-    if args.only_print:
+    if args.dry_run:
         return 0
     for step in steps:
         code = _execute(step, folder)
@@ -86,12 +87,17 @@ def run(args: argparse.Namespace) -> int:
         if code:
             print("exit 1: some answers failed or it broke off, see above; the same command again goes on from there")
             return 1
-    text = comparison(name, experiment, folder, steps, args.paper_model)
+    text = comparison(name, experiment, folder, steps, _paper_model(args.model))
     from retrieval_attn_eval.runs import write_atomically
 
     write_atomically(folder / "comparison.md", f"# {experiment.title}\n\n{text}\n")
     print(f"\n{text}\n\n{folder / 'comparison.md'}")
     return 0
+
+
+def _paper_model(name: str | None) -> str:
+    """Return the model of the paper that `name` contains, without regard to case; else the paper's first."""
+    return next((model for model in MODELS if model.lower() in (name or "").lower()), MODELS[0])
 
 
 def shown(step: Step, folder: Path) -> str:
@@ -101,14 +107,14 @@ def shown(step: Step, folder: Path) -> str:
 
 def _require(experiment: Experiment, args: argparse.Namespace) -> None:
     """Raises ConfigError, with what is needed, for what cannot be run here."""
-    if args.only_print or not (experiment.cuda and args.full):
+    if args.dry_run or not (experiment.cuda and args.full):
         return
     import torch
 
     if not torch.cuda.is_available():
         raise ConfigError(
             f"{experiment.title}: the paper's size needs a CUDA device, and torch sees none; leave --full out, run it"
-            " where there is one, or use --print"
+            " where there is one, or use --dry-run"
         )
 
 
@@ -144,4 +150,6 @@ def _finished(folder: Path) -> bool:
 def _folder(name: str, args: argparse.Namespace) -> Path:
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(args.model).name if args.model else "bundled").strip("-")
     size = "full" if args.full else "small"
-    return Path("results") / "reproduce" / f"{name}-{size}-{model}{'-after' if args.after else ''}"
+    return (
+        Path("results") / "reproduce" / f"{name}-{size}-{model}{'-after' if args.question_position == 'after' else ''}"
+    )

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from retrieval_attn_eval.flags import add_flag, as_tokens
-from retrieval_attn_eval.ruler.specs import SPECS
+from retrieval_attn.errors import InputDataError
+from retrieval_attn_eval.flags import add_flag
+from retrieval_attn_eval.ruler.specs import HOTPOTQA, SPECS, SQUAD, WORDS
 from retrieval_attn_eval.ruler.suite import RulerSuite
 from retrieval_attn_eval.suite import arguments
 
@@ -39,21 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="folder or file (.txt, .jsonl, .json) with the essays (default: shipped prose, named in the summary)",
     )
-    add_flag(own, "--squad", metavar="FILE", help="SQuAD dev-v2.0.json, for qa_1 (default: made-up qa_synth_1 instead)")
     add_flag(
         own,
-        "--hotpotqa",
-        metavar="FILE",
-        help="hotpot_dev_distractor_v1.json, for qa_2 (default: made-up qa_synth_2 instead)",
-    )
-    add_flag(own, "--words", metavar="FILE", help="one word per line, for cwe (default: shipped, then pseudo-words)")
-    add_flag(
-        own,
-        "--reserve-tokens",
-        type=as_tokens,
-        default=0,
-        metavar="N",
-        help="tokens of every length to leave unused (default: %(default)s)",
+        "--data-dir",
+        metavar="DIR",
+        help=f"folder of the benchmark's files, as far as it has them: {SQUAD} for qa_1, {HOTPOTQA} for qa_2, {WORDS}"
+        " (one word per line) for cwe (default: made-up questions qa_synth_1 and qa_synth_2, shipped words)",
     )
     arguments.add_arguments(parser, lengths=_LENGTHS, n=_SAMPLES)
 
@@ -62,18 +54,27 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; 0 if every sample was answered, 1 if some failed.  Raises RetrievalAttentionError."""
     if args.score_only:
         return arguments.run(args, _ForScoring())
+    folder = _path(args.data_dir)
     suite = RulerSuite(
         haystack=_path(args.haystack),
-        squad=_path(args.squad),
-        hotpotqa=_path(args.hotpotqa),
-        words=_path(args.words),
-        reserve_tokens=args.reserve_tokens,
+        squad=_file(folder, SQUAD),
+        hotpotqa=_file(folder, HOTPOTQA),
+        words=_file(folder, WORDS),
     )
     if args.tasks != "all":  # a task without its file is answered better here than as an unknown one
         names = [name.strip() for name in args.tasks.split(",") if name.strip()]
         suite.check_tasks(names)
         suite.notes = suite.notes_for(names)
     return arguments.run(args, suite)
+
+
+def _file(folder: Path | None, name: str) -> Path | None:
+    """Return a file of `--data-dir`; None if it is not there. Raises InputDataError for a folder without any file."""
+    if folder is None:
+        return None
+    if not any((folder / known).is_file() for known in (SQUAD, HOTPOTQA, WORDS)):
+        raise InputDataError(f"--data-dir {folder}: needed {SQUAD}, {HOTPOTQA} or {WORDS}, found none of them")
+    return folder / name if (folder / name).is_file() else None
 
 
 def _path(text: str | None) -> Path | None:

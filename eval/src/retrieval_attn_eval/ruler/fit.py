@@ -140,7 +140,7 @@ class _Search:
 def fit(drafts: Sequence[Draft], counter: TokenCounter, target: int, around: Sequence[int], name: str) -> list[Fitted]:
     """Size every draft to its target.
 
-    around: tokens of each sample that are not its context (head, question, answer prefix, answer, reserve).
+    around: tokens of each sample that are not its context (head, question, answer prefix, answer).
     Raises ConfigError, with what is needed, if even the smallest context does not fit.
     """
     searches = [_Search(d, target - used, target) for d, used in zip(drafts, around, strict=True)]

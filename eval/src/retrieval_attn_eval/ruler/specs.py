@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from retrieval_attn.errors import ConfigError
 
-__all__ = ["LENGTHS", "QA_SYNTHETIC", "SPECS", "TASKS", "TaskSpec", "spec_of"]
+__all__ = ["HOTPOTQA", "SQUAD", "WORDS", "LENGTHS", "QA_SYNTHETIC", "SPECS", "TASKS", "TaskSpec", "spec_of"]
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 SHORT = 4096  # below this length cwe repeats its words less often
@@ -57,11 +57,15 @@ QA_PREFIX = " Answer:"
 QA_HEADER = "Document {i}:\n"
 
 
+SQUAD, HOTPOTQA, WORDS = "dev-v2.0.json", "hotpot_dev_distractor_v1.json", "words.txt"
+"""Files of `--data-dir`, by the names under which they are published."""
+
+
 @dataclass(frozen=True)
 class TaskSpec:
     """One task.  title: its column in the paper.  part: one reference is enough (otherwise the share found counts).
 
-    needs: the file it is made from, "squad" or "hotpotqa"; "" for generated tasks.
+    needs: name of its file in the data folder; "" for generated tasks.
     """
 
     name: str
@@ -107,8 +111,8 @@ _ALL = (
     TaskSpec("vt", "VT", "vt", 30, options={"chains": 1, "hops": 4}),
     TaskSpec("cwe", "CWE", "cwe", 120, options={"common": 10}),
     TaskSpec("fwe", "FWE", "fwe", 50, options={"letters": 6}),
-    TaskSpec("qa_1", "QA1", "qa", 32, part=True, needs="squad"),
-    TaskSpec("qa_2", "QA2", "qa", 32, part=True, needs="hotpotqa"),
+    TaskSpec("qa_1", "QA1", "qa", 32, part=True, needs=SQUAD),
+    TaskSpec("qa_2", "QA2", "qa", 32, part=True, needs=HOTPOTQA),
 )
 # stand-ins for the two tasks that need files; never reported under their names
 QA_SYNTHETIC = {"qa_1": "qa_synth_1", "qa_2": "qa_synth_2"}

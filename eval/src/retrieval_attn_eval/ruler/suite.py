@@ -20,7 +20,7 @@ from retrieval_attn_eval.ruler.lexicon import Lexicon
 from retrieval_attn_eval.ruler.needles import make_needles
 from retrieval_attn_eval.ruler.qa_files import QuestionSource, read_hotpotqa, read_squad
 from retrieval_attn_eval.ruler.qa_synth import SyntheticSource
-from retrieval_attn_eval.ruler.specs import QA_SYNTHETIC, SPECS, TASKS, TaskSpec, spec_of
+from retrieval_attn_eval.ruler.specs import HOTPOTQA, QA_SYNTHETIC, SPECS, SQUAD, TASKS, TaskSpec, spec_of
 from retrieval_attn_eval.suite.sample import Row
 from retrieval_attn_eval.text.tokens import TokenCounter
 
@@ -47,7 +47,6 @@ class RulerSuite:
     """The 13 tasks.  Without SQuAD or HotpotQA file, qa_synth_1 or qa_synth_2 stands in for qa_1 or qa_2.
 
     haystack: essay text (file or folder; None: built-in prose).  words: word list of cwe.
-    reserve_tokens: tokens of every length to leave free beside the answer.
     form: what stands around the prompt; set it, and its tokens are counted; None counts what the tokenizer puts
     before a text on its own (BOS), once.
     Raises InputDataError for bad files when made.
@@ -62,14 +61,10 @@ class RulerSuite:
         squad: Path | None = None,
         hotpotqa: Path | None = None,
         words: Path | None = None,
-        reserve_tokens: int = 0,
     ) -> None:
         from retrieval_attn_eval.text.haystack import read_haystack
 
-        if reserve_tokens < 0:
-            raise ConfigError(f"reserve_tokens={reserve_tokens} is negative; give the tokens to leave free, 0 for none")
         self.form: PromptFormat | None = None
-        self._reserve = reserve_tokens
         self._essays = EssaySource.of_text(read_haystack(haystack), haystack.name) if haystack else None
         self._lexicon = Lexicon.read(words) if words else Lexicon()
         self._files: dict[str, QuestionSource] = {}
@@ -90,9 +85,11 @@ class RulerSuite:
         chosen, notes = set(tasks), []
         if self._essays is None and any(SPECS[task].options.get("haystack") == "essay" for task in chosen):
             notes.append("essay tasks use built-in prose, not the Paul Graham essays; give --haystack")
-        for task, flag in (("qa_1", "--squad"), ("qa_2", "--hotpotqa")):
+        for task, file in (("qa_1", SQUAD), ("qa_2", HOTPOTQA)):
             if QA_SYNTHETIC[task] in chosen:
-                notes.append(f"{QA_SYNTHETIC[task]} (built-in questions) stands in for {task}; give {flag}")
+                notes.append(
+                    f"{QA_SYNTHETIC[task]} (built-in questions) stands in for {task}; give --data-dir with {file}"
+                )
         return notes
 
     def check_tasks(self, names: Iterable[str]) -> None:
@@ -111,7 +108,6 @@ class RulerSuite:
             "haystack": self._essays.digest if self._essays else "built-in prose",
             "words": self._lexicon.digest(),
             "questions": {task: source.digest for task, source in sorted(self._files.items())},
-            "reserve_tokens": self._reserve,
         }
 
     def score(self, row: Row, text: str) -> float:
@@ -160,7 +156,7 @@ class RulerSuite:
         spec = spec_of(task)
         if spec.needs and task not in self._files:
             raise ConfigError(
-                f"task {task} needs --{spec.needs} FILE in the original JSON format, none was given; give it or use"
+                f"task {task} needs {spec.needs}, which was not given; put it into --data-dir, or use"
                 f" {QA_SYNTHETIC[task]}"
             )
         return spec
@@ -198,14 +194,14 @@ class RulerSuite:
         """Tokens of each sample beside its context."""
         form = self.form or PromptFormat.of(stock.tokenizer, "never")
         texts = [draft.question + form.tail + draft.prefix for draft in drafts]
-        fixed = len(form.head) + spec.max_new_tokens + self._reserve
+        fixed = len(form.head) + spec.max_new_tokens
         return [fixed + count for count in stock.counter.counts(texts)]
 
     def _row(self, spec: TaskSpec, length: int, seed: int, i: int, draft: Draft, around: int, sized: Fitted) -> Row:
         used = sized.tokens + around
         meta: dict[str, Any] = {
             "generator": GENERATOR,
-            "prompt_tokens": used - spec.max_new_tokens - self._reserve,
+            "prompt_tokens": used - spec.max_new_tokens,
             "fill": round(used / length, 5),
             "units": sized.units,
             "cut_unit": sized.tuned,

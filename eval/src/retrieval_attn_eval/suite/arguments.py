@@ -85,7 +85,6 @@ def add_arguments(
         rows, "--n", "--num-samples", type=int, default=n, metavar="N", help=f"per task and length (default: {every})"
     )
     add_flag(rows, "--seed", type=int, default=42, help="of generated samples (default: %(default)s)")
-    add_flag(rows, "--limit", type=int, metavar="N", help="only the first N samples of all")
     add_flag(
         rows,
         "--shard",
@@ -120,16 +119,10 @@ def add_arguments(
     add_flag(methods, "--index", metavar="NAME", help=f"index of the method retrieval (default: {index})")
     add_flag(
         methods,
-        "--append",
-        choices=["retrieval", "exact"],
-        help="how an after question attends to the context (default: retrieval, the honest test)",
-    )
-    add_flag(
-        methods,
         "--method-option",
         action="append",
         metavar="METHOD.KEY=VALUE",
-        help="option of one method, repeatable, such as quest.page=16",
+        help="option of one method, repeatable, such as quest.page=16 or retrieval.append=exact",
     )
 
     output = parser.add_argument_group("output")
@@ -141,15 +134,6 @@ def add_arguments(
         help="results folder; an unfinished one is continued (default: results/SUITE/MODEL-TIME)",
     )
     add_flag(output, "--dry-run", action="store_true", help="check everything, show token counts and cost; run nothing")
-    add_flag(
-        output,
-        "--export",
-        metavar="FILE",
-        help="write the samples as jsonl that kvpress reads (context, question, answer_prefix, ...); run nothing",
-    )
-    add_flag(
-        output, "--save-contexts", action="store_true", help="write every prompt to contexts/ in the results folder"
-    )
     add_flag(output, "--no-plot", action="store_true", help="no PNG plots")
     add_flag(output, "--score-only", metavar="DIR", help="score a results folder, or its shards, again; needs no model")
 
@@ -168,14 +152,12 @@ class Options:
     lengths: tuple[int | None, ...]
     n: int | None
     seed: int
-    limit: int | None
     shard: tuple[int, int]
     methods: tuple[str, ...]
     positions: tuple[str, ...]
     method_options: dict[str, dict[str, Any]]
     output_dir: Path | None
     dry_run: bool
-    save_contexts: bool
     plot: bool
 
     @classmethod
@@ -183,7 +165,7 @@ class Options:
         """Raises ConfigError."""
         from retrieval_attn_eval.baselines import METHODS, POSITIONS, check_options
 
-        check_at_least(1, args, "n", "limit", "threads")
+        check_at_least(1, args, "n", "threads")
         shard = _shard(args.shard)
         folder = Path(args.output_dir).expanduser() if args.output_dir else None
         if shard != (0, 1):
@@ -204,14 +186,12 @@ class Options:
             lengths=(None,) if args.lengths is None else parse_lengths(args.lengths),
             n=args.n,
             seed=args.seed,
-            limit=args.limit,
             shard=shard,
             methods=methods,
             positions=parse_choices("--question-position", args.question_position, POSITIONS),
             method_options=method_options,
             output_dir=folder,
             dry_run=args.dry_run,
-            save_contexts=args.save_contexts,
             plot=not args.no_plot,
         )
 
@@ -237,22 +217,14 @@ def run(args: argparse.Namespace, suite: TaskSuite) -> int:
         from retrieval_attn_eval.suite.runner import Selection, SuiteRun
 
         model_config, tokenizer = load_description(options.model, options.yarn)
-    selection = Selection(options.tasks, options.lengths, options.n, options.seed, options.limit, options.shard)
+    selection = Selection(options.tasks, options.lengths, options.n, options.seed, options.shard)
     room = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     form = frame(suite, tokenizer, options.chat_template)
     test = SuiteRun(suite, selection, form, positions=options.positions, max_positions=room)
-    test.save_contexts = options.save_contexts
     if options.dry_run:
         from retrieval_attn_eval.suite.estimate import overview
 
         print(overview(test, model_config, options.model_name, options.methods, options.device))
-        return 0
-    if args.export:
-        from retrieval_attn_eval.export import write_rows
-
-        path = Path(args.export).expanduser()
-        count = write_rows((row for block in test.blocks for _, row in test.rows(block)), path)
-        print(f"{path}: {count} samples")
         return 0
     return _run(test, options, model_config)
 
@@ -345,7 +317,7 @@ def _method_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """{"all": shared options that were given, method: its own}."""
     from retrieval_attn_eval.baselines import parse_method_options
 
-    shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "append", "budget")}
+    shared: dict[str, Any] = {k: getattr(args, k) for k in ("sink", "window", "budget")}
     shared["retrieve"] = None if args.retrieve is None else parse_retrieve(args.retrieve)
     found: dict[str, dict[str, Any]] = {"all": {k: v for k, v in shared.items() if v is not None}}
     if args.index is not None:

@@ -7,7 +7,6 @@ when they are needed, so the first answer does not wait for the last sample.
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ from typing import Any
 
 from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
 from retrieval_attn_eval.baselines.reply import POSITIONS
-from retrieval_attn_eval.prompts import Prompt, PromptFormat, Prompts
-from retrieval_attn_eval.runs import RunFolder, RunFolderError, utc_now, write_atomically
+from retrieval_attn_eval.prompts import PromptFormat, Prompts
+from retrieval_attn_eval.runs import RunFolder, RunFolderError, utc_now
 from retrieval_attn_eval.suite.sample import Row
 from retrieval_attn_eval.suite.suite import TaskSuite
 
@@ -36,17 +35,18 @@ class Block:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows to run.  n: rows per task and length, None for all rows of a file.
+    """Rows to run.
 
-    limit: only the first rows of all.  shard: (i, of), the i-th of equal consecutive parts of every block, from 0;
-    consecutive, because neighbours may share a context.
+    Attributes:
+        n: Rows per task and length. None: all rows of a file.
+        shard: (i, of): the i-th of equal consecutive parts of every block, from 0. Consecutive, because neighbours may
+            share a context.
     """
 
     tasks: tuple[str, ...]
     lengths: tuple[int | None, ...]
     n: int | None
     seed: int = 42
-    limit: int | None = None
     shard: tuple[int, int] = (0, 1)
 
     def blocks(self, suite: TaskSuite) -> list[Block]:
@@ -61,18 +61,17 @@ class Selection:
         part, of = self.shard
         if not 0 <= part < of:
             raise ConfigError(f"shard {part}/{of} does not exist; give I/N with I from 0 to N - 1")
-        blocks, left = [], self.limit if self.limit is not None else sys.maxsize
+        blocks = []
         for length, task in itertools.product(self.lengths, self.tasks):
             there = suite.count(task)
             if there is None and self.n is None:
                 raise ConfigError(f"task {task} has no end; say how many rows with --n")
             total = min(x for x in (there, self.n) if x is not None)
-            indices = tuple(range(total * part // of, total * (part + 1) // of))[:left]
-            left -= len(indices)
+            indices = tuple(range(total * part // of, total * (part + 1) // of))
             if indices:
                 blocks.append(Block(task, length, indices))
         if not blocks:
-            raise ConfigError("nothing to run: no rows are left after --n, --limit and --shard; ask for more")
+            raise ConfigError("nothing to run: no rows are left after --n and --shard; ask for more")
         return blocks
 
 
@@ -108,7 +107,6 @@ class SuiteRun:
         self.positions, self.max_positions = tuple(positions), max_positions
         self.blocks = selection.blocks(suite)
         self.prompts = Prompts(form)
-        self.save_contexts = False  # whether every prompt is written into the results folder
         if hasattr(suite, "max_positions"):
             suite.max_positions = max_positions
         self._check_lengths()
@@ -228,7 +226,7 @@ class SuiteRun:
                     asked = [p for p in self.positions if (index, name, p) in todo]
                     if asked:
                         bar.now(block, name)
-                        answers = self._answer(out.path, block, index, row, (name, method), asked)
+                        answers = self._answer(block, index, row, (name, method), asked)
                         self._append(out, answers)
                         bar.done(block, name, answers)
             for method in methods.values():
@@ -245,7 +243,7 @@ class SuiteRun:
         out.append(*answers)
 
     def _answer(
-        self, folder: Path, block: Block, index: int, row: Row, named: tuple[str, Any], positions: Sequence[str]
+        self, block: Block, index: int, row: Row, named: tuple[str, Any], positions: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Predictions of one row and method.  What goes wrong inside the method becomes rows with an error."""
         from retrieval_attn.model.loading import launched_processes
@@ -257,8 +255,6 @@ class SuiteRun:
         try:
             prompt = self.prompts.of(row)
             tokens = len(prompt)
-            if self.save_contexts:
-                self._save_context(folder, row, prompt)
             self._require_positions(row)
             replies = method.answers(prompt, positions, row.max_new_tokens)
         except Exception as problem:  # one row must not end a run of hours: kept, counted, tried again on resume
@@ -295,13 +291,6 @@ class SuiteRun:
                 }
             )
         return rows
-
-    def _save_context(self, folder: Path, row: Row, prompt: Prompt) -> None:
-        target = folder / "contexts" / row.id.removeprefix(f"{self.suite.name}/").replace("/", "_")
-        target.parent.mkdir(exist_ok=True)
-        ids = prompt.ids.tolist()
-        write_atomically(target.with_name(f"{target.name}.txt"), self.form.tokenizer.decode(ids))
-        write_atomically(target.with_name(f"{target.name}.json"), json.dumps({"ids": ids}))
 
 
 def score_fields(suite: TaskSuite, row: Row, text: str) -> dict[str, Any]:

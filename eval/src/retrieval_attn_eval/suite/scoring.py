@@ -40,9 +40,7 @@ def score_again(folder: Path, suite: TaskSuite, *, plot: bool = True) -> int:
                     "predictions.jsonl and run again"
                 ) from error
         scored.append(row)
-    scorer = getattr(suite, "scorer", None)
-    said = [*notes, *([f"scored again by the {scorer} rules"] if scorer else [])] if notes else None
-    print(write_report(folder, scored, suite, settings, plot=plot, notes=said))
+    print(write_report(folder, scored, suite, settings, plot=plot, notes=notes or None))
     return 1 if any(row.get("error") for row in scored) else 0
 
 

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["FLOOR", "add_arguments", "run"]
 
 METHODS = "flat,sketch,roargraph,device,streaming_llm,snapkv,pyramidkv,infllm,quest,infinigen,magicpig"
-USUAL = {"lengths": "8k", "texts": "prose,code,json,ruler", "methods": METHODS, "retrieve": "5,20,50,100,400,1000",
-         "tokens": 24}  # fmt: skip
-QUICK = {"lengths": "2k", "texts": "prose", "methods": "flat,device,streaming_llm", "retrieve": "20,100", "tokens": 8}
-"""What `--quick` sets, where the flag itself was not given."""
 FLOOR = 1e-7
 """Largest KL in nats with everything retrieved, in float32: more is an error of this program, not of a budget."""
 
@@ -40,28 +36,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of weights and keys")
     add("--yarn", **YARN_FLAG)
-    add("--lengths", metavar="N,N", help=f"tokens that are read; k and m count 1024s (default: {USUAL['lengths']})")
+    add("--lengths", default="8k", metavar="N,N", help="tokens of context; k and m count 1024s (default: %(default)s)")
     add(
         "--texts",
+        default="prose,code,json,ruler",
         metavar="NAME,NAME",
-        help=f"some of prose,code,json,uuid,ruler,extract, or paths of text files (default: {USUAL['texts']})",
+        help="some of prose,code,json,uuid,ruler,extract, or paths of text files (default: %(default)s)",
     )
     add(
         "--methods",
+        default=METHODS,
         metavar="NAME,NAME",
         help=f"kinds of index, with options as in roargraph:beam=250, and published methods (default: {METHODS})",
     )
     add(
         "--retrieve",
+        default="5,20,50,100,400,1000",
         metavar="K,K",
-        help=f"keys that a head retrieves: numbers, shares, all or auto (default: {USUAL['retrieve']})",
+        help="keys that a head retrieves: numbers, all or auto (default: %(default)s)",
     )
-    add("--tokens", type=as_tokens, metavar="N", help=f"tokens fed after the text (default: {USUAL['tokens']})")
-    add(
-        "--vary",
-        metavar="NAME=V,V",
-        help="an option of Config, such as window=256,512: every kind of index once with each value",
-    )
+    add("--tokens", type=as_tokens, default=24, metavar="N", help="tokens fed after the text (default: %(default)s)")
     add(
         "--tail",
         default="both",
@@ -71,17 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sink", type=as_tokens, default=128, metavar="N", help="first tokens always attended (default: %(default)s)")
     add("--window", type=as_tokens, default=512, metavar="N", help="last tokens always attended (default: %(default)s)")
     add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
-    add("--mass-heads", type=int, default=1, metavar="N", help="heads per layer and token whose captured weight is "
-        "measured; 0: none (default: %(default)s)")  # fmt: skip
-    add("--no-head-error", action="store_true", help="do not compare heads' outputs with exact attention, which reads "
-        "all keys of every layer for each token")  # fmt: skip
-    add("--captured", action="store_true", help="kinds of index decode by captured steps, as answers do; with "
-        "--no-head-error and --mass-heads 0")  # fmt: skip
+    add("--captured", action="store_true", help="kinds of index decode by captured steps, as answers do; logits alone "
+        "are compared")  # fmt: skip
     add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: all cores (default: %(default)s)")
-    add("--samples", type=int, default=1, metavar="N", help="texts of each kind and length that a row is the mean of: "
+    add("--n", type=int, default=1, metavar="N", help="texts of each kind and length that a row is the mean of: "
         "other seeds, or the next parts of a file (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of texts and intervals (default: %(default)s)")
-    add("--quick", action="store_true", help="a small subset: 2k tokens of prose, 8 fed, two budgets, three methods")
     add("--no-plot", action="store_true", help="write no PNG file")
     add("--output-dir", default="auto", metavar="DIR", help="new folder for the results (default: results/bench/TIME)")
 
@@ -90,11 +79,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and report; 1 if retrieving everything is not full attention, or a KL is no number. Raises
     RetrievalAttentionError on bad input, before anything is read.
     """
-    for name, value in {**USUAL, **(QUICK if args.quick else {})}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    check_at_least(1, args, "tokens", "samples")
-    check_at_least(0, args, "threads", "mass_heads")
+    check_at_least(1, args, "tokens", "n")
+    check_at_least(0, args, "threads")
     if not args.no_plot:
         check_matplotlib()
     from retrieval_attn_eval.bench.fidelity.measure import measure, plan_of
@@ -103,10 +89,10 @@ def run(args: argparse.Namespace) -> int:
     folder = new_folder(args.output_dir, "bench")
 
     import torch
-    from tqdm import tqdm
     from transformers import AutoTokenizer
 
     from retrieval_attn.model.loading import choose_device
+    from retrieval_attn.testing import ProgressBar
     from retrieval_attn_eval.bench.fidelity.row import row_of
     from retrieval_attn_eval.bench.fidelity.texts import make_text
     from retrieval_attn_eval.models import load_model, model_path
@@ -133,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         **found,
     }
     rows: list[Row] = []
-    with tqdm(total=plan.measurements, unit="run", delay=2.0, leave=False, smoothing=0) as bar:
+    with ProgressBar(total=plan.measurements, unit="run", delay=2.0, leave=False, smoothing=0) as bar:
         for kind in plan.texts:
             for length in plan.lengths:
                 runs: dict[tuple[str, Budget | None], list[Measured]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from retrieval_attn.config import Config, value_of
+from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn_eval.baselines.registry import POLICIES
 from retrieval_attn_eval.bench.fidelity.feed import Budget, feed_full, feed_index, feed_policies
@@ -24,6 +24,8 @@ TAIL = " + tail"
 """Behind the name of a kind of index, for rows with an estimate of what was not retrieved."""
 TAILS = {"both": (False, True), "with": (True,), "without": (False,)}
 """The values of `--tail`."""
+MASS_HEADS = 1
+"""Heads per layer and token whose captured attention weight is measured."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +75,12 @@ def plan_of(args: argparse.Namespace) -> Plan:
     budgets = tuple(dict.fromkeys(parse_retrieve(part.strip()) for part in args.retrieve.split(",") if part.strip()))
     if not budgets:
         raise ConfigError("--retrieve names no number of keys; write 20,100,400")
-    if args.captured and (args.mass_heads or not args.no_head_error):
-        raise ConfigError(
-            "--captured compares logits alone: nobody looks into a captured step; add --no-head-error --mass-heads 0"
-        )
     kinds: dict[str, Config] = {}
     for spec in specs:
         if spec.name not in POLICIES:
-            kinds |= _varied(spec.label, config.replace(index=spec.name, index_options=spec.options), args.vary)
+            kinds[spec.label] = config.replace(index=spec.name, index_options=spec.options)
     for budget in budgets:
         config.replace(retrieve=budget)
-    if args.vary and not kinds:
-        raise ConfigError(f"--vary {args.vary}: no kind of index is among --methods; name one, such as flat")
     return Plan(
         config=config,
         texts=parse_texts(args.texts),
@@ -94,25 +90,12 @@ def plan_of(args: argparse.Namespace) -> Plan:
         policies=tuple(dict.fromkeys(spec.name for spec in specs if spec.name in POLICIES)),
         tails=TAILS[args.tail],
         tokens=args.tokens,
-        mass_heads=args.mass_heads,
-        head_error=not args.no_head_error,
+        mass_heads=0 if args.captured else MASS_HEADS,
+        head_error=not args.captured,
         captured=args.captured,
-        samples=args.samples,
+        samples=args.n,
         seed=args.seed,
     )
-
-
-def _varied(label: str, config: Config, vary: str | None) -> dict[str, Config]:
-    """The options by label, once for each value that `--vary` gives one of them."""
-    if vary is None:
-        return {label: config}
-    name, sign, values = vary.partition("=")
-    parts = [part.strip() for part in values.split(",") if part.strip()]
-    if not sign or not parts or name in ("tail", "index", "index_options", "retrieve", "threads"):
-        raise ConfigError(
-            f"--vary {vary!r}: needed an option of Config and its values; write window=256,512 (--tail is a flag)"
-        )
-    return {f"{label} {name}={part}": config.replace(**{name: value_of(part)}) for part in parts}
 
 
 def with_room(lengths: list[int], limit: int, tokens: int) -> list[int]:

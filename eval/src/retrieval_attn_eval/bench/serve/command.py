@@ -25,16 +25,22 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-LENGTHS = {"clients": 4096, "document": 16384, "mixed": 2048, "trace": 4096}
+LENGTHS = {"clients": 4096, "document": 16384, "mixed": 2048}
+"""Default prompt tokens of each workload."""
+TRACE_LENGTH = 4096
+TTFT_SECONDS, ITL_SECONDS = 2.0, 0.1
+"""Bounds of a good answer: time to first token, and mean time between tokens."""
+PEER_TOKENS = 1024
+"""Longest prompt for transformers."""
 ALL = ("one", "static", "engine", "tree-off", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn bench serve`."""
     add = parser.add_argument
-    kinds = "clients: a prompt each; document: questions on one; mixed: of many lengths; trace: of --trace"
-    add("--workload", default="clients", choices=list(LENGTHS), help=f"{kinds} (default: %(default)s)")
-    add("--requests", type=int, default=8, metavar="N", help="how many; of a trace: at most (default: %(default)s)")
+    kinds = "clients: a prompt each; document: questions on one; mixed: of many lengths; or a file in Mooncake's format"
+    add("--workload", default="clients", metavar="NAME|FILE", help=f"{kinds} (default: %(default)s)")
+    add("--n", type=int, default=8, metavar="N", help="requests; of a trace: at most (default: %(default)s)")
     lengths = "of a prompt or the document; mixed: a quarter of it to all of it"
     add("--length", type=as_tokens, metavar="N", help=f"{lengths} (default: 4k, 16k for document, 2k for mixed)")
     add("--question", type=as_tokens, default=32, metavar="N", help="of a prompt's last part (default: %(default)s)")
@@ -43,25 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--rate", type=float, default=0.0, metavar="N", help="arrivals a second (Poisson); 0: all at once (%(default)s)"
     )
-    add("--trace", metavar="FILE", help="requests in Mooncake's format, one JSON object a line")
     add("--block", type=as_tokens, default=512, metavar="N", help="tokens of a trace's block (default: %(default)s)")
     add("--speed", type=float, default=1.0, metavar="X", help="how much faster a trace comes (default: %(default)s)")
     add("--max-num-seqs", type=int, default=8, metavar="N", help="rows of a step, and of a static batch (%(default)s)")
     add("--systems", default=",".join(ALL), metavar="NAME,NAME", help="rows of the table (default: %(default)s)")
     add("--read-first", action="store_true", help="prompts but for their last parts are read before the clock starts")
-    exact = (
-        "prefixes of at most N tokens lie in pages, and all of them is attended to: Engine(paged_prefix_tokens=N) (off)"
-    )
-    add("--exact", type=as_tokens, default=0, metavar="N", help=exact)
-    add("--paged-prefix-int8", action="store_true", help="these pages in int8: Engine(paged_prefix_int8=True)")
+    paged = "keep prompt prefixes of up to N tokens in GPU pages with full attention (default: %(default)s)"
+    add("--paged-prefix-tokens", type=as_tokens, default=0, metavar="N", help=paged)
     shared = "room of the engine's tree: for texts that no request uses now (default: what this workload's texts need)"
     add("--prefix-cache-memory", metavar="SIZE", help=shared)
     add("--prefix-cache-gpu-memory", metavar="SIZE", help="the same of the GPU (default: likewise)")
-    add("--ttft", type=float, default=2.0, metavar="S", help="bound of a good first token (default: %(default)s)")
-    add("--itl", type=float, default=0.1, metavar="S", help="bound from token to token, on average (%(default)s)")
-    add(
-        "--peer-tokens", type=as_tokens, default=1024, metavar="N", help="longest prompt for transformers (%(default)s)"
-    )
     add_model_flags(add)
     add_running_flags(add)
     add("--random-ids", action="store_true", help="random token ids in place of prose")
@@ -87,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     subject = Subject(settings)
     calls = calls_of(workload, lines, subject.ids)
-    bounds = Bounds(args.ttft, args.itl)
+    bounds = Bounds(TTFT_SECONDS, ITL_SECONDS)
     lengths = [call.request.prompt_tokens for call in calls]
     report: dict[str, Any] = {
         "what": "serve",
@@ -104,11 +101,10 @@ def run(args: argparse.Namespace) -> int:
         },
         "slots": args.max_num_seqs,
         "read_first": args.read_first,
-        "paged_prefix_tokens": args.exact,
-        "paged_prefix_int8": args.paged_prefix_int8,
+        "paged_prefix_tokens": args.paged_prefix_tokens,
         "prefix_cache_bytes": args.prefix_cache_memory,
         "shared_gpu_bytes": args.prefix_cache_gpu_memory,
-        "bounds": {"first_seconds": args.ttft, "token_seconds": args.itl},
+        "bounds": {"first_seconds": TTFT_SECONDS, "token_seconds": ITL_SECONDS},
         "facts": subject.about(),
         "simplifications": subject.simplifications,
         **about,
@@ -129,26 +125,26 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
     from retrieval_attn_eval.bench.serve.workload import Workload
     from retrieval_attn_eval.load.line import read_trace
 
+    kind = args.workload if args.workload in LENGTHS else "trace"
+    if kind == "trace" and not Path(args.workload).is_file():
+        raise ConfigError(f"--workload {args.workload!r} must be {', '.join(LENGTHS)}, or the file of a trace")
     if args.length is None:
-        args.length = LENGTHS[args.workload]
-    check_at_least(1, args, "requests", "question", "tokens", "block", "max_num_seqs")
-    check_at_least(0, args, "rate", "peer_tokens", "threads", "exact")
-    for name in ("scale", "speed", "ttft", "itl", "timeout"):
+        args.length = LENGTHS.get(kind, TRACE_LENGTH)
+    check_at_least(1, args, "n", "question", "tokens", "block", "max_num_seqs")
+    check_at_least(0, args, "rate", "threads", "paged_prefix_tokens")
+    for name in ("scale", "speed", "timeout"):
         if not 0 < getattr(args, name) < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(args, name)}")
     if not args.rate < float("inf"):
         raise ConfigError(f"--rate must be a number of arrivals a second, or 0 for all at once, got {args.rate}")
-    if (args.workload == "trace") != (args.trace is not None):
-        raise ConfigError("--workload trace and --trace FILE go together: give both or none")
-    if args.workload != "trace" and args.length <= args.question:
+    if kind != "trace" and args.length <= args.question:
         raise ConfigError(f"--length {args.length} must be more than --question {args.question}, which is a part of it")
     _shared(args)
     ways = parse_choices("--systems", args.systems, ALL)
-    lines = [] if args.trace is None else read_trace(Path(args.trace), args.requests, args.block)
+    lines = read_trace(Path(args.workload), args.n, args.block) if kind == "trace" else []
     return (
         Workload(
-            args.workload, args.requests, args.length, args.question, args.tokens, args.scale, args.rate, args.speed,
-            args.seed,
+            kind, args.n, args.length, args.question, args.tokens, args.scale, args.rate, args.speed, args.seed,
         ),
         lines,
         ways,
@@ -175,7 +171,8 @@ def _settings(args: argparse.Namespace, workload: Workload, lines: list[Line]) -
     if lines:
         length = max(sum(block.tokens for block in line.blocks) for line in lines)
         tokens = max(workload.scaled(line.answer_tokens) for line in lines)
-    needs = {"length": length, "tokens": tokens, "questions": str(question), "extend": "1", "repeats": 1, "skip": ""}
+    needs = {"length": length, "tokens": tokens, "questions": str(question), "extend": "1", "n": 1, "tail": "with"}
+    needs["stages"] = "answer,questions,extend"
     return settings_of(argparse.Namespace(**{**vars(args), **needs}))
 
 
@@ -196,15 +193,15 @@ def _rows(
 
     llm = Served(subject.model, subject.tokenizer, settings.config)
     drive = Drive(
-        llm, args.max_num_seqs, read_first=args.read_first, row_seconds=args.timeout, paged_prefix_tokens=args.exact,
-        paged_prefix_int8=args.paged_prefix_int8, shared=_shared(args),
+        llm, args.max_num_seqs, read_first=args.read_first, row_seconds=args.timeout,
+        paged_prefix_tokens=args.paged_prefix_tokens, shared=_shared(args),
     )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None
     for way in ways:
         if way not in WAYS:
             with collections_are_short():
-                row = peer_row(settings, calls, bounds, args.peer_tokens)
+                row = peer_row(settings, calls, bounds, PEER_TOKENS)
             yield row
             continue
         try:

@@ -58,19 +58,15 @@ class Drive:
 
     def __init__(
         self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, paged_prefix_tokens: int = 0,
-        paged_prefix_int8: bool = False, shared: tuple[int | None, int | None] = (None, None),
+        shared: tuple[int | None, int | None] = (None, None),
     ) -> None:  # fmt: skip
         """slots: rows of a step. read_first: all but the prompts' last parts is read before the clock starts.
-        row_seconds: requests that are not answered then are cancelled. paged_prefix_tokens, paged_prefix_int8: of the
-        engines.
+        row_seconds: requests that are not answered then are cancelled. paged_prefix_tokens: of the engines.
         shared: bytes of their trees, on the host and on GPUs; None: what the calls' texts need, where it is more than
         an engine's own choice.
         """
         self._llm, self._slots = llm, slots
-        self._exact: dict[str, Any] = {
-            "paged_prefix_tokens": paged_prefix_tokens,
-            "paged_prefix_int8": paged_prefix_int8,
-        }
+        self._exact: dict[str, Any] = {"paged_prefix_tokens": paged_prefix_tokens}
         self._read_first, self._row_seconds, self._shared = read_first, row_seconds, shared
         self.gave_up = ""  # what the last way's tree let go for lack of room
 

@@ -253,18 +253,11 @@ def test_folders_for_results_that_cannot_be_had(
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """Of the output: one line, and no traceback when Python ends either."""
     tiny_model("llama").config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "retrieval_attn.cli", "plan", str(tmp_path), "--context", "2k"]
+    command = [sys.executable, "-m", "retrieval_attn.cli", "plan", str(tmp_path), "--max-context", "2k"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "No space left on device" in done.stderr
-
-
-def test_chat_and_raw_exclude_each_other(document: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["ask", document, "Who?", "--chat", "--raw"])
-    assert ended.value.code == 2
-    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_interrupted_it_stops_and_says_so(
@@ -323,7 +316,7 @@ def test_memory_is_planned_for_the_text_and_not_for_all_positions() -> None:
 def test_output_that_nobody_reads(tmp_path: Path) -> None:
     """`retrieval-attn plan MODEL | head -1`: no traceback."""
     tiny_model("llama").config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "retrieval_attn.cli", "plan", str(tmp_path), "--context", "2k"]
+    command = [sys.executable, "-m", "retrieval_attn.cli", "plan", str(tmp_path), "--max-context", "2k"]
     reading, writing = os.pipe()
     os.close(reading)
     try:

@@ -444,14 +444,11 @@ def test_warm_compiles_all_that_auto_may_take() -> None:
     assert SERVER not in _jobs("auto", ["bfloat16"], False)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"), [(["--index", "nonsense"], "'nonsense'"), (["--head-dim", "0"], "--head-dim")]
-)
-def test_warm_refuses_bad_input(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warm_refuses_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     """One line, exit status 2."""
-    assert main(["warm", "--device", "cpu", *given]) == 2
+    assert main(["warm", "--device", "cpu", "--index", "nonsense"]) == 2
     said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    assert "'nonsense'" in said and said.count("\n") == 1
 
 
 def test_kernels_that_are_used_here_are_right() -> None:

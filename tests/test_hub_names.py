@@ -30,7 +30,7 @@ def unreachable(*args: Any, **options: Any) -> Any:
 
 def test_plan_and_verify_know_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert ra.plan("bundled", context=4096).fits
-    assert main(["plan", "bundled", "--context", "4k"]) == 0
+    assert main(["plan", "bundled", "--max-context", "4k"]) == 0
     assert "bundled" in capsys.readouterr().out.splitlines()[0]
     assert main(["verify", "bundled", "--tokens", "16"]) == 0
 
@@ -78,7 +78,7 @@ def test_plan_downloads_the_config_alone(tmp_path: Path) -> None:
         environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
             environment.pop(name, None)
-        command = [sys.executable, "-m", "retrieval_attn.cli", "plan", NAME, "--context", "4k"]
+        command = [sys.executable, "-m", "retrieval_attn.cli", "plan", NAME, "--max-context", "4k"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
         hub.shutdown()
     assert done.returncode == 0 and done.stdout.startswith(NAME), done.stderr

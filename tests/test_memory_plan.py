@@ -426,15 +426,15 @@ def test_command_prints_the_table_and_returns_whether_it_fits(
     tiny().save_pretrained(tmp_path)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    base = [str(tmp_path), "--context", "512", "--host-memory", "4GiB"]
+    base = [str(tmp_path), "--max-context", "512", "--host-memory", "4GiB"]
     assert run(parser.parse_args(base)) == 0
     assert "It fits." in capsys.readouterr().out
     assert run(parser.parse_args([*base, "--gpu-memory", "1MiB", "--json"])) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
-    short = ["--context", "1k", "--prefill-chunk", "1K", "--sink", "0", "--window", "2k", "--json"]
+    short = ["--max-context", "1k", "--sink", "0", "--window", "2k", "--json"]
     assert run(parser.parse_args([str(tmp_path), "--host-memory", "4GiB", *short])) == 0
     read = json.loads(capsys.readouterr().out)
-    assert (read["context"], read["config"]["prefill_chunk"]) == (1024, 1024)
+    assert read["context"] == 1024
     assert (read["config"]["sink"], read["config"]["window"]) == (0, 2048)
-    with pytest.raises(ConfigError, match="--context='128q' is not a number of tokens"):
-        run(parser.parse_args([str(tmp_path), "--context", "128q"]))
+    with pytest.raises(ConfigError, match="--max-context='128q' is not a number of tokens"):
+        run(parser.parse_args([str(tmp_path), "--max-context", "128q"]))

@@ -45,17 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the random choices of a temperature")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat",
-        dest="raw",
-        action="store_false",
-        help='put text and question into the model\'s chat template, or "Question: ... Answer:" without one (default)',
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="let QUESTION continue the text without a chat template, for base models (default: the model's chat "
+        'template, or "Question: ... Answer:" without one)',
     )
-    form.add_argument(
-        "--raw", dest="raw", action="store_true", help="let QUESTION continue the text as it stands, for base models"
-    )
-    parser.set_defaults(raw=False)
 
 
 def run(args: argparse.Namespace) -> int:

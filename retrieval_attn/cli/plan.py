@@ -19,12 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", help="folder with a config.json, hub name (config.json alone is downloaded), or bundled"
     )
     parser.add_argument(
-        "--context",
+        "--max-context",
         default="128k",
         metavar="TOKENS",
         help="tokens per sequence; k and m count 1024s (default: %(default)s)",
     )
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=1, metavar="N", help="sequences in a batch (default: %(default)s)"
+    )
     parser.add_argument(
         "--gpu-memory", default="24GiB", metavar="SIZE", help="such as 24GiB or 24GB (default: %(default)s)"
     )
@@ -45,14 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="of the weights when they are loaded; none: as the checkpoint has them (default: %(default)s)",
     )
-    for name, text in (
-        ("prefill_chunk", "prompt tokens that go through a layer at once"),
-        ("sink", "first tokens, kept on the GPU"),
-        ("window", "last tokens, kept on the GPU"),
-    ):
-        flag = "--" + name.replace("_", "-")
+    for name, text in (("sink", "first tokens, kept on the GPU"), ("window", "last tokens, kept on the GPU")):
         parser.add_argument(
-            flag, default=str(getattr(usual, name)), metavar="TOKENS", help=f"{text} (default: %(default)s)"
+            f"--{name}", default=str(getattr(usual, name)), metavar="TOKENS", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument("--host-dtype", **HOST_DTYPE_FLAG)
     whose = (
@@ -67,15 +64,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 if it fits, 1 if it does not. Raises RetrievalAttentionError on bad input."""
     answer = plan(
         args.model,
-        context=parse_tokens(args.context, "--context"),
+        context=parse_tokens(args.max_context, "--max-context"),
         gpu_memory=args.gpu_memory,
         host_memory=None if args.host_memory == "auto" else args.host_memory,
-        batch=args.batch,
+        batch=args.max_num_seqs,
         dtype=args.dtype,
         quantization=None if args.quantization == "none" else args.quantization,
         gpus=(args.gpus, args.split),
         config=Config(
-            prefill_chunk=parse_tokens(args.prefill_chunk, "--prefill-chunk"),
             sink=_tokens_or_none(args.sink, "--sink"),
             window=_tokens_or_none(args.window, "--window"),
             host_dtype=args.host_dtype,

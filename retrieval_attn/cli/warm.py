@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.config import HOST_DTYPES, Config
-from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.units import parse_tokens
 from retrieval_attn.model.bundled import BUNDLED
 
 if TYPE_CHECKING:
     from retrieval_attn.compile.jobs import CompileJob
+
+HEAD_DIMS = (64, 128)
+"""Dimensions of heads that are compiled on a GPU without `--model`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--index", default=usual.index, metavar="NAME", help="auto: all that it may take (default: %(default)s)"
     )
     parser.add_argument(
-        "--head-dim",
-        nargs="+",
-        type=int,
-        default=[64, 128],
-        metavar="N",
-        help="on a GPU without --model: dimensions of heads to compile for (default: 64 128)",
-    )
-    parser.add_argument(
         "--tokens",
         default="32k",
         metavar="N",
@@ -61,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
     from retrieval_attn.compile.jobs import Compilation, missing
 
     began = time.perf_counter()
-    if min(args.head_dim) < 1:
-        raise ConfigError(f"--head-dim must be whole numbers >= 1, got {min(args.head_dim)}.")
     done = _record(args)
     known = _jobs_of(done)
     if known is not None and not missing(known):
@@ -126,7 +118,7 @@ def _wanted(args: argparse.Namespace) -> tuple[list[str], bool, list[tuple[str, 
         models: list[tuple[str, Any, Any]] = [(args.model, llm.model, llm.tokenizer)]
     else:
         model_dtype = _dtype_of(args.model, choose_dtype(args.dtype, device), device)
-        models = [_one_layer(dim, model_dtype, device) for dim in args.head_dim] if on_gpu else []
+        models = [_one_layer(dim, model_dtype, device) for dim in HEAD_DIMS] if on_gpu else []
     formats = list(dict.fromkeys(host_format(name, model_dtype).value for name in args.host_dtype))
     reads: list[tuple[str, Callable[[], None]]] = [
         (f"{name} with {fmt} on the host", _WarmRead(model, tokenizer, args, fmt))

@@ -31,7 +31,7 @@ def test_a_conversation(document: str, tmp_path: Path) -> None:
     with chatting("--document", document, "--store", store, *FEW) as terminal:
         terminal.wait_for(r"the bundled test model, which finds planted numbers and can do little else, on cpu\r\n")
         terminal.wait_for(
-            r"document: [\d,]+ tokens; room for [\d,]+ tokens of conversation \(--room\)\r\nAsk, or /help\."
+            r"document: [\d,]+ tokens; room for [\d,]+ tokens of conversation \(--max-context\)\r\nAsk, or /help\."
         )
         terminal.wait_for(">>> ")
         terminal.type(f"{BERGEN}\n")

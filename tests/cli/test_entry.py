@@ -41,7 +41,7 @@ def test_contexts_without_an_action_lists_its_actions(capsys: pytest.CaptureFixt
         (["contexts", "list"], "there is no command 'list'; did you mean ls?"),
         (["xyzzy"], "choose from read, ask, serve"),
         (["ask", "book.txt", "Who?", "--modle", "x"], "did you mean --model?"),
-        (["plan", "bundled", "--contxt=1k"], "did you mean --context?"),
+        (["plan", "bundled", "--max-contxt=1k"], "did you mean --max-context?"),
         (["plan", "bundled", "--zzz"], "unrecognized arguments: --zzz\n"),
     ],
 )

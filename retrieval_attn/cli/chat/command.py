@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from retrieval_attn.answer import Sampling
     from retrieval_attn.cli.chat.backend import ChatBackend
 
-ROOM = "16k"
-"""Tokens of questions and answers that memory is planned for."""
+ROOM = 16 * 1024
+"""Tokens of questions and answers that memory is planned for, without `--max-context`."""
 DOCUMENT_SUFFIXES = (".txt", ".md", ".html", ".htm", ".pdf", ".docx", ".odt", ".epub")
 TEST_MODEL = "the bundled test model, which finds planted numbers and can do little else"
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_argument(parser)
     parser.add_argument("--max-new-tokens", default="1k", metavar="N", help="longest answer (default: %(default)s)")
     parser.add_argument(
-        "--room", default=ROOM, metavar="N", help="of questions and answers, planned for (default: %(default)s)"
+        "--max-context", metavar="N", help="tokens of document and conversation (default: 16k for the conversation)"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the random choices of a temperature")
@@ -101,13 +101,14 @@ def _local(args: argparse.Namespace, sampling: Sampling, text: str) -> ChatBacke
     from retrieval_attn.store import ContextStore
 
     config, store = config_of(args), ContextStore(args.store)
-    tokens = parse_tokens(args.room, "--room")
+    most = None if args.max_context is None else parse_tokens(args.max_context, "--max-context")
+    tokens = ROOM
     if args.load is not None:
         # an unknown name is an error before the model is loaded
         saved = store.resolve(args.load).plain.get("tokens")
         tokens += saved if isinstance(saved, int) else 0
     ids, read = prompt_of(args, text, [args.document], 0) if text else ([], 0)
-    llm = load_llm(args, read + tokens, config, say=False)
+    llm = load_llm(args, read + tokens if most is None else most, config, say=False)
     talk = LocalBackend(llm, TEST_MODEL if args.model == "bundled" else args.model, sampling, store)
     if ids:
         talk.read(ids)

@@ -52,7 +52,9 @@ class LocalBackend(Conversation):
         read = 0 if self._base is None else self._base.num_tokens
         document = f"document: {read:,} tokens; " if read else ""
         room = self._llm.max_context - read
-        return f"{self._name}, on {self._llm.device}\n{document}room for {room:,} tokens of conversation (--room)"
+        return (
+            f"{self._name}, on {self._llm.device}\n{document}room for {room:,} tokens of conversation (--max-context)"
+        )
 
     def answer(self, question: str) -> Generator[str, None, None]:
         """See `ChatBackend`."""

@@ -354,15 +354,9 @@ def test_a_plot_pairs_a_kind_with_and_without_a_tail() -> None:
     assert panel.dashed == {"flat + tail": "flat"} and not other.dashed
 
 
-def usual(flags: list[str]) -> list[str]:
-    """With the defaults that `run` fills in."""
-    missing = {name: str(value) for name, value in command.USUAL.items() if f"--{name}" not in flags}
-    return [*flags, *(part for name, value in missing.items() for part in (f"--{name}", value))]
-
-
 def test_wrong_logits_are_problems(tokenizer: Any) -> None:
     """Everything retrieved that is not full attention, and what is no number, end the command with 1."""
-    plan = plan_of(parsed(command, *usual(["--methods", "flat", "--retrieve", "20"])))
+    plan = plan_of(parsed(command, "--methods", "flat", "--retrieve", "20"))
     report: dict[str, Any] = {"dtype": "float32", "floor": None, "problems": []}
 
     def check(budget: Any, value: float) -> None:
@@ -389,7 +383,7 @@ def test_wrong_logits_are_problems(tokenizer: Any) -> None:
 )
 def test_bad_input_is_refused_before_anything_is_read(flags: list[str], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        plan_of(parsed(command, *usual(flags)))
+        plan_of(parsed(command, *flags))
     assert main(["bench", "fidelity", "--device", "cpu", *flags]) == 2
 
 

@@ -354,7 +354,12 @@ def test_files_of_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(InputDataError, match="needed dev-v2.0.json, hotpot_dev_distractor_v1.json or words.txt"):
         _run("--data-dir", str(tmp_path), "--dry-run")
     given: dict[str, Path | None] = {}
-    monkeypatch.setattr(command, "RulerSuite", lambda **files: given.update(files) or RulerSuite())
+
+    def suite(**files: Path | None) -> RulerSuite:
+        given.update(files)
+        return RulerSuite()
+
+    monkeypatch.setattr(command, "RulerSuite", suite)
     (tmp_path / "words.txt").write_text("one\n")
     assert _run("--data-dir", str(tmp_path), "--dry-run", "--tasks", "vt", "--lengths", "1k", "--n", "1") == 0
     assert given == {"haystack": None, "squad": None, "hotpotqa": None, "words": tmp_path / "words.txt"}

@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip(f"needs {', '.join(missing)}; install the extras serve and dev")
     from tests.server.process import serving
 
-    with serving("--store", str(tmp_path_factory.mktemp("served")), "--warm-up", "0") as served:
+    with serving("--store", str(tmp_path_factory.mktemp("served")), "--warm-up", "0", preloaded=True) as served:
         yield served.url.removeprefix("http://")
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from tests.preloaded import PreloadedProcess
+
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120
 END_SECONDS = 60
@@ -32,7 +34,7 @@ def document(repeats: int = 40) -> str:
 class Served:
     """A server that runs. url: without a slash at its end. log: its lines so far."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | PreloadedProcess) -> None:
         """Reads its log from now on."""
         self.process = process
         self.log: list[dict[str, Any]] = []
@@ -95,26 +97,39 @@ def runs(pid: int) -> bool:
 @contextmanager
 def serving(
     *arguments: str, environment: dict[str, str] | None = None, start_seconds: float = START_SECONDS,
-    most_files: int = 0,
+    most_files: int = 0, preloaded: bool = False,
 ) -> Iterator[Served]:  # fmt: skip
-    """A server with these arguments that listens on a free port, until the block ends. start_seconds: until it does.
-    most_files: that it may open; 0: the system's.
+    """Start a server on a free port, wait until it listens, and kill it at the end of the block.
+
+    start_seconds: maximum seconds until it listens. most_files: limit of open files; 0: the system's. preloaded: fork
+    the server from a process with all modules imported, which saves most of a start; for tests of other things.
     """
-    with starting(*arguments, environment=environment, most_files=most_files) as served:
+    starts = starting(*arguments, environment=environment, most_files=most_files, preloaded=preloaded)
+    with starts as served:
         served.wait(start_seconds)
         yield served
 
 
 @contextmanager
 def starting(
-    *arguments: str, environment: dict[str, str] | None = None, most_files: int = 0, port: int = 0
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    most_files: int = 0,
+    port: int = 0,
+    preloaded: bool = False,
 ) -> Iterator[Served]:
-    """As `serving`, while it may not listen yet."""
-    command: list[str] = [sys.executable, "-m", "retrieval_attn.cli", "serve", "--port", str(port), *arguments]
-    if most_files:
-        command = ["/bin/sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh", *command]
+    """Start a server as `serving` does, without waiting until it listens."""
+    command: list[str] = ["serve", "--port", str(port), *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    with subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True) as process:
+    process: subprocess.Popen[str] | PreloadedProcess
+    if preloaded:
+        process = PreloadedProcess(command, variables, ROOT)
+    else:
+        command = [sys.executable, "-m", "retrieval_attn.cli", *command]
+        if most_files:
+            command = ["/bin/sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh", *command]
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
+    with process:
         served = Served(process)
         try:
             yield served

@@ -148,11 +148,11 @@ def test_saved_contexts_are_there_after_a_restart(needle_model_path: Path, tmp_p
     other = ra.LLM(needle_model_path, device="cpu", dtype="bfloat16", max_context=2048)
     other.read(document(4), progress=False).save("other", store=tmp_path / "store")
     arguments = ("--store", str(tmp_path / "store"), "--warm-up", "0")
-    with serving(*arguments) as first, first.client() as http:
+    with serving(*arguments, preloaded=True) as first, first.client() as http:
         record = made(http, name="book", text=document())
         before = asked(http, model="bundled@book")
         assert first.end() == 0
-    with serving(*arguments) as second, second.client() as http:
+    with serving(*arguments, preloaded=True) as second, second.client() as http:
         after = asked(http, model="bundled@book")
         assert cached(after) == record["tokens"]
         assert after["choices"] == before["choices"] and ANSWER in text_of(after)

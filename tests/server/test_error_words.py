@@ -118,7 +118,8 @@ def test_each_route_names_the_field_of_a_too_long_text(http: httpx.Client) -> No
 
 @pytest.mark.slow
 def test_the_engines_process_tells_the_numbers(tmp_path: Path) -> None:
-    with serving("--store", str(tmp_path), "--engine", "process", "--warm-up", "0") as apart, apart.client() as http:
+    options = ("--store", str(tmp_path), "--engine", "process", "--warm-up", "0")
+    with serving(*options, preloaded=True) as apart, apart.client() as http:
         error = error_of(http.post(CHAT, json=talk("hello", max_tokens=POSITIONS)))
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
         assert f"{POSITIONS} in the completion" in error["message"]

@@ -50,7 +50,7 @@ def cached(answer: dict[str, Any]) -> int:
 def test_steps_spills_and_tiers(tmp_path: Path) -> None:
     """Of a server that saves a context, and of the one that opens it and has prefixes beside the model."""
     store = "--store", str(tmp_path / "store"), "--warm-up", "0"
-    with serving(*store, "--window", "64") as served, served.client() as http:
+    with serving(*store, "--window", "64", preloaded=True) as served, served.client() as http:
         first = samples(http)
         assert first["engine_steps_total"] == first["window_evictions_total"] == first["damaged_blocks_total"] == 0
         assert cached(asked(http)) == 0 and not any(moved(http, first, "hits").values())
@@ -67,7 +67,7 @@ def test_steps_spills_and_tiers(tmp_path: Path) -> None:
         tokens = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
         assert tokens > 512 and samples(http)["window_evictions_total"] == tokens // 512
         saved = http.post("/v1/contexts", json={"name": "book", "text": document()}).json()
-    with serving(*store, "--paged-prefix-tokens", "1024") as served, served.client() as http:
+    with serving(*store, "--paged-prefix-tokens", "1024", preloaded=True) as served, served.client() as http:
         first = samples(http)
         assert cached(asked(http, model="bundled@book")) == saved["tokens"]
         assert moved(http, first, "hit_tokens") == {"device": 0, "memory": 0, "disk": saved["tokens"]}
@@ -127,7 +127,7 @@ def test_a_damaged_context_is_read_again(tmp_path: Path) -> None:
     store = ContextStore(tmp_path / "store")
     arguments = "--store", str(tmp_path / "store"), "--warm-up", "0", "--index", "sketch"
     names = {"keys": "host/0/keys", "index": "host/0/index/all/rows"}
-    with serving(*arguments) as served, served.client() as http:
+    with serving(*arguments, preloaded=True) as served, served.client() as http:
         records = {
             name: http.post("/v1/contexts", json={"name": name, "text": document(30 + 10 * number)}).json()
             for number, name in enumerate((*names, "ids"))
@@ -140,7 +140,7 @@ def test_a_damaged_context_is_read_again(tmp_path: Path) -> None:
     data[4096 + 40] ^= 1
     path.chmod(0o600)
     path.write_bytes(bytes(data))
-    with serving(*arguments) as served, served.client() as http:
+    with serving(*arguments, preloaded=True) as served, served.client() as http:
         for number, name in enumerate(names):
             first, second = (asked(http, model=f"bundled@{name}", logprobs=True) for _ in range(2))
             assert first["choices"] == second["choices"] == before[name]["choices"]

@@ -70,7 +70,7 @@ def test_a_server_refuses_what_is_too_much_for_it(tmp_path: Path) -> None:
         "4",
     )
     plan = Plan(minutes=0.05, times=10.0, capacity=4.0, calm_minutes=0.01, documents=1, save=tmp_path / "saved.json")
-    with serving(*options) as served:
+    with serving(*options, preloaded=True) as served:
         numbers: dict[str, Any]
         numbers, problems = asyncio.run(measured(served, plan))
     assert not [problem for problem in problems if not problem.startswith(("p99 ", *Look._fields))]

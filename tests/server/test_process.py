@@ -121,7 +121,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     keys.write_text(f"{ADMIN} root admin\n# who\n{USER} ann\n\n{OTHER}  # nameless\n", encoding="utf-8-sig")
     limits = ("--max-body", "1MiB", "--max-queue", "2", "--max-num-seqs", "1", "--deadline", "4", "--warm-up", "0")
     options = ("--api-key-file", str(keys), "--parse-special", *limits)
-    with serving("--store", str(folder / "store"), *options) as found:
+    with serving("--store", str(folder / "store"), *options, preloaded=True) as found:
         yield found
 
 

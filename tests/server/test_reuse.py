@@ -11,7 +11,8 @@ def test_a_follow_up_turn_does_not_read_the_answer() -> None:
     """cached_tokens tells: without the option, the turn before but its answer; with it, that as well."""
     cached, answers = {}, {}
     for options in ((), ("--cache-generated",)):
-        with serving("--warm-up", "0", "--engine", "here", *options) as served, served.client() as client:
+        arguments = ("--warm-up", "0", "--engine", "here", *options)
+        with serving(*arguments, preloaded=True) as served, served.client() as client:
 
             def ask(said: list[dict[str, str]], tokens: int, client: Any = client) -> tuple[str, int]:
                 body = {"model": "bundled", "messages": said, "max_tokens": tokens, "temperature": 0}

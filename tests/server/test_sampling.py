@@ -206,7 +206,8 @@ def test_requests_get_the_models_sampling_values(way: str, tmp_path: Path) -> No
     given = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps({**given, "do_sample": True, "top_k": 1}))
     options = ("--name", "bundled", "--warm-up", "0", "--engine", "process", "--store", str(tmp_path / "store"))
-    with serving(str(model), *options, "--generation-config", way) as served, served.client() as http:
+    arguments = (str(model), *options, "--generation-config", way)
+    with serving(*arguments, preloaded=True) as served, served.client() as http:
         greedy = text_of(http)
         found = [text_of(http, temperature=None, seed=seed) for seed in range(4)]
         assert all(text == greedy for text in found) == (way == "auto")

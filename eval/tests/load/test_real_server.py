@@ -22,7 +22,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     pytest.importorskip("fastapi", reason="the server needs FastAPI; pip install 'retrieval-attn[serve]'")
     process = pytest.importorskip("tests.server.process", reason="there is no server here")
     folder = tmp_path_factory.mktemp("store")
-    with process.serving("bundled", "--store", str(folder), "--warm-up", "0", "--max-context", "8k") as served:
+    with process.serving(
+        "bundled", "--store", str(folder), "--warm-up", "0", "--max-context", "8k", preloaded=True
+    ) as served:
         yield served
 
 

@@ -30,13 +30,23 @@ class PreloadedProcess:
     stderr: lines that the command writes to its error output.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], cwd: str | os.PathLike[str]) -> None:
-        """Start `retrieval-attn ARGUMENTS`. environment: replaces the forking process's."""
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: str | os.PathLike[str],
+        constants: Mapping[str, float],
+    ) -> None:
+        """Start `retrieval-attn ARGUMENTS`.
+
+        environment: replaces the forking process's. constants: values of module constants by their dotted names.
+        """
         reading, writing = os.pipe()
         self.stderr: TextIO = os.fdopen(reading, encoding="utf-8")
         context = _context()
         self._process = context.Process(
-            target=run_command, args=(list(arguments), dict(environment), os.fspath(cwd), _Descriptor(writing))
+            target=run_command,
+            args=(list(arguments), dict(environment), os.fspath(cwd), dict(constants), _Descriptor(writing)),
         )
         try:
             with _variables_of_imports():
@@ -92,7 +102,9 @@ class _Descriptor:
         os.close(self._number)
 
 
-def run_command(arguments: list[str], environment: dict[str, str], cwd: str, stderr: _Descriptor) -> None:
+def run_command(
+    arguments: list[str], environment: dict[str, str], cwd: str, constants: dict[str, float], stderr: _Descriptor
+) -> None:
     """Run `retrieval-attn ARGUMENTS` to its end, as a new interpreter would."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stderr.replace(2)
@@ -100,6 +112,10 @@ def run_command(arguments: list[str], environment: dict[str, str], cwd: str, std
     os.environ.update(environment)
     os.chdir(cwd)
     sys.argv = ["retrieval-attn", *arguments]
+    for dotted, value in constants.items():
+        module, _, name = dotted.rpartition(".")
+        before = getattr(sys.modules[module], name)  # raises for a constant that was renamed or removed
+        setattr(sys.modules[module], name, type(before)(value))
     from retrieval_attn.cli import program
 
     try:

@@ -97,15 +97,17 @@ def runs(pid: int) -> bool:
 @contextmanager
 def serving(
     *arguments: str, environment: dict[str, str] | None = None, start_seconds: float = START_SECONDS,
-    most_files: int = 0, preloaded: bool = False,
+    most_files: int = 0, preloaded: bool = False, constants: dict[str, float] | None = None,
 ) -> Iterator[Served]:  # fmt: skip
     """Start a server on a free port, wait until it listens, and kill it at the end of the block.
 
     start_seconds: maximum seconds until it listens. most_files: limit of open files; 0: the system's. preloaded: fork
     the server from a process with all modules imported, which saves most of a start; for tests of other things.
+    constants: values of module constants by dotted name, for a preloaded server.
     """
-    starts = starting(*arguments, environment=environment, most_files=most_files, preloaded=preloaded)
-    with starts as served:
+    with starting(
+        *arguments, environment=environment, most_files=most_files, preloaded=preloaded, constants=constants
+    ) as served:
         served.wait(start_seconds)
         yield served
 
@@ -117,13 +119,16 @@ def starting(
     most_files: int = 0,
     port: int = 0,
     preloaded: bool = False,
+    constants: dict[str, float] | None = None,
 ) -> Iterator[Served]:
     """Start a server as `serving` does, without waiting until it listens."""
     command: list[str] = ["serve", "--port", str(port), *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     process: subprocess.Popen[str] | PreloadedProcess
+    assert preloaded or not constants, "constants of a new interpreter cannot be set"
+    assert not (preloaded and most_files), "a limit of open files needs a new interpreter"
     if preloaded:
-        process = PreloadedProcess(command, variables, ROOT)
+        process = PreloadedProcess(command, variables, ROOT, constants or {})
     else:
         command = [sys.executable, "-m", "retrieval_attn.cli", *command]
         if most_files:

@@ -157,7 +157,8 @@ def test_requests_to_an_engine_that_hangs_end_at_their_deadline(tmp_path: Path) 
         "--shutdown-timeout",
         "1",
     )
-    with serving(*options, preloaded=True) as apart, apart.client() as http:
+    constants = {"retrieval_attn.server.remote.END_SECONDS": 3}
+    with serving(*options, preloaded=True, constants=constants) as apart, apart.client() as http:
         engine = pid_of(apart, 0)
         short = {**talk(max_tokens=1), "messages": talk()["messages"][1:]}
         assert http.post(CHAT, json=short).status_code == 200

@@ -174,7 +174,7 @@ def test_a_row_over_many_spans() -> None:
     rows.steps(rows.pairs, 2)
     rows.steps(rows.pairs[:1], 34)
     kinds = {size: set(one.decoder.graphs) for size, one in rows.runner._pool.graphs.items()}  # type: ignore[union-attr]
-    assert {size: {kind.levels for kind in one} for size, one in kinds.items()} == {1: {4, 8}, 2: {8}}
+    assert {size: {kind.prefix_depth for kind in one} for size, one in kinds.items()} == {1: {4, 8}, 2: {8}}
     rows.check_books()
 
 
@@ -250,7 +250,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
         check_engine(engine)
         assert runners[0].replays > 5 and runners[0].reason == "" and eager == []
         kinds = [kind for one in runners[0]._pool.graphs.values() for kind in one.decoder.graphs]  # type: ignore[union-attr]
-        assert any(kind.levels for kind in kinds)
+        assert any(kind.prefix_depth for kind in kinds)
     monkeypatch.setattr(GraphRunner, "_replayed", lambda *given: None)
     for request, one, again in zip(requests, found, with_engine(llm, requests, **settings), strict=True):
         assert one.error is None and same(one, again)
@@ -264,7 +264,7 @@ def test_random_schedules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = DecodeGraph.step
 
     def counted(bucket: DecodeGraph, *given: Any, **options: Any) -> torch.Tensor:
-        replays.append(bucket.kind.levels)
+        replays.append(bucket.kind.prefix_depth)
         return real(bucket, *given, **options)
 
     monkeypatch.setattr(DecodeGraph, "step", counted)

@@ -34,7 +34,7 @@ def case_of(name: str) -> dict[str, Any]:
 
 
 def kinds_of(decoder: Any) -> list[tuple[int, ...]]:
-    return [kind.reads for kind in decoder.graphs]
+    return [kind.host_access for kind in decoder.graphs]
 
 
 @pytest.mark.parametrize("case", DEVICE_CASES)
@@ -185,5 +185,5 @@ def test_rows_over_pages_are_as_alone() -> None:
     assert rows.runner.replays == 24 and rows.runner.reason == ""
     group: Any = rows.runner._pool
     kinds = [kind for bucket in group.graphs.values() for kind in bucket.decoder.graphs]
-    assert any(kind.levels and Reads.BOTH in kind.reads for kind in kinds)
+    assert any(kind.prefix_depth and Reads.BOTH in kind.host_access for kind in kinds)
     rows.check_books(host_reads_all=False)

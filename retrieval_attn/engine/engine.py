@@ -69,14 +69,26 @@ class RequestAdmission:
     """Of one engine. Any thread."""
 
     def __init__(
-        self, loop: AnswerLoop, outputs: OutputQueue, saved: SavedTexts, shared: tuple[RadixCache | None, PagedKVPool |
-        None], require_room: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        """saved: contexts that requests name. shared: what prompts begin with. require_room: raises ContextLengthError
-        for more tokens than the model has positions for.
+        self,
+        loop: AnswerLoop,
+        outputs: OutputQueue,
+        saved: SavedTexts,
+        tree: RadixCache | None,
+        paged: PagedKVPool | None,
+        require_room: Callable[[int], None],
+    ) -> None:
+        """Store what requests share.
+
+        Args:
+            loop: answer loop of the model.
+            outputs: output queue of the engine.
+            saved: saved contexts that requests name.
+            tree: prefix cache; None: off.
+            paged: pages of paged prefixes; None: off.
+            require_room: raises ContextLengthError for more tokens than the model has positions for.
         """
         self._loop, self._outputs, self._saved = loop, outputs, saved
-        self._tree, self._exact = shared
+        self._tree, self._exact = tree, paged
         self._require_room = require_room
 
     def row(self, request: Request, handle: RequestHandle, before: RunningRequest | None = None) -> RunningRequest:
@@ -207,14 +219,15 @@ class Engine:
         )
         self._outputs = OutputQueue()
         self._admission = RequestAdmission(
-            self._loop, self._outputs, self._saved, (self._tree, self._exact), self._empty.require_room
+            self._loop, self._outputs, self._saved, self._tree, self._exact, self._empty.require_room
         )
         self._stepper = Stepper(self._loop.model, self._limits, self._outputs, self._fail, self._counts)
         self._expected = ContextPrefetcher(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, RunningRequest] = {}
         self._numbers, self._changed = itertools.count(), threading.Condition()
-        caches = self._config, self._tree
-        self._prefills = PrefillWorker(self._rows, self._scheduler, self._changed, caches, self._fail, self._counts)
+        self._prefills = PrefillWorker(
+            self._rows, self._scheduler, self._changed, self._config, self._tree, self._fail, self._counts
+        )
         self._warm_ups = WarmUps()
         self._closing = self._replays = False  # replays: the next step likely is one
         self.died: BaseException | None = None  # what ended it in the middle of its work

@@ -1,4 +1,4 @@
-"""Readings: the prompts of an engine that are read, or brought from its store, between steps."""
+"""Prefill prompts of an engine, or open their saved contexts, between decode steps."""
 
 from __future__ import annotations
 
@@ -30,14 +30,19 @@ CHUNK_SHARE = 1 / 8
 
 
 class Fail(Protocol):
-    """Ends a request with its error, and notes it in a list."""
+    """Ends a request with its error and adds its number to a list."""
 
     def __call__(self, number: str, error: BaseException, failed: list[str]) -> None: ...
 
 
 class Progress(NamedTuple):
-    """What came of a tick's readings. chunks: that were read, by name. done: prompts that are read. chunk_seconds: of a
-    chunk, on average. at_end: of `chunks`, those whose next one ends a layer's pass.
+    """Result of the prefills of a round.
+
+    Attributes:
+        chunks: completed chunks by request.
+        done: requests whose prompt is prefilled.
+        chunk_seconds: mean duration of a chunk.
+        at_end: requests of `chunks` whose next chunk is the end of a layer's pass.
     """
 
     chunks: dict[str, int]
@@ -47,22 +52,31 @@ class Progress(NamedTuple):
 
 
 class PrefillWorker:
-    """Belongs to the engine's thread."""
+    """Runs the prefills of an engine. Belongs to the engine's thread."""
 
     def __init__(
         self,
         rows: Mapping[str, RunningRequest],
         scheduler: Scheduler,
         changed: threading.Condition,
-        caches: tuple[Config, RadixCache | None],
+        config: Config,
+        tree: RadixCache | None,
         fail: Fail,
         counts: Counts,
     ) -> None:
-        """rows: all of the engine, by number. changed: held while the scheduler is asked. caches: what new ones have,
-        and where those that others read lie. counts: is told what prompts began with.
+        """Store the engine's records.
+
+        Args:
+            rows: all requests by number.
+            scheduler: scheduler of the engine.
+            changed: lock of the scheduler.
+            config: options of new caches.
+            tree: prefix cache; None: off.
+            fail: ends a request with its error.
+            counts: counts of the engine.
         """
         self._rows, self._scheduler, self._changed, self._fail = rows, scheduler, changed, fail
-        self._config, self._tree = caches
+        self._config, self._tree = config, tree
         self._counts = counts
         self._packs = False  # the first read makes ready what any may need, which takes a while
         self._pack: BatchedPrefill | None = None
@@ -70,13 +84,16 @@ class PrefillWorker:
         self._token_seconds = 0.0  # in a chunk, of the last one that was not small
 
     def made_ready(self) -> None:
-        """A read was, elsewhere: short ones go together from the first on."""
+        """Note that kernels are compiled, so that short prompts share a forward from the first one on."""
         self._packs = True
 
     def go_on(self, granted: Mapping[str, int], failed: list[str], *, alone: bool) -> Progress:
-        """Read so many chunks, or fewer where another kind of chunk comes before.
+        """Run granted chunks; fewer if a chunk of another kind comes first.
 
-        alone: nothing decodes meanwhile. Who fails is added to failed.
+        Args:
+            granted: chunks by request.
+            failed: gets the numbers of failed requests.
+            alone: whether no sequence decodes in this round.
         """
         began = time.perf_counter()
         chunks: dict[str, int] = {}
@@ -128,8 +145,9 @@ class PrefillWorker:
     def _read_together(
         self, reading: Sequence[str], granted: Mapping[str, int], failed: list[str], *, alone: bool
     ) -> dict[str, int]:
-        """Short reads go on together, with the time of all of them: also of those that wait until these are done, and
-        of those with none of their own. The chunks, as one of them has them: they cost little more than its own would.
+        """Run a batched prefill of short prompts with the chunks granted to all of them.
+
+        Prompts without a grant join, because they cost little more. Returns the chunks, counted for one of the prompts.
         """
         short = {
             number: read
@@ -158,8 +176,10 @@ class PrefillWorker:
         return {number: chunks for number in members[:1]}
 
     def _tokens_together(self, *, alone: bool) -> int:
-        """Of the next pack. Beside rows so many that its chunks stay short, as those of the last one that was not small
-        tell: on a GPU what is done once for a chunk takes longer than its tokens.
+        """Return the tokens of the next batched prefill.
+
+        While sequences decode it must be short, as predicted by the last batch that was not small: on a GPU a chunk has
+        fixed costs beyond those of its tokens.
         """
         if alone:
             return ALONE_TOKENS
@@ -169,7 +189,7 @@ class PrefillWorker:
         return min(max(fitting, BESIDE_TOKENS), ALONE_TOKENS)
 
     def _go(self, pack: BatchedPrefill, chunks: int, *, alone: bool) -> None:
-        """So many chunks as long as those of the last pack, or as many longer ones as take that time; one at least."""
+        """Run chunks as long as those of the last batch, or as many longer ones as take that time; at least one."""
         if pack.chunks_done == 0:
             pack.wait()  # what is done once, before the first chunk
             began = time.perf_counter()
@@ -189,7 +209,7 @@ class PrefillWorker:
                 self._token_seconds = self._pack_chunk_seconds / pack.tokens
 
     def _note_shared(self, number: str, row: RunningRequest) -> None:
-        """What the tree holds of a prompt is not reserved for the request, too."""
+        """Tell the scheduler which prompt tokens are in the prefix cache and need no reserved memory."""
         if row.shared_tokens > row.noted_tokens and not row.changes_factors:
             row.noted_tokens = tokens = row.shared_tokens
             with self._changed:
@@ -203,9 +223,9 @@ class PrefillWorker:
                         self._scheduler.set_known(other, tokens)
 
     def _passed_on(self, granted: Mapping[str, int], reading: Sequence[str]) -> dict[str, int]:
-        """Cells of requests that wait for another's read go to that one, whatever its priority.
+        """Pass the chunks of requests that wait for another's prefill to that request, whatever its priority.
 
-        Those of one whose saved context is being opened, or that waits for pages, go to the next reading.
+        Chunks of a request that waits for its saved context or for pages go to the next prefill.
         """
         readers = {id(claim): number for number in reading if (claim := self._rows[number].sharing.claim) is not None}
         read = [

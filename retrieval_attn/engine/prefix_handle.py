@@ -1,7 +1,7 @@
-"""Sharing: one row's side of the tree: what it continues of others', and what it leaves there for others.
+"""Use of the prefix cache by one request: the prefix that it continues, and the entries that it leaves.
 
-Parts of prompts are nodes, and a request finds those that end where one of its own parts does. With `cache_generated`,
-so is what a row held at its end, an answer behind its prompt: a follow-up turn finds it wherever it ends.
+Parts of prompts are nodes; a request finds nodes that end where one of its own parts ends. With `cache_generated`, a
+prompt with its answer is a node too, which a follow-up turn finds wherever it ends.
 """
 
 from __future__ import annotations
@@ -30,39 +30,41 @@ __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "text_mark"]
 
 
 class PrefixEntry:
-    """The cache that read a prefix. Requests continue forks of it, which share its keys and indexes.
+    """Cache of a prefix, as payload of a node. Requests continue forks of it, which share its keys and indexes.
 
-    sizes: beyond what the node before it holds; maps of a store's files count as well. opened: the saved context that
-    it is, or continues.
+    sizes: bytes beyond those of the parent; mapped files of a store count too. opened: the saved context that the
+    prefix is, or continues.
     """
 
     def __init__(self, cache: RetrievalCache, sizes: Sizes, shared: Sizes, opened: OpenedText | None) -> None:
-        """shared: of what forks have together, with all that is before it."""
+        """shared: bytes that forks share, those of all ancestors included."""
         self._cache, self.sizes, self.shared, self.opened = cache, sizes, shared, opened
         self._lock = threading.Lock()
 
     @classmethod
     def beyond(cls, cache: RetrievalCache, before: Payload | None, opened: OpenedText | None = None) -> PrefixEntry:
-        """Of a cache that nobody changes from now on, which continued `before`. Its windows keep no room."""
+        """Make the entry of a cache that continued `before` and is final. Its windows keep no spare room."""
         pack(cache)
         own, shared = _sizes(cache)  # every node has windows of its own
         known = before.shared if isinstance(before, PrefixEntry) else Sizes()
         return cls(cache, own.plus(shared.beyond(known)), shared, opened)
 
     def fork(self) -> RetrievalCache:
-        """To be continued. Any thread."""
+        """Fork the cache. Any thread."""
         with self._lock:
             return self._cache.fork()
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Whether it lies beside host memory."""
+    """Return whether a tensor is in device memory."""
     return tensor.device.type != "cpu"
 
 
 def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
-    """Of what a fork has a copy of, and of what forks share. Codes and clusters lie where windows do. Rows that a
-    device reads do not count: they go before a text has to.
+    """Return the bytes that a fork copies and those that forks share.
+
+    Codes and clusters count where windows are. Rows mirrored for a device do not count: they are freed before any
+    entry.
     """
     tensors = list(own_tensors(cache))
     own = sum(one.nbytes for one in tensors)
@@ -76,24 +78,27 @@ def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
 
 
 class AnswerEntry(PrefixEntry):
-    """A prompt and what was generated behind it, as the row had it at its end.
+    """A prompt with its generated answer, as payload of a node.
 
-    A text continues it wherever one of its own parts ends. The answer's keys came through retrieval, and not from a
-    reading, which attends to all: what continues it is what a cache that never ended would give.
+    A prompt continues it wherever one of its own parts ends. Keys of the answer were computed with retrieval, as in a
+    cache that goes on.
     """
 
 
 class PrefixHandle:
-    """See the module. Belongs to the engine's thread, but for `known_tokens`.
+    """Use of the prefix cache by one request. Belongs to the engine's thread, except `known_tokens`.
 
-    ids: int32, of the whole prompt; marks: of these, how many are no tokens: a saved context begins with one, and so do
-    texts whose keys other weights or rotary factors made (`text_mark`). ends: where its parts end. saved: whether the
-    first part is a saved context. lease: on the node that the row continues. claim: to read a part that others may
-    want, or to wait for who reads it.
+    Attributes:
+        ids: int32, the whole prompt after its marks.
+        marks: leading ids that are no tokens, of a saved context or of other weights or rotary factors (`text_mark`).
+        ends: ends of the prompt's parts.
+        saved: whether the first part is a saved context.
+        lease: lease on the node that the request continues.
+        claim: claim to prefill a part, or to wait for the request that does.
     """
 
     def __init__(self, ids: Ids, ends: Sequence[int], marks: int, namespace: Namespace, *, saved: bool) -> None:
-        """namespace: of the request."""
+        """namespace: namespace of the request."""
         self._saved = saved
         self.ids, self.ends, self.marks, self.namespace = ids, list(ends), marks, namespace
         self.lease: Lease | None = None
@@ -101,17 +106,17 @@ class PrefixHandle:
 
     @property
     def held_tokens(self) -> int:
-        """Of the prompt, those that the tree holds for the row, whoever read them."""
+        """Prompt tokens that the prefix cache holds for the request."""
         return 0 if self.lease is None else self.lease.node.end - self.marks
 
     def namespace_of(self, part: int) -> Namespace:
-        """A saved context is everybody's who names it, what continues it is not."""
+        """Return the namespace of a part: None for a saved context, which all requests that name it share."""
         return None if self._saved and part == 0 else self.namespace
 
     def find(self, tree: RadixCache, known: int) -> tuple[Node, PrefixEntry] | None:
-        """The longest known beginning behind `known` ids, which the row continues from now on; None: nothing is.
+        """Return the longest cached prefix beyond `known` ids, which the request continues from now on; None: none.
 
-        Raises StoreDamagedError where files that it comes from were found damaged.
+        Raises StoreDamagedError if files that it comes from are damaged.
         """
         found = longest_cached_prefix(tree, self.ids, self.ends[:-1], self.namespace, known)
         if found is None:
@@ -127,13 +132,17 @@ class PrefixHandle:
     def put(
         self, tree: RadixCache, whole: RetrievalCache, done: int, opened: OpenedText | None, seconds: float
     ) -> None:
-        """The first `done` parts, the last of which was read just now, for others.
+        """Insert the first `done` parts, the last of which was just prefilled.
 
-        whole: the cache as it was then, which nobody changes. opened: the saved context that it continues. seconds:
-        that it took.
+        Args:
+            tree: prefix cache.
+            whole: final cache of these parts.
+            done: number of parts.
+            opened: saved context that it continues.
+            seconds: duration of the prefill.
         """
         ids, space = self.ids[: self.ends[done - 1]], self.namespace_of(done - 1)
-        lease = self._insert(tree, ids, PrefixEntry, whole, (opened, space, seconds))
+        lease = self._insert(tree, ids, PrefixEntry, whole, opened=opened, namespace=space, seconds=seconds)
         if self.claim is not None:
             self.claim.done(lease.node)
             self.claim = None
@@ -147,9 +156,14 @@ class PrefixHandle:
         opened: OpenedText | None,
         token_seconds: float,
     ) -> None:
-        """The whole prompt and tokens of its answer, as far as the cache holds them, for follow-up turns.
+        """Insert the prompt and the tokens of its answer that are in the cache, for follow-up turns.
 
-        cache: of a row that ends; it may still be in a graph. opened: as in `put`. token_seconds: of reading one.
+        Args:
+            tree: prefix cache.
+            cache: cache of a request that ends; it may still be in a graph.
+            tokens: tokens of the answer.
+            opened: saved context that it continues.
+            token_seconds: seconds of prefill per token.
         """
         fed = cache.get_seq_length() + self.marks - len(self.ids)
         assert 0 <= fed <= len(tokens), f"{fed} of {len(tokens)} tokens of an answer are held"
@@ -158,17 +172,17 @@ class PrefixHandle:
         whole.batch.note_ids(torch.from_numpy(ids[self.marks :].astype(np.int64))[None])
         seal(whole)
         seconds = token_seconds * (len(ids) - self.held_tokens)
-        self._insert(tree, ids, AnswerEntry, whole, (opened, self.namespace, seconds)).release()
+        self._insert(tree, ids, AnswerEntry, whole, opened=opened, namespace=self.namespace, seconds=seconds).release()
 
     def claim_part(self, tree: RadixCache, part: int, start: int) -> bool:
-        """Claim the rest of a part, behind `start` ids; whether somebody else reads it."""
+        """Claim the prefill of a part after `start` ids. Returns whether another request prefills it."""
         if self.claim is None:
-            spaces = self.namespace, self.namespace_of(part)
-            self.claim = claimed(tree, self.ids[: self.ends[part]], start, spaces)
+            ids, owner = self.ids[: self.ends[part]], self.namespace_of(part)
+            self.claim = claim_prefill(tree, ids, start, self.namespace, owner)
         return self.waits()
 
     def waits(self) -> bool:
-        """Whether another request still reads what this one needs."""
+        """Return whether another request still prefills a needed part."""
         if self.claim is None or self.claim.mine:
             return False
         if not self.claim.future.done():
@@ -178,38 +192,44 @@ class PrefixHandle:
         return False
 
     def forget(self) -> None:
-        """Let go of what was found: it may be given up for others."""
+        """Release the cached prefix, which may be evicted then."""
         if self.lease is not None:
             self.lease.release()
         self.lease = None
 
     def leave(self) -> None:
-        """Give everything back."""
+        """Release lease and claim."""
         if self.claim is not None:
             self.claim.release()
         self.claim = None
         self.forget()
 
     def known_tokens(self, tree: RadixCache) -> int:
-        """Of a row that has not begun, tokens of its prompt that the tree has now, whole parts of it. Any thread."""
+        """Return the prompt tokens, in whole parts, that are cached for a waiting request now. Any thread."""
         if len(self.ends) < 2:
             return 0
         found = tree.match(self.ids[: self.ends[-2] + 1], self.namespace, again=True).length
         return max((end - self.marks for end in self.ends[:-1] if end <= found), default=0)
 
     def shares_prefix_with(self, other: PrefixHandle, tokens: int) -> bool:
-        """Whether so many tokens are whole parts of both prompts, the same ones, and both may have them of the tree."""
+        """Return whether `tokens` tokens are the same whole parts of both prompts, visible to both."""
         end = tokens + self.marks
         if self._saved or other._saved or self.marks != other.marks or self.namespace != other.namespace:
             return False
         return end in self.ends[:-1] and end in other.ends[:-1] and np.array_equal(self.ids[:end], other.ids[:end])
 
     def _insert(
-        self, tree: RadixCache, ids: Ids, kind: type[PrefixEntry], whole: RetrievalCache,
-        about: tuple[OpenedText | None, Namespace, float],
-    ) -> Lease:  # fmt: skip
-        """A lease on the node of all these ids, made of the cache where there is none."""
-        opened, namespace, seconds = about
+        self,
+        tree: RadixCache,
+        ids: Ids,
+        kind: type[PrefixEntry],
+        whole: RetrievalCache,
+        *,
+        opened: OpenedText | None,
+        namespace: Namespace,
+        seconds: float,
+    ) -> Lease:
+        """Return a lease on the node of all these ids; insert it if it is missing."""
         match = tree.match(np.append(ids, np.int32(0)), self.namespace, leased=True, again=True)
         assert match.lease is not None
         with match.lease:
@@ -236,9 +256,9 @@ FIRST_MARK = 1 << 30
 
 
 def text_mark(model: PreTrainedModel, weights: WeightState, tokens: int) -> Ids:
-    """What a text of `tokens` tokens begins with in a tree: its keys serve only texts that begin with the same.
+    """Return the ids with which a text starts in the prefix cache, so that only texts with the same weights match.
 
-    Nothing for the first weights, and rotary factors, of a model; else one id that no text has. Any thread.
+    Empty for the first weights and rotary factors of a model, else one id that no text has. Any thread.
     """
     rope = length_rope(model)
     key = weights, None if rope is None else rope.factors(tokens)
@@ -248,23 +268,25 @@ def text_mark(model: PreTrainedModel, weights: WeightState, tokens: int) -> Ids:
     return np.full(min(number, 1), -FIRST_MARK - number, np.int32)
 
 
-def claimed(tree: RadixCache, ids: Ids, start: int, namespaces: tuple[Namespace, Namespace]) -> PrefillClaim | None:
-    """A claim to read ids behind the first `start`; None: these were given up meanwhile, and nobody can continue them.
+def claim_prefill(
+    tree: RadixCache, ids: Ids, start: int, namespace: Namespace, owner: Namespace
+) -> PrefillClaim | None:
+    """Claim the prefill of ids after the first `start`. Returns None if these were evicted meanwhile.
 
-    namespaces: of who asks, and of what is read.
+    namespace: of the request. owner: of the text that is prefilled.
     """
-    match = tree.match(ids[: start + 1], namespaces[0], leased=True, again=True)
+    match = tree.match(ids[: start + 1], namespace, leased=True, again=True)
     assert match.lease is not None
     with match.lease:
-        return tree.pending(match, ids[start:], namespaces[1]) if match.length == start else None
+        return tree.pending(match, ids[start:], owner) if match.length == start else None
 
 
 def longest_cached_prefix(
     tree: RadixCache, ids: Ids, ends: Sequence[int], namespace: Namespace, known: int
 ) -> Lease | None:
-    """A lease on the longest node of a text that ends where one of its parts does, or holds an answer, behind `known`
-    tokens; None: none is in memory. ids: of the whole text. A match is counted once for a text, where nothing of it is
-    known.
+    """Return a lease on the longest node beyond `known` tokens that ends with a part or holds an answer; None: none.
+
+    ids: the whole prompt. One lookup is counted for a prompt, when nothing of it is known.
     """
     stop, again = len(ids), known > 0
     while stop > known:

@@ -1,4 +1,4 @@
-"""Where jobs are, and what they hold there: slots and host bytes. Imports no torch."""
+"""Resources of admitted requests: slots and host bytes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ __all__ = ["ResourcePool", "ScheduledRequest"]
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """One job: its state and what it holds. order: of submission. interactive: by priority or, since, by age.
+    """Scheduling record of a request.
 
-    charged: the priority whose queue it was admitted from. generated: tokens that came; in_flight: steps that it was
-    planned for and whose result is not there yet. at_end: its next chunk ends a layer's pass. since: the tick in which
-    it last got a slot. overtaken: jobs behind it that were admitted while it lacked host memory.
+    Attributes:
+        order: order of submission.
+        interactive: by priority, or by age since.
+        charged: queue that it was admitted from.
+        generated: tokens received.
+        in_flight: planned steps without a result.
+        at_end: whether its next chunk is the end of a layer's pass.
+        since: round in which it last got a slot.
+        overtaken: later requests admitted while it lacked host memory.
     """
 
     job: RequestNeeds
@@ -45,16 +51,18 @@ class ScheduledRequest:
 
     @property
     def wants_step(self) -> bool:
-        """Whether a further step could still be of use: steps on their way may bring its last token."""
+        """Whether another step is of use; steps in flight may yield its last token."""
         return self.generated + self.in_flight < self.job.max_tokens
 
 
 class ResourcePool:
-    """All jobs that are there, by state, and what is free. `move` alone takes and gives back.
+    """All requests by state, and free resources. Only `move` takes and frees them.
 
-    entries: every job by its id, waiting ones too. held: those that are admitted and without a slot. slots: those that
-    decode; the free slot with the lowest number is taken first, so that few rows stand close. outside_bytes: host bytes
-    that something else than a job holds.
+    Attributes:
+        entries: all requests by id, waiting ones included.
+        held: admitted requests without a slot.
+        slots: decoding requests; the lowest free slot is used first, so that small graphs suffice.
+        outside_bytes: host bytes used by anything but requests.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -70,43 +78,41 @@ class ResourcePool:
 
     @property
     def free_bytes(self) -> int:
-        """Below 0 where what is outside grew into what jobs had reserved: nothing is admitted until it shrinks."""
+        """Free host bytes; negative if other users took reserved ones. Nothing is admitted then."""
         return self.unreserved_bytes - self.outside_bytes
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer than rows + ahead jobs are admitted and not parked."""
+        """Whether fewer than rows + ahead requests are admitted and not preempted."""
         active = len(self.seated()) + len(self.held[State.READING]) + len(self.held[State.READY])
         return active < self._limits.rows + self._limits.ahead
 
     def seated(self) -> list[ScheduledRequest]:
-        """Rows in the order of their slots."""
+        """Return decoding requests in the order of their slots."""
         return [entry for entry in self.slots if entry is not None]
 
     def admitted(self) -> Iterator[ScheduledRequest]:
-        """All that hold something."""
+        """Return all requests that hold resources."""
         return chain(self.seated(), *(held.values() for held in self.held.values()))
 
     def room(self) -> dict[bool, int]:
-        """Jobs of each priority that slots let in: interactive ones see no batch jobs, for these can be parked."""
+        """Return how many requests of each priority may be admitted; interactive ones may preempt batch ones."""
         there = [entry.interactive for entry in self.admitted()]
         most = self._limits.rows + self._limits.ahead
         return {True: most - sum(there), False: most - len(there)}
 
     def enter(self, entry: ScheduledRequest) -> None:
-        """A job that waits: it holds nothing yet."""
+        """Add a waiting request."""
         self.entries[entry.job.id] = entry
 
     @property
     def promised_bytes(self) -> int:
-        """Reserved by jobs that have not begun to read, for tokens that the tree has: they find them, and give as much
-        back.
-        """
+        """Bytes reserved by requests before prefill for tokens in the prefix cache, which they will free."""
         new = (entry.job for entry in self.held[State.READING].values() if not entry.chunks_done)
         return sum(max(job.known_tokens - job.cached_tokens, 0) for job in new) * self._limits.token_bytes
 
     def shrink(self, entry: ScheduledRequest, job: RequestNeeds) -> None:
-        """Give back what an admitted job reserved beyond what `job`, the same with more cached tokens, needs."""
+        """Free what an admitted request reserved beyond the needs of `job`, which has more cached tokens."""
         if job.cached_tokens < entry.job.cached_tokens:
             raise ConfigError(
                 f"Job {job.id!r} was admitted with {entry.job.cached_tokens:,} cached tokens and must keep them, got "
@@ -116,7 +122,7 @@ class ResourcePool:
         entry.job, entry.host_bytes = job, self._limits.job_bytes(job)
 
     def move(self, entry: ScheduledRequest, state: State) -> None:
-        """Change a job's state, and with it what it holds. The caller has seen that there is room."""
+        """Change the state of a request and its resources. The caller has checked that there is room."""
         had_bytes = entry.has_bytes
         if entry.state in self.held:
             del self.held[entry.state][entry.job.id]

@@ -165,10 +165,10 @@ class DecodeGraph:
                 _plan(number, slot.hosts, self._asks[number], layers)
             self.decoder.upload_tables()
             self._update_kind()
-        if kind.levels:
+        if kind.prefix_depth:
             prefixes = [None if row is None else row.prefix for row in self.rows]
             paged = next(row.layers for row, one in zip(self.rows, prefixes, strict=True) if row and one)
-            self.decoder.write_pages(prefixes, paged, kind.levels)
+            self.decoder.write_pages(prefixes, paged, kind.prefix_depth)
         self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
 
     def step(
@@ -326,7 +326,7 @@ class DecodeGraph:
                 raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
             max_coded_keys = self.kind.max_coded_keys
         paged = None
-        if self.kind.levels and retrieving:
+        if self.kind.prefix_depth and retrieving:
             paged = self.decoder.paged(slot.number, query, scoring)
         return slot.record(query, new, scoring, sinks, max_coded_keys=max_coded_keys, padded=False, paged=paged)
 
@@ -361,7 +361,7 @@ class DecodeGraph:
 
     def _update_kind(self) -> None:
         """Note which host memory the device reads, once that is planned."""
-        self.kind = self.kind._replace(reads=self.decoder.reads if self.kind.retrieves else ())
+        self.kind = self.kind._replace(host_access=self.decoder.reads if self.kind.retrieves else ())
 
 
 _Ask = tuple[HostRow, int | HeadBudgets | None]

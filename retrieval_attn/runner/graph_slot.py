@@ -105,7 +105,7 @@ class BatchStates:
     def bind(self, like: RetrievalCache) -> list[GraphState]:
         """Make layers like the state layers of `like` over these buffers."""
         return [
-            GraphState(self, (number, row), _layer_over(layer, self.layers[row]))
+            GraphState(self, number, row, _layer_over(layer, self.layers[row]))
             for row, (number, layer) in enumerate(keeping_state(like))
         ]
 

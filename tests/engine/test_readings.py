@@ -54,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def reading() -> PrefillWorker:
     scheduler: Any = SimpleNamespace(limits=SimpleNamespace(inter_token_seconds=INTER_TOKEN_SECONDS))
     nothing: Any = None
-    return PrefillWorker({}, scheduler, threading.Condition(), (nothing, None), nothing, nothing)
+    return PrefillWorker({}, scheduler, threading.Condition(), nothing, None, nothing, nothing)
 
 
 def test_a_forward_alone_is_large(reading: PrefillWorker) -> None:

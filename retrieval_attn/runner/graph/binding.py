@@ -87,7 +87,7 @@ class Binding:
             self.layers[row : row + 1] = [bound]  # before it changes anything: `unbind` undoes what is listed
             bound.attach()
         for row, (number, layer) in enumerate(keeping_state(self.cache)):
-            state = GraphState(self.decoder.states, (number, row), layer)
+            state = GraphState(self.decoder.states, number, row, layer)
             self.states[row : row + 1] = [state]
             state.attach()
         self._replan(self.layers)
@@ -112,7 +112,7 @@ class Binding:
     def update_kind(self) -> None:
         """Note the keys that are searched now: it is known once the host's parts are planned."""
         keys, reads = (self.max_coded_keys, self.decoder.reads) if self.kind.retrieves else (0, ())
-        self.kind = self.kind._replace(max_coded_keys=keys, reads=reads)
+        self.kind = self.kind._replace(max_coded_keys=keys, host_access=reads)
 
     def commit(self, work: np.ndarray[Any, Any], nanoseconds: np.ndarray[Any, Any]) -> None:
         """Count the token of a step that is over. work, nanoseconds: as `StepMemory.host_meters` gives them."""
@@ -268,7 +268,7 @@ class GraphLayer:
         if query.shape[2] != 1:
             raise CaptureError(f"a decode step has one new token per row, the model brought {query.shape[2]}")
         owner, slot, scoring, max_coded_keys, paged = self._owner, self.slot, Scoring(scale, softcap), None, None
-        if owner.kind.levels and isinstance(self.layer, RetrievalLayer):
+        if owner.kind.prefix_depth and isinstance(self.layer, RetrievalLayer):
             paged = owner.decoder.paged(slot.number, query, scoring)
         if owner.kind.retrieves and isinstance(self.layer, RetrievalLayer):
             if not slot.hosts:

@@ -31,23 +31,26 @@ from retrieval_attn.runner.graph.support import hooks_of
 
 
 class StepKind(NamedTuple):
-    """What a graph is captured for, beside the shapes.
+    """Properties of a step, other than shapes, for which a graph is captured.
 
-    retrieves: some row has keys between sinks and window. padded: some window has padding. max_coded_keys: keys that
-    searches of codes on the device are recorded for; 0: none is searched. levels: spans in pages that a row may lie
-    over; 0: no row has any. reads: who reads host memory (`graph/reached.py`), of each host part; none: the host.
+    Attributes:
+        retrieves: whether some sequence has keys between sinks and window.
+        padded: whether some window has padding.
+        max_coded_keys: largest number of keys that the device searches by codes; 0: no search.
+        prefix_depth: largest number of paged spans of a sequence; 0: no sequence has any.
+        host_access: reader of host memory for each host part, see `runner/graph/host_row_gather.py`. Empty: the host.
     """
 
     retrieves: bool
     padded: bool
     max_coded_keys: int
-    levels: int = 0
-    reads: tuple[int, ...] = ()
+    prefix_depth: int = 0
+    host_access: tuple[int, ...] = ()
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host has a part in such steps: otherwise it leaves neither work nor errors."""
-        return self.retrieves and (not self.reads or any(one != Reads.DEVICE for one in self.reads))
+        """Whether the host takes part in the step; otherwise it reports neither work nor errors."""
+        return self.retrieves and (not self.host_access or any(one != Reads.DEVICE for one in self.host_access))
 
 
 class CapturedStep(NamedTuple):

@@ -116,10 +116,10 @@ class StateMemory:
 class GraphState:
     """A bound cache layer whose states lie in the decoder's buffers. Implements `StateHook` of `attention/state.py`."""
 
-    def __init__(self, memory: StepStates, place: tuple[int, int], layer: StateLayer) -> None:
-        """place: the layer's number in the model, and in `memory.layers`."""
+    def __init__(self, memory: StepStates, number: int, row: int, layer: StateLayer) -> None:
+        """number: of the layer in the model. row: its number in `memory.layers`."""
         self._memory, self.layer = memory, layer
-        self._number, self._row = place
+        self._number, self._row = number, row
 
     def attach(self) -> None:
         """Copy the layer's states into the buffers, which are the layer's from now on."""

@@ -1,4 +1,4 @@
-"""Pending: texts that are being read now, so that equal ones that arrive meanwhile wait for one read. No torch."""
+"""Deduplicate in-flight prefills: requests with the same prefix wait for one prefill. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ __all__ = ["PrefillClaim", "InflightPrefills"]
 
 
 class PrefillClaim:
-    """One request's wish for a text: the first of equal ones reads it (`mine`), the others wait.
+    """Claim of one request to prefill a text. The first of equal claims owns the prefill (`is_owner`), the others wait.
 
-    future: resolves to the node once it was read, and the waiting request matches again; to None once the work is this
-    claim's. A claim that is `mine` ends by `done` or `release`; leaving `with` releases it. A claim that waits may be
-    released, or its future cancelled, at any time. Any thread may call any of this.
+    future: resolves to the node after the prefill, and the request matches again; to None once this claim owns the
+    prefill. An owner ends by `done` or `release`, and leaving `with` releases it. A waiting claim may be released, or
+    its future cancelled, at any time. Thread-safe.
     """
 
-    __slots__ = ("_pending", "future", "ids", "mine", "namespace", "start")
+    __slots__ = ("_pending", "future", "ids", "is_owner", "namespace", "start")
 
     def __init__(self, pending: InflightPrefills, ids: Ids, start: int, namespace: Namespace) -> None:
-        """ids: the whole text, int32; start: tokens of it that need not be read."""
+        """ids: the whole text, int32. start: leading tokens that are cached."""
         self._pending = pending
         self.ids = ids
         self.start = start
         self.namespace = namespace
-        self.mine = False
+        self.is_owner = False
         self.future: Future[Node | None] = Future()
 
     @property
-    def reader(self) -> PrefillClaim | None:
-        """Whose read this one waits for; None where it waits for none."""
-        return self._pending.reader_of(self)
+    def owner(self) -> PrefillClaim | None:
+        """The claim whose prefill this one waits for; None: it does not wait."""
+        return self._pending.owner_of(self)
 
     def done(self, node: Node) -> None:
-        """The text was read and is in the tree: all who wait get the node. Nothing happens if it was released before.
+        """Give waiting claims the node, which must be in the tree. A released claim is not changed.
 
-        Insert first: who comes between would read it again.
+        Without the node in the tree, a new request would prefill the text again.
         """
         self._pending.end(self, node)
 
     def release(self) -> None:
-        """Reading failed or was cancelled, or the waiting request left: the next one that waits gets the work."""
+        """Give up a failed or cancelled prefill, or the wait for one; the next waiting claim becomes owner."""
         self._pending.end(self, None)
 
     def __enter__(self) -> PrefillClaim:
@@ -59,11 +59,11 @@ class PrefillClaim:
 
 
 class InflightPrefills:
-    """All texts that are being read, each with those who wait for it, in the order in which they came.
+    """All prefills in flight, each with the claims that wait for it, in order.
 
-    A claim waits for a read that its match will find (of which it has the first share_tokens, or all), and only where
-    at least half of the tokens that are being read spare it its own reading: a short prompt never waits for a long
-    document that begins with the same words. A read waits for nothing, so all come to an end.
+    A claim waits for a prefill that its next match will find, and only if this saves it at least half of the tokens
+    that are prefilled: a short prompt never waits for a long document with the same start. Owners wait for nothing, so
+    there is no deadlock.
     """
 
     def __init__(self, share_tokens: int) -> None:
@@ -72,29 +72,29 @@ class InflightPrefills:
         self._reads: dict[PrefillClaim, dict[PrefillClaim, None]] = {}
 
     def __len__(self) -> int:
-        """Reads under way."""
+        """Prefills in flight."""
         return len(self._reads)
 
     @property
     def waiting(self) -> int:
-        """Claims that wait for a read."""
+        """Waiting claims."""
         with self._lock:
             return sum(map(len, self._reads.values()))
 
     def claim(self, ids: Ids, start: int, namespace: Namespace) -> PrefillClaim:
-        """A claim that is `mine`, or waits for one that is. ids: the whole text; start: tokens that are there."""
+        """Make a claim that owns a prefill or waits for one. ids: the whole text. start: cached tokens."""
         claim = PrefillClaim(self, ids, start, namespace)
         with self._lock:
             self._place(claim)
-        if claim.mine:
+        if claim.is_owner:
             claim.future.set_running_or_notify_cancel()
             claim.future.set_result(None)
         return claim
 
     def end(self, claim: PrefillClaim, node: Node | None) -> None:
-        """A claim is over: with a node, or without one, so that the work is passed on. The second time nothing happens.
+        """End a claim, with a node, or without one to pass the prefill on. A second call changes nothing.
 
-        Futures resolve when the lock is free again, for what hangs on them may claim more.
+        Futures resolve after the lock is released, because their callbacks may claim.
         """
         resolve: list[Callable[[], None]] = []
         with self._lock:
@@ -110,13 +110,13 @@ class InflightPrefills:
         for call in resolve:
             call()
 
-    def reader_of(self, claim: PrefillClaim) -> PrefillClaim | None:
-        """The claim that reads what this one waits for."""
+    def owner_of(self, claim: PrefillClaim) -> PrefillClaim | None:
+        """Return the claim whose prefill this one waits for."""
         with self._lock:
             return next((read for read, waiting in self._reads.items() if claim in waiting), None)
 
     def _pass_on(self, waiting: Iterable[PrefillClaim]) -> list[Callable[[], None]]:
-        """Give the work to the first of them; the others wait for it, or read themselves where it does not serve."""
+        """Make the first claim the owner; the others wait for it, or prefill themselves if it does not cover them."""
         resolve: list[Callable[[], None]] = []
         left = deque(waiting)
         while left:
@@ -130,12 +130,12 @@ class InflightPrefills:
         return resolve
 
     def _place(self, claim: PrefillClaim) -> bool:
-        """Let it wait for a read that serves it, or read itself; whether the work is its own."""
+        """Let a claim wait for a prefill that covers it, or own one. Returns whether it owns one."""
         for read, waiting in self._reads.items():
             if self._serves(read, claim):
                 waiting[claim] = None
                 return False
-        claim.mine = True
+        claim.is_owner = True
         self._reads[claim] = {}
         return True
 

@@ -1,4 +1,4 @@
-"""Limits of what all jobs together hold, and of the time between tokens. Imports no torch."""
+"""Limits of memory, batch size and latency of an engine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What the scheduler shares out. Raises ConfigError for values out of range.
+    """Limits of an engine. Raises ConfigError for values out of range.
 
-    rows: most rows of a step. host_bytes: for keys and values of all jobs. token_bytes: of one token, all layers.
-    inter_token_seconds: from one token to the next; reads take what decoding leaves of it. waiting: most jobs that
-    wait. promote_seconds: age from which a batch job counts as interactive.
-
-    chunk_tokens, layers: a chunk of reading is a chunk in one layer, or the layer's end; a prompt of at most one chunk
-    is short, and overtakes. ahead: jobs that are read although no slot is free, so that the next one to get a slot is
-    ready: at most rows + ahead jobs are admitted and not parked. quantum_tokens: what an owner may be ahead of others
-    before these come first. prefix_cache_device_bytes: of GPUs, for prefixes in the tree; None: no bound, as where the
-    model runs on a CPU, and all of them counts as the host's.
+    Attributes:
+        rows: largest batch of a step.
+        host_bytes: host memory for the KV cache of all requests.
+        token_bytes: bytes of one token in all layers.
+        inter_token_seconds: target time between tokens; prefill gets what decoding leaves of it.
+        waiting: largest number of waiting requests.
+        promote_seconds: age from which a batch request counts as interactive.
+        chunk_tokens: tokens of a prefill chunk; a prompt of one chunk is short and may overtake.
+        layers: layers of the model; a chunk is computed in one layer at a time.
+        ahead: requests that are prefilled without a free slot, so that at most rows + ahead are admitted and not
+            preempted.
+        quantum_tokens: tokens that an owner may be ahead of others before these are served first.
+        prefix_cache_device_bytes: GPU memory of the prefix cache. None: no limit, as for a model on a CPU.
     """
 
     rows: int
@@ -49,7 +53,10 @@ class Limits:
                 raise ConfigError(f"{name} must be a finite {kind.__name__} >= {least}, got {value!r}.")
 
     def sharing(self, device_bytes: int | None) -> Limits:
-        """With this bound of what the tree has on GPUs; None: as they are. Raises ConfigError without a GPU."""
+        """Return the limits with this GPU memory for the prefix cache; None: unchanged.
+
+        Raises ConfigError if the model runs on no GPU.
+        """
         if device_bytes is None:
             return self
         if self.prefix_cache_device_bytes is None:
@@ -60,24 +67,24 @@ class Limits:
         return replace(self, prefix_cache_device_bytes=device_bytes)
 
     def job_bytes(self, job: RequestNeeds) -> int:
-        """Host bytes that a job reserves: for all tokens that it may ever add."""
+        """Return the host bytes that a request reserves, for all tokens that it may add."""
         return job.new_tokens * self.token_bytes
 
     def is_long(self, job: RequestNeeds) -> bool:
-        """Whether reading it takes more than one chunk."""
+        """Return whether the prompt takes more than one chunk."""
         return job.unread_tokens > self.chunk_tokens
 
     def chunks(self, job: RequestNeeds) -> int:
-        """Cells of its reading, where chunks keep their size; 0 where nothing is to be read."""
+        """Return the chunks of a prefill in all layers if none is halved; 0 without tokens to prefill."""
         return self.layer_chunks(job.unread_tokens) * self.layers
 
     def layer_chunks(self, tokens: int) -> int:
-        """Of so many unread tokens in one layer: its chunks, and what ends the layer's pass behind several."""
+        """Return the chunks of `tokens` tokens in one layer, plus one for the layer's end after several."""
         chunks = -(-tokens // self.chunk_tokens)
         return chunks + (chunks > 1)
 
     def refuse_too_large(self, job: RequestNeeds) -> None:
-        """Raise AdmissionError for a job that would not fit even if it were the only one."""
+        """Raise AdmissionError for a request that does not fit even alone."""
         need = self.job_bytes(job)
         if need > self.host_bytes:
             raise AdmissionError(

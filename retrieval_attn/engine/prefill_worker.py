@@ -234,7 +234,7 @@ class PrefillWorker:
         found: dict[str, int] = {}
         for number, chunks in granted.items():
             claim = self._rows[number].sharing.claim if number in self._rows else None
-            reader = None if claim is None else claim.reader
+            reader = None if claim is None else claim.owner
             to = number if reader is None else readers.get(id(reader), number)
             if read and to in self._rows and self._rows[to].has_to_wait:
                 to = read[0]

@@ -183,11 +183,11 @@ class PrefixHandle:
 
     def waits(self) -> bool:
         """Return whether another request still prefills a needed part."""
-        if self.claim is None or self.claim.mine:
+        if self.claim is None or self.claim.is_owner:
             return False
         if not self.claim.future.done():
             return True
-        if not self.claim.mine:
+        if not self.claim.is_owner:
             self.claim = None
         return False
 

@@ -1,4 +1,4 @@
-"""Request, and what becomes of it: events while it is answered, and the whole at its end."""
+"""Requests of an engine, their handles, events and results."""
 
 from __future__ import annotations
 
@@ -77,18 +77,20 @@ class Request:
 
     @property
     def ids(self) -> list[int]:
-        """The whole prompt."""
+        """Token ids of the whole prompt."""
         return [token for part in self.parts for token in part]
 
     @property
     def prompt_tokens(self) -> int:
-        """How many."""
+        """Length of the prompt."""
         return sum(map(len, self.parts))
 
 
 class Event(NamedTuple):
-    """One more token. text: what is certain with it, which may be "". logprob, top: see `SamplingParams.logprobs`; top
-    has pairs of an id and its log-probability.
+    """One generated token.
+
+    text: text that is final with it, possibly "". logprob, top: see `SamplingParams.logprobs`; top has pairs of a token
+    id and its log-probability.
     """
 
     token: int
@@ -98,12 +100,16 @@ class Event(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The end. reason: "stop" (a stop token or string), "length", "cancelled", or "error", which `error` tells.
+    """Result of a request.
 
-    tokens: all that were chosen, without a stop token. prompt_tokens: with a saved context's. cached_tokens: of these,
-    what was not read for it.
-    seconds: from submission to the first token, and to the end. prompt: scores of the prompt's tokens but the first
-    one, if the request has `prompt_logprobs`.
+    Attributes:
+        reason: "stop" (a stop token or string), "length", "cancelled" or "error".
+        text, tokens: the answer, without a stop token.
+        prompt_tokens: length of the prompt, with the saved context.
+        cached_tokens: prompt tokens that were not prefilled for it.
+        seconds: from submission to the first token, and to the end.
+        error: the error if reason is "error".
+        prompt: scores of the prompt tokens after the first, for `Request.prompt_logprobs`.
     """
 
     reason: Reason
@@ -117,10 +123,10 @@ class Finished(NamedTuple):
 
 
 class RequestHandle:
-    """Events of one request as they come, and its end. For one reader; `cancel` may be called by any thread."""
+    """Handle of a submitted request: events in order, and the result. For one reader; any thread may cancel."""
 
     def __init__(self, number: str, cancel: Callable[[], None]) -> None:
-        """number: the request's, for logs."""
+        """number: number of the request, for logs."""
         self.id = number
         self._cancel = cancel
         self._queue: queue.SimpleQueue[Event | Finished] = queue.SimpleQueue()
@@ -129,7 +135,7 @@ class RequestHandle:
         self._lock = threading.Lock()
 
     def put(self, item: Event | Finished) -> None:
-        """Called by the engine."""
+        """Deliver an event or the result. Called by the engine."""
         with self._lock:
             if self._listener is None:
                 self._queue.put(item)
@@ -137,9 +143,9 @@ class RequestHandle:
                 self._listener(item)
 
     def listen(self, listener: Callable[[Event | Finished], None]) -> None:
-        """Let `listener` have all items, those that are there first, in place of who iterates; once, at most.
+        """Deliver all items to `listener` in place of iteration, past ones first. At most once.
 
-        It is called by a thread of the engine, which waits for it: it must be quick, and must not raise.
+        A thread of the engine calls it and blocks meanwhile: it must be quick and not raise.
         """
         with self._lock:
             while not self._queue.empty():
@@ -147,7 +153,7 @@ class RequestHandle:
             self._listener = listener
 
     def __iter__(self) -> Iterator[Event]:
-        """Events until the end. Raises what went wrong, if it was an error."""
+        """Yield events until the end. Raises the error of the request."""
         while self._finished is None:
             item = self._queue.get()
             if isinstance(item, Event):
@@ -158,7 +164,7 @@ class RequestHandle:
             raise self._finished.error
 
     def result(self) -> Finished:
-        """Wait for the end; events are passed over. Never raises: `Finished.error` says what went wrong."""
+        """Wait for the result; events are skipped. Never raises: `Finished.error` has the error."""
         while self._finished is None:
             item = self._queue.get()
             if isinstance(item, Finished):
@@ -166,5 +172,5 @@ class RequestHandle:
         return self._finished
 
     def cancel(self) -> None:
-        """The answer is not wanted any more. It ends soon, as "cancelled"; nothing happens if it has ended."""
+        """Cancel the request, which soon ends as "cancelled". An ended request is not changed."""
         self._cancel()

@@ -1,4 +1,4 @@
-"""A job: one request as the scheduler sees it, numbers of tokens and whose it is. Imports no torch."""
+"""Needs of a request, as numbers of tokens for the scheduler. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ PRIORITIES: tuple[Priority, ...] = ("interactive", "batch")
 
 
 class State(StrEnum):
-    """Where a job is: waiting -> reading -> ready -> decoding <-> parked -> gone; from each of them it may be gone.
+    """State of a request: waiting -> reading -> ready -> decoding <-> preempted -> gone; every state may end in gone.
 
-    waiting: holds nothing. reading: its prompt is read between steps; host bytes are reserved. ready: read, without a
-    slot. decoding: has a slot, and gets a token in every step. parked: read, gave its slot to another job. gone: it
-    holds nothing and is forgotten; so is a job that was never submitted.
+    waiting: holds nothing. reading: is prefilled between steps, host bytes are reserved. ready: prefilled, without a
+    slot. decoding: has a slot and gets a token in every step. preempted: prefilled, lost its slot to another request.
+    gone: holds nothing; also the state of unknown requests.
     """
 
     WAITING = "waiting"
     READING = "reading"
     READY = "ready"
     DECODING = "decoding"
-    PREEMPTED = "parked"
+    PREEMPTED = "preempted"
     GONE = "gone"
 
 
@@ -35,13 +35,15 @@ _BELOW_PROMPT = ("cached_tokens", "opened_tokens", "known_tokens")
 
 @dataclass(frozen=True)
 class RequestNeeds:
-    """What one request needs.
+    """Needs of one request. Raises ConfigError for values out of range.
 
-    prompt_tokens: all of the prompt, at least 1. max_tokens: most tokens to generate, at least 1. cached_tokens: of the
-    prompt, from its start, that the tree holds: at most prompt_tokens - 1, for the last token is the first step's
-    input. opened_tokens: of a saved context that the prompt begins with: they take memory, and no time to read.
-    known_tokens: that the tree has now and may have given up by the time of reading: they decide whose turn it is, and
-    reserve nothing. owner: with whom the engine's time is shared evenly. Raises ConfigError for anything else.
+    Attributes:
+        prompt_tokens: length of the prompt, at least 1.
+        max_tokens: largest number of generated tokens, at least 1.
+        cached_tokens: leading prompt tokens in the prefix cache, at most prompt_tokens - 1: the last one is computed.
+        opened_tokens: tokens of a saved context, which take memory and no prefill.
+        known_tokens: tokens that are cached now and may be evicted; they affect the order and reserve nothing.
+        owner: account of fair queueing.
     """
 
     id: str
@@ -69,15 +71,15 @@ class RequestNeeds:
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens to read before the first step: what is not there, known or opened, nor the last, the step's input."""
+        """Tokens to prefill before the first step, without the prompt's last one, which is the step's input."""
         return self.prompt_tokens - max(self.cached_tokens, self.opened_tokens, self.known_tokens) - 1
 
     @property
     def is_there(self) -> bool:
-        """Whether nothing is to be read, whatever the tree gives up."""
+        """Whether there is nothing to prefill, whatever is evicted."""
         return max(self.cached_tokens, self.opened_tokens) == self.prompt_tokens - 1
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens whose keys and values the job adds; cached ones belong to the tree and are not counted twice."""
+        """Largest number of tokens whose KV the request adds; cached ones belong to the prefix cache."""
         return self.prompt_tokens - self.cached_tokens + self.max_tokens

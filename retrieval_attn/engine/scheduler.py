@@ -1,8 +1,8 @@
-"""Scheduler: which jobs read, decode, wait or leave in the next step. Deterministic; time is given; imports no torch.
+"""Decide which requests are prefilled, decode, wait or leave in the next step. Deterministic; imports no torch.
 
-Batches change between steps, as in Orca (OSDI 2022): a job joins at the next tick and leaves when it is done. A job is
-admitted only with everything that it may ever need (no preemption by recomputing, as vLLM has it); so no job can wait
-for what another waiting job holds. The load decides when a job runs, and never what it computes.
+Batches change between steps (Orca, OSDI 2022). A request is admitted only with all memory that it may need, without
+preemption by recomputation, so that no request waits for memory of another waiting one. Load decides when a request is
+computed, never its result.
 """
 
 from __future__ import annotations
@@ -29,13 +29,19 @@ OVERTAKES = 16
 
 
 class StepResult(NamedTuple):
-    """What came of plans since the last tick; names of jobs that are gone are ignored.
+    """Results since the last round. Unknown requests are ignored.
 
-    ended: rows that chose a stop token or string. tokens: rows that got a token; each row of a plan's `decode` must
-    come here once, or in `ended` or `failed`, be it some ticks later. failed: jobs with an error, in whatever state.
-    read: chunks done. read_done: prompts that are read. decode_seconds: of the last step; chunk_seconds: of a chunk in
-    `read`, on average; 0 where nothing was measured. at_end: of `read`, those whose next chunk ends a layer's pass, and
-    is all that they read in the next tick in which they do.
+    Attributes:
+        ended: requests that sampled a stop token or stop string.
+        tokens: requests with one more token. Each planned one appears once here, or in `ended` or `failed`, in any
+            later
+            round.
+        failed: requests with an error, in any state.
+        read: completed prefill chunks.
+        read_done: requests whose prompt is prefilled.
+        decode_seconds: duration of the last step; 0: not measured.
+        chunk_seconds: mean duration of a chunk in `read`; 0: not measured.
+        at_end: requests of `read` whose next chunk is the end of a layer's pass, then their only one of the round.
     """
 
     ended: tuple[str, ...] = ()
@@ -49,12 +55,13 @@ class StepResult(NamedTuple):
 
 
 class SchedulerOutput(NamedTuple):
-    """What is to be done, in this order: leave, start, decode and, beside or after it, read.
+    """Plan of a round, executed in this order.
 
-    leave: ended, failed, aborted, or has all its tokens: give everything back; of a job that only waited there is
-    nothing. start: admitted; its reading begins, or it is ready at once if only the last token of its prompt is unread.
-    decode: rows of this step in the order of their slots; parked rows are left out. read: jobs and the most chunks of
-    each before the next step.
+    Attributes:
+        leave: requests that end; their resources are freed.
+        start: admitted requests; prefill begins, or they are ready if only the last prompt token is left.
+        decode: sequences of this step in the order of their slots, without preempted ones.
+        read: largest number of prefill chunks by request before the next step.
     """
 
     start: tuple[str, ...] = ()
@@ -68,10 +75,10 @@ def _seating_order(entry: ScheduledRequest) -> tuple[bool, bool, int]:
 
 
 class Scheduler:
-    """Jobs from their submission to their end; `tick` is called before every step.
+    """Schedules requests from submission to end; `schedule` is called before every step.
 
-    A tick takes O(rows + changes), whatever waits. `lacking_bytes`: host bytes that the next job to be admitted lacks;
-    who holds what could be given up, as the tree of prefixes does, frees as many and says so with `set_outside`.
+    A round takes O(rows + changes), however many requests wait. `lacking_bytes`: host bytes that the next request
+    lacks; the engine evicts prefixes for them and reports with `set_outside`.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -89,12 +96,12 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing is there, and nothing is still to leave."""
+        """Whether no request is left."""
         return not self._places.entries
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait."""
+        """Number of waiting requests."""
         return len(self._queues[True]) + len(self._queues[False])
 
     @property
@@ -103,24 +110,26 @@ class Scheduler:
         return len(self._places.seated())
 
     def state(self, job: str) -> State:
-        """Where a job is; gone, too, if it was never submitted."""
+        """Return the state of a request; gone if it is unknown."""
         entry = self._places.entries.get(job)
         return State.GONE if entry is None else entry.state
 
     def submit(self, job: RequestNeeds, now: float) -> None:
-        """Take a job in. now: seconds of any clock that does not go back.
+        """Queue a request. now: seconds of a monotonic clock.
 
-        Raises AdmissionError for a job that can never be admitted, or whose id is taken by one that is still there;
-        EngineFullError if no more may wait, or after `drain`. A refused job leaves nothing behind.
+        Raises:
+            AdmissionError: the request never fits, or its id is in use.
+            EngineFullError: too many wait, or `drain` was called. A refused request leaves nothing behind.
         """
         if job.id in self._places.entries:
-            raise AdmissionError(f"A job {job.id!r} is there already: give each its own id.")
+            raise AdmissionError(f"A request {job.id!r} exists already; give each request its own id.")
         self.limits.refuse_too_large(job)
         if self._draining:
-            raise EngineFullError("The engine is draining and takes no new jobs: ask another one, or start it anew.")
+            raise EngineFullError("The engine is draining and accepts no requests; use another engine or restart it.")
         if self.waiting >= self.limits.waiting:
             raise EngineFullError(
-                f"{self.waiting:,} jobs wait, of {self.limits.waiting:,} that may: try again later, or raise waiting."
+                f"The queue has {self.waiting:,} of at most {self.limits.waiting:,} requests; try again later or "
+                "raise Limits.waiting."
             )
         self._now = max(self._now, now)
         self._order += 1
@@ -134,22 +143,21 @@ class Scheduler:
             self._batch_by_age[job.id] = entry
 
     def abort(self, job: str) -> bool:
-        """Let a job leave at the next tick, whatever its state. False if it is gone already: that is no error."""
+        """End a request in the next round, whatever its state. Returns False if it is gone already."""
         if job not in self._places.entries:
             return False
         self._leaving[job] = None
         return True
 
     def drain(self) -> None:
-        """Take no new jobs; those that are there are served to their end."""
+        """Refuse new requests and serve the present ones to their end."""
         self._draining = True
 
     def set_cached(self, job: str, cached_tokens: int) -> None:
-        """Tokens of a job's prompt that the tree holds from now on, as where an equal prompt was read before it.
+        """Set the prompt tokens of a request that are in the prefix cache.
 
-        A waiting job may gain or lose some; what became too large raises AdmissionError and stays as it was. An
-        admitted one gives back what it had reserved for tokens that are now the tree's; to lose some is a ConfigError.
-        One that is gone is left alone.
+        A waiting request may gain or lose some; it raises AdmissionError, unchanged, if it becomes too large. An
+        admitted one frees what it reserved for them, and raises ConfigError for fewer. Unknown requests are ignored.
         """
         if (entry := self._places.entries.get(job)) is None:
             return
@@ -162,17 +170,17 @@ class Scheduler:
         _renew(entry, changed, self._queues[entry.interactive], self.limits)
 
     def set_known(self, job: str, known_tokens: int) -> None:
-        """Tokens of a job's prompt that the tree has now, as where an equal text was just read: see `RequestNeeds`."""
+        """Set the prompt tokens of a waiting request that are cached now, see `RequestNeeds`."""
         if (entry := self._places.entries.get(job)) is not None:
             job_now = replace(entry.job, known_tokens=known_tokens)
             _renew(entry, job_now, self._queues[entry.interactive], self.limits)
 
     def set_outside(self, host_bytes: int) -> None:
-        """Host bytes, of those in the limits, that something else than a job holds from now on."""
+        """Set the host bytes, of those in the limits, that anything but requests uses."""
         self._places.outside_bytes = host_bytes
 
     def schedule(self, results: StepResult, now: float) -> SchedulerOutput:
-        """Take in what happened, and plan the next step. now: seconds, as in `submit`."""
+        """Take the results of the last round and plan the next step. now: seconds, as in `submit`."""
         self._now = max(self._now, now)
         self._ticks += 1
         self._take_in(results)
@@ -226,7 +234,7 @@ class Scheduler:
         return leave
 
     def _promote(self) -> None:
-        """Batch jobs that are old enough count as interactive from now on."""
+        """Treat batch requests of sufficient age as interactive."""
         due = self._now - self.limits.promote_seconds
         while self._batch_by_age:
             name, entry = next(iter(self._batch_by_age.items()))
@@ -240,7 +248,7 @@ class Scheduler:
             entry.interactive = entry.interactive or entry.submitted <= due
 
     def _seat(self) -> None:
-        """Give slots: to interactive jobs, even a batch row's; then to parked rows; then to batch jobs; each by age."""
+        """Assign slots: to interactive requests, which may preempt; to preempted ones; to batch ones; each by age."""
         unseated = chain(self._places.held[State.READY].values(), self._places.held[State.PREEMPTED].values())
         for entry in sorted(unseated, key=_seating_order):
             parked = entry.state is State.PREEMPTED
@@ -251,7 +259,7 @@ class Scheduler:
             self._places.move(entry, State.DECODING)
 
     def _preempt_one(self) -> bool:
-        """Take the slot from the batch row that came last; not from one that just got it."""
+        """Preempt the batch request that got its slot last, unless in this round."""
         rows = [e for e in self._places.seated() if not e.interactive and e.since < self._ticks]
         if not rows:
             return False
@@ -260,7 +268,7 @@ class Scheduler:
         return True
 
     def _admit(self) -> tuple[str, ...]:
-        """Admit what may be; ids of the admitted jobs."""
+        """Admit requests that fit. Returns their ids."""
         start: list[str] = []
         room = self._places.room()
         while (entry := self._next(room)) is not None:
@@ -277,7 +285,7 @@ class Scheduler:
         return tuple(start)
 
     def _next(self, room: Mapping[bool, int]) -> ScheduledRequest | None:
-        """The job to be admitted now, or None. One that lacks host memory is overtaken a bounded number of times."""
+        """Return the next request to admit, or None. A limited number may overtake one that lacks host memory."""
         self.lacking_bytes = 0
         blocked: ScheduledRequest | None = None
         for interactive in (True, False):
@@ -307,7 +315,7 @@ class Scheduler:
 
 
 def _renew(entry: ScheduledRequest, job: RequestNeeds, queue: FairQueue, limits: Limits) -> None:
-    """The entry's job is this one from now on; what is left of it to be read decides whether it is a long one."""
+    """Replace the needs of a scheduled request; its unread tokens decide whether it is long."""
     is_long = limits.is_long(job)
     if entry.state is State.WAITING and is_long != entry.is_long:
         queue.remove(job.id, job.owner, is_long=entry.is_long)

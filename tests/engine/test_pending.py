@@ -33,14 +33,14 @@ def read(tree: RadixCache, ids: np.ndarray, namespace: str | None = "a") -> Node
 def test_equal_texts_are_read_once() -> None:
     tree = RadixCache()
     first, *others = [claim(tree, TEXT) for _ in range(5)]
-    assert first.mine and first.future.result() is None
-    assert not any(other.mine or other.future.done() for other in others)
+    assert first.is_owner and first.future.result() is None
+    assert not any(other.is_owner or other.future.done() for other in others)
     assert tree.stats.reading == 1 and tree.stats.waiting == 4
     check_tree(tree)
     node = read(tree, TEXT)
     first.done(node)
     assert [other.future.result() for other in others] == [node] * 4
-    assert not any(other.mine for other in others)
+    assert not any(other.is_owner for other in others)
     assert tree.stats.reading == tree.stats.waiting == 0
     first.release()
     assert tree.match(TEXT, "a").length == 99
@@ -50,11 +50,11 @@ def test_one_by_one_the_others_get_the_work_of_who_fails() -> None:
     tree = RadixCache()
     claims = [claim(tree, TEXT) for _ in range(4)]
     claims[0].release()
-    assert claims[1].mine and claims[1].future.result() is None
+    assert claims[1].is_owner and claims[1].future.result() is None
     assert not claims[2].future.done()
     with pytest.raises(RuntimeError), claims[1]:
         raise RuntimeError("reading failed")
-    assert claims[2].mine and not claims[3].mine
+    assert claims[2].is_owner and not claims[3].is_owner
     check_tree(tree)
     node = read(tree, TEXT)
     claims[2].done(node)
@@ -68,7 +68,7 @@ def test_who_left_gets_neither_work_nor_node() -> None:
     assert claims[1].future.cancelled()
     assert claims[2].future.cancel()
     claims[0].release()
-    assert claims[3].mine and not claims[1].mine and not claims[2].mine
+    assert claims[3].is_owner and not claims[1].is_owner and not claims[2].is_owner
     assert claims[4].future.cancel()
     claims[3].done(read(tree, TEXT))
     assert tree.stats.reading == tree.stats.waiting == 0
@@ -82,7 +82,7 @@ def test_all_gone_nothing_is_left() -> None:
         one.release()
         one.release()
     assert tree.stats.reading == tree.stats.waiting == 0
-    assert claim(tree, TEXT).mine
+    assert claim(tree, TEXT).is_owner
 
 
 def test_a_longer_and_a_shorter_text_wait_if_that_spares_them_enough() -> None:
@@ -93,17 +93,17 @@ def test_a_longer_and_a_shorter_text_wait_if_that_spares_them_enough() -> None:
     unlike = claim(tree, np.append(TEXT[:63], TEXT + 500).astype(np.int32))
     too_short = claim(tree, TEXT[:40])
     other = claim(tree, np.append(TEXT[:70], TEXT[:70] + 500).astype(np.int32))
-    assert first.mine and not longer.mine and not shorter.mine and not other.mine
-    assert too_short.mine, "it would wait for 100 tokens of which it needs 39"
-    assert unlike.mine, "63 tokens in common are fewer than share_tokens"
+    assert first.is_owner and not longer.is_owner and not shorter.is_owner and not other.is_owner
+    assert too_short.is_owner, "it would wait for 100 tokens of which it needs 39"
+    assert unlike.is_owner, "63 tokens in common are fewer than share_tokens"
     check_tree(tree)
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_document() -> None:
     tree = RadixCache()
     document = np.append(TEXT, np.full(100_000, 9)).astype(np.int32)
-    assert claim(tree, document).mine
-    assert claim(tree, np.append(TEXT, [1, 2, 3]).astype(np.int32)).mine
+    assert claim(tree, document).is_owner
+    assert claim(tree, np.append(TEXT, [1, 2, 3]).astype(np.int32)).is_owner
 
 
 def test_waiting_ones_that_do_not_serve_each_other_all_read() -> None:
@@ -111,9 +111,9 @@ def test_waiting_ones_that_do_not_serve_each_other_all_read() -> None:
     tree = RadixCache()
     first = claim(tree, TEXT[:4])
     others = [claim(tree, np.append(TEXT[:4], np.full(90, fill)).astype(np.int32)) for fill in (1, 1, 2)]
-    assert not any(other.mine for other in others)
+    assert not any(other.is_owner for other in others)
     first.release()
-    assert [other.mine for other in others] == [True, False, True]
+    assert [other.is_owner for other in others] == [True, False, True]
     check_tree(tree)
 
 
@@ -121,8 +121,8 @@ def test_the_last_token_is_not_waited_for() -> None:
     """It is read in any case: a thousand equal requests for one token would wait for each other forever."""
     tree = RadixCache()
     read(tree, TEXT)
-    assert all(claim(tree, TEXT).mine for _ in range(3))
-    assert claim(RadixCache(), TEXT[:1]).mine
+    assert all(claim(tree, TEXT).is_owner for _ in range(3))
+    assert claim(RadixCache(), TEXT[:1]).is_owner
 
 
 def test_what_the_tree_learned_since_the_match_is_not_read_again() -> None:
@@ -130,17 +130,17 @@ def test_what_the_tree_learned_since_the_match_is_not_read_again() -> None:
     found = tree.match(TEXT, "a")
     node = read(tree, TEXT)
     late = tree.pending(found, TEXT, "a")
-    assert not late.mine and late.future.result() is node
+    assert not late.is_owner and late.future.result() is node
     assert tree.stats.reading == 0
 
 
 def test_namespaces_do_not_wait_for_each_other() -> None:
     tree = RadixCache()
-    assert claim(tree, TEXT, "a").mine
-    assert claim(tree, TEXT, "b").mine
+    assert claim(tree, TEXT, "a").is_owner
+    assert claim(tree, TEXT, "b").is_owner
     everybody = claim(tree, TEXT, None)
-    assert everybody.mine
-    assert not claim(tree, TEXT, "c").mine, "what is read for everybody serves c"
+    assert everybody.is_owner
+    assert not claim(tree, TEXT, "c").is_owner, "what is read for everybody serves c"
 
 
 def test_bad_claims() -> None:
@@ -199,7 +199,7 @@ def test_random_requests_all_end_and_read_only_what_is_needed() -> None:
             if not mine.future.done() or draw.random() < faults:
                 mine.release()
             elif mine.future.result(timeout=0) is None:
-                assert mine.mine
+                assert mine.is_owner
                 reads += len(ids) - found.length > share  # fewer are not found by an equal text
                 mine.done(tree.insert(found, ids[found.length :], Bytes(1), "a"))
             else:

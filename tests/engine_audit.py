@@ -108,7 +108,7 @@ def check_claims(claims: InflightPrefills) -> None:
             "a claim waits twice, or reads and waits",
         )
         _require(
-            not any(claim.mine for claim in waiting) and all(claim.mine for claim in claims._reads),
+            not any(claim.is_owner for claim in waiting) and all(claim.is_owner for claim in claims._reads),
             "a claim waits for a read that is its own, or reads without the work",
         )
 

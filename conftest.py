@@ -93,6 +93,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def reference_step_kernels() -> Iterator[None]:
+    """Kernels of captured steps are plain PyTorch if Triton does not run."""
+    from retrieval_attn.gpu.decode.kernels import replaced_kernels
+    from tests.reference.kernels import reference_kernels
+
+    with replaced_kernels(reference_kernels):
+        yield
+
+
 @pytest.fixture
 def nan_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Uninitialised float memory holds NaN during the test, so an output that nobody wrote cannot pass.

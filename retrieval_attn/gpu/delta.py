@@ -1,7 +1,7 @@
 """One token of a layer that keeps a state: a short convolution, the gated delta rule, a gated norm of what it gives.
 
 Two kernels in place of some 50 of transformers' modules (Qwen3.5's `GatedDeltaNet`), which advance the states where
-they lie. Each has a Triton kernel (`delta_triton.py`) and the same in plain PyTorch. (Yang et al., "Gated Delta
+they lie, as Triton kernels (`delta_triton.py`). (Yang et al., "Gated Delta
 Networks: Improving Mamba2 with Delta Rule", equation 10.)
 """
 
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
-from retrieval_attn.gpu.decode.kernels import kernels_for
-from retrieval_attn.gpu.products import rms_norm
+from retrieval_attn.gpu.decode.kernels import kernels_for, replacement_for
 
 UNIT_EPS = 1e-6
 """What is added to the sum of squares of a query or a key before it is divided by its root."""
@@ -76,31 +73,6 @@ class States(NamedTuple):
 
 def delta_step(asked: Asked, rule: DeltaRule, states: States) -> Tensor:
     """What the output's projection is given, (rows, v_heads * v_dim) of the dtype of `asked`; advances `states`."""
-    kernels = kernels_for(asked.mixed, "delta_triton")
-    if kernels is not None:
-        found: Tensor = kernels.delta_step(asked, rule, states)
-        return found
-    rows, memory = len(asked.mixed), states.memory
-    seen = torch.cat((states.inputs, asked.mixed[..., None].to(states.inputs.dtype)), dim=-1)
-    states.inputs.copy_(seen[..., 1:])
-    kept = (seen[..., -rule.taps.shape[1] :] * rule.taps).sum(-1)
-    kept = functional.silu(kept if rule.tap_bias is None else kept + rule.tap_bias)
-    query, key, value = kept.split([rule.k_heads * rule.k_dim] * 2 + [rule.v_heads * rule.v_dim], dim=-1)
-    query, key = (
-        _unit(one.view(rows, rule.k_heads, rule.k_dim).to(memory.dtype)).repeat_interleave(
-            rule.v_heads // rule.k_heads, dim=1
-        )
-        for one in (query, key)
-    )
-    value = value.view(rows, rule.v_heads, rule.v_dim).to(memory.dtype)
-    rate = functional.softplus(asked.fading.to(memory.dtype) + rule.shift) * rule.log_decay.to(memory.dtype).exp()
-    memory.mul_(torch.exp(-rate)[..., None, None])
-    change = (value - (memory * key[..., None]).sum(-2)) * asked.strength.sigmoid().to(memory.dtype)[..., None]
-    memory.add_(key[..., None] * change[:, :, None])
-    out = (memory * query[..., None]).sum(-2) * rule.k_dim**-0.5
-    normal = rms_norm(out.to(asked.mixed.dtype), rule.norm, rule.eps)
-    return (normal * functional.silu(asked.gate.view(normal.shape).to(memory.dtype))).to(normal.dtype).flatten(1)
-
-
-def _unit(heads: Tensor) -> Tensor:
-    return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + UNIT_EPS)
+    kernels = kernels_for(asked.mixed, "delta_triton") or replacement_for(asked.mixed, "delta_triton")
+    found: Tensor = kernels.delta_step(asked, rule, states)
+    return found

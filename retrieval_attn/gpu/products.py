@@ -6,19 +6,17 @@ embedding), `gated` (norm, gate, up, SiLU) and `add_product` (output or down pro
 state begin with `two_products` (norm, two projections).
 
 Weights are plain, or of 4 bits (`packed.py`). Each product has a Triton kernel for either kind (`products_triton.py`,
-`packed_triton.py`), which rounds once, at the end, and the same in plain PyTorch, which
-rounds where transformers' modules do.
+`packed_triton.py`), which rounds once, at the end. Only captured steps use them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from retrieval_attn.gpu.decode.kernels import kernels_for
+from retrieval_attn.gpu.decode.kernels import kernels_for, replacement_for
 from retrieval_attn.gpu.packed import PackedWeights
 
 
@@ -170,58 +168,29 @@ def _kind(weights: AnyWeights) -> tuple[object, ...]:
     return kind
 
 
+def _kernels(tensor: Tensor, module: str) -> Any:
+    return kernels_for(tensor, module) or replacement_for(tensor, module)
+
+
 def project(hidden: Tensor, into: Attending, rotation: Rotation) -> Projected:
     """What attention is asked for hidden (rows, in)."""
-    kernels = kernels_for(hidden, into.query.kernels)
-    if kernels is not None:
-        found: Projected = kernels.project(hidden, into, rotation)
-        return found
-    normal, gate = rms_norm(hidden, *into.norm), None
-    query, key, value = (
-        _product(normal, one).view(len(hidden), -1, into.head_dim) for one in (into.query, into.key, into.value)
-    )
-    if into.gates:
-        query, gate = query[:, ::2], query[:, 1::2]
-    query = query if into.query_norm is None else rms_norm(query, *into.query_norm)
-    key = key if into.key_norm is None else rms_norm(key, *into.key_norm)
-    return Projected(_turned(query, rotation), _turned(key, rotation), value, gate)
-
-
-def _product(numbers: Tensor, weights: AnyWeights) -> Tensor:
-    return functional.linear(numbers, weights.matrix.to(numbers.dtype), weights.bias)
-
-
-def _turned(heads: Tensor, rotation: Rotation) -> Tensor:
-    cosines, sines = (one[:, None] for one in rotation)
-    part, rest = heads.split([cosines.shape[-1], heads.shape[-1] - cosines.shape[-1]], dim=-1)
-    low, high = part.chunk(2, dim=-1)
-    return torch.cat((part * cosines + torch.cat((-high, low), dim=-1) * sines, rest), dim=-1)
+    found: Projected = _kernels(hidden, into.query.kernels).project(hidden, into, rotation)
+    return found
 
 
 def two_products(hidden: Tensor, norm: Norm, first: AnyWeights, second: AnyWeights) -> tuple[Tensor, Tensor]:
     """Products (rows, out) of the normed hidden (rows, in) with two weights, alike and both with a bias or neither."""
-    kernels = kernels_for(hidden, first.kernels)
-    if kernels is not None:
-        found: tuple[Tensor, Tensor] = kernels.two_products(hidden, norm, first, second)
-        return found
-    normal = rms_norm(hidden, *norm)
-    return _product(normal, first), _product(normal, second)
+    found: tuple[Tensor, Tensor] = _kernels(hidden, first.kernels).two_products(hidden, norm, first, second)
+    return found
 
 
 def gated(hidden: Tensor, into: Gated) -> Tensor:
     """silu(gate(x)) * up(x), (rows, inner), of the normed x of hidden (rows, in)."""
-    kernels = kernels_for(hidden, into.gate.kernels)
-    if kernels is not None:
-        found: Tensor = kernels.gated(hidden, into)
-        return found
-    normal = rms_norm(hidden, *into.norm)
-    return functional.silu(_product(normal, into.gate)) * _product(normal, into.up)
+    found: Tensor = _kernels(hidden, into.gate.kernels).gated(hidden, into)
+    return found
 
 
 def add_product(residual: Tensor, numbers: Tensor, weights: AnyWeights) -> Tensor:
     """residual (rows, out) + numbers (rows, in) times the weights (out, in), a new tensor."""
-    kernels = kernels_for(numbers, weights.kernels)
-    if kernels is not None:
-        found: Tensor = kernels.add_product(residual, numbers, weights)
-        return found
-    return residual + _product(numbers, weights)
+    found: Tensor = _kernels(numbers, weights.kernels).add_product(residual, numbers, weights)
+    return found

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from retrieval_attn.cpu.serve import CallTable
+from retrieval_attn.gpu.decode.kernels import replaced_kernels
 from retrieval_attn.runner.graph.registry import replaced_runtime
 from tests.emulation.runtime import EmulatedRuntime
+from tests.reference.kernels import reference_kernels
 
 
 @contextmanager
@@ -17,7 +19,7 @@ def emulated(runtime: EmulatedRuntime | None = None) -> Iterator[None]:
 
     graph=True raises for a step that cannot be captured. runtime: defaults to one of the process.
     """
-    with replaced_runtime(lambda: runtime or _shared()):
+    with replaced_runtime(lambda: runtime or _shared()), replaced_kernels(reference_kernels):
         yield
 
 

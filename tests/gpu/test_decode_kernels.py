@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
 from retrieval_attn.gpu.decode import kernels as decode_kernels
 from retrieval_attn.gpu.decode.kernels import (
@@ -28,6 +29,7 @@ from retrieval_attn.gpu.decode.kernels import (
     stage_queries,
     window_partials,
 )
+from tests.reference import decode_kernels as reference
 from tests.reference.attention import reference_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -37,7 +39,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where the tensors lie; "triton" means the kernels on a GPU, or interpreted."""
     if request.param == "torch":
-        monkeypatch.setattr(decode_kernels, "_triton", lambda tensor: None)
+        monkeypatch.setattr(decode_kernels, "_triton", lambda tensor: reference)
     elif INTERPRETED:
         from retrieval_attn.gpu.decode import kernels_triton as decode_triton
 
@@ -295,6 +297,12 @@ def test_staged_queries_lie_where_the_host_wants_them(device: str, dtype: torch.
         stage_queries(query, target, given)
         found = target if given is None else target[given]
         assert torch.equal(found.cpu(), query.reshape(12, 24).float().cpu())
+
+
+def test_without_triton_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_kernels, "_replacements", [])
+    with pytest.raises(BackendError, match="need Triton.* on cpu.*graph=False"):
+        stage_queries(torch.ones(1, 2, 1, 4), torch.empty(2, 4), None)
 
 
 def test_splits_follow_the_device() -> None:

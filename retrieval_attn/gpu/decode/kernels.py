@@ -4,8 +4,8 @@ How much of a buffer is used is read from device memory, so one graph serves whi
 `stage_queries` lays the queries out for the host, `window_partials` stores the new key and value and attends to sinks
 and tail, `merge_parts` joins its parts, the host's part and learned sink logits in float32.
 
-Each has a Triton kernel (`kernels_triton.py`) and the same in plain PyTorch, which runs where Triton does not, and is
-what the kernels are tested against. Nothing here reads a tensor's value on the CPU.
+Each is a Triton kernel (`kernels_triton.py`). Without Triton no step is captured. Tests replace the kernels by plain
+PyTorch (`replaced_kernels`). Nothing here reads a tensor's value on the CPU.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ import functools
 import importlib
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from retrieval_attn.compile.cache_dir import use_triton_folder
+from retrieval_attn.errors import BackendError
 
 logger = logging.getLogger(__name__)
 _trial = threading.Lock()
+_replacements: list[Callable[[str], Any]] = []
 
 BLOCK_TOKENS = 64
 """Keys that one program reads at a time."""
@@ -77,15 +81,7 @@ def stage_queries(query: Tensor, target: Tensor, rows: Tensor | None) -> None:
 
     rows: int64, where query head h of row b goes, at b * q_heads + h; None: there, in order.
     """
-    kernels = _triton(query)
-    if kernels is not None:
-        kernels.stage_queries(query, target, rows)
-        return
-    flat = query.reshape(target.shape)
-    if rows is None:
-        target.copy_(flat)
-    else:
-        target.index_copy_(0, rows, flat.float())
+    _triton(query).stage_queries(query, target, rows)
 
 
 def window_partials(
@@ -102,37 +98,11 @@ def window_partials(
     """Store the new key and value (batch, kv_heads, 1, dim), attend query (batch, q_heads, 1, head_dim) to all.
 
     reach: only the last `reach` tokens are seen, the new one among them (sliding-window layers). The new token is
-    always real. `window.span` is left as it is: see `advance`. Returns `splits` partials, empty ones among them where
-    there are fewer keys (Triton), or one (PyTorch).
+    always real. `window.span` is left as it is: see `advance`. Returns up to `splits` partials, of which some may be
+    empty.
     """
-    kernels = _triton(query)
-    if kernels is not None:
-        parts: Parts = kernels.window_partials(query, key, value, window, scale, softcap, reach, splits)
-        return parts
-    batch, q_heads, _, dim = query.shape
-    kv_heads, slots = window.key.shape[1:3]
-    low, high = window.span[:, :1], window.span[:, 1:]
-    row, place = torch.arange(batch, device=query.device), high[:, 0].long()
-    window.key[row, :, place] = key[:, :, 0]
-    window.value[row, :, place] = value[:, :, 0]
-    slot = torch.arange(slots, device=query.device)[None]
-    seen = (slot >= low) & (slot <= high)
-    if reach is not None:
-        seen = seen & (slot > high - reach)
-    if window.valid is not None:
-        seen = seen & (window.valid | (slot == high))
-    seen = seen[:, None, None]  # (batch, 1, 1, slots)
-    grouped = query.float().reshape(batch, kv_heads, q_heads // kv_heads, dim)
-    scores = grouped @ window.key.float().transpose(2, 3) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen, -torch.inf)
-    top = scores.amax(dim=-1, keepdim=True)  # finite: the new token is always seen
-    weights = torch.exp(scores - top)
-    total = weights.sum(dim=-1, keepdim=True)
-    out = (weights / total) @ window.value.float()
-    shape = batch, q_heads, 1
-    return Parts(out.reshape(*shape, -1), (top + torch.log(total)).reshape(shape))
+    parts: Parts = _triton(query).window_partials(query, key, value, window, scale, softcap, reach, splits)
+    return parts
 
 
 def merge_parts(
@@ -150,36 +120,8 @@ def merge_parts(
     of tokens in pages, in the order of `parts`. Parts may be empty (lse -inf). Adds to the host's tally, where there is
     one: `rest` and the host's share of its own are estimated.
     """
-    kernels = _triton(parts.out)
-    if kernels is not None:
-        merged: Tensor = kernels.merge_parts(parts, host, sink_logits, dtype, rest, paged)
-        return merged
-    out, lse = parts
-    batch, q_heads, _, value_dim = out.shape
-    others = [one for one in (paged, rest) if one is not None]  # the host's comes last
-    if host is not None:
-        others.append((host.out, host.lse) if host.rows is None else (host.out[host.rows], host.lse[host.rows]))
-    for own_out, own_lse in others:
-        out = torch.cat([out, own_out.reshape(batch, q_heads, 1, value_dim)], dim=2)
-        lse = torch.cat([lse, own_lse.reshape(batch, q_heads, 1)], dim=2)
-    top = lse.amax(dim=2, keepdim=True)
-    if sink_logits is not None:
-        top = torch.maximum(top, sink_logits.float().view(1, -1, 1))
-    top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
-    weights = torch.exp(lse - top)
-    total = weights.sum(dim=2, keepdim=True)
-    if host is not None and host.estimated is not None:
-        share, tally = host.estimated
-        own = (share if host.rows is None else share[host.rows]).view(batch, q_heads) * weights[:, :, -1]
-        own = own if rest is None else own + weights[:, :, -2]
-        tally[:, 0] += (own / torch.where(total == 0, 1, total)[:, :, 0]).flatten()
-        tally[:, 1] += 1
-    if sink_logits is not None:
-        total = total + torch.exp(sink_logits.float().view(1, -1, 1) - top)
-    total = torch.where(total == 0, torch.ones_like(total), total)
-    # an empty part's out is 0 by contract; were it not, its weight 0 would still have to meet a finite number
-    mixed = ((weights / total).unsqueeze(-1) * out).sum(dim=2, keepdim=True)
-    return mixed.to(dtype)
+    merged: Tensor = _triton(parts.out).merge_parts(parts, host, sink_logits, dtype, rest, paged)
+    return merged
 
 
 def advance(spans: Tensor, stored: Tensor) -> None:
@@ -188,7 +130,30 @@ def advance(spans: Tensor, stored: Tensor) -> None:
 
 
 def _triton(tensor: Tensor) -> Any:
-    return kernels_for(tensor, "decode.kernels_triton")
+    return kernels_for(tensor, "decode.kernels_triton") or replacement_for(tensor, "decode.kernels_triton")
+
+
+@contextmanager
+def replaced_kernels(kernels_of: Callable[[str], Any]) -> Iterator[None]:
+    """Use `kernels_of(module)` in this context for kernels of captured steps if Triton does not run.
+
+    It applies to the whole process, as a replaced graph runtime does: threads that decode for the caller use it too.
+    """
+    _replacements.append(kernels_of)
+    try:
+        yield
+    finally:
+        _replacements.remove(kernels_of)
+
+
+def replacement_for(tensor: Tensor, module: str) -> Any:
+    """Return the replaced kernels of a module of a captured step. Raises BackendError if there are none."""
+    if not _replacements:
+        raise BackendError(
+            f"The kernels of {module} need Triton and a CUDA device, but the tensor is on {tensor.device}. Install "
+            "Triton and a C compiler, or decode with graph=False."
+        )
+    return _replacements[-1](module)
 
 
 def kernels_for(tensor: Tensor, module: str) -> Any:

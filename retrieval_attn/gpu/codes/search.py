@@ -7,7 +7,7 @@ keys. A threshold is found by cutting its range, so a few keys more than k are n
 at every run. Queries of one key-value head go through the kernels in blocks and, where scratch memory has no room for
 the scores of all, in turns: the kernels are compiled alike for any number of queries.
 
-Where keys have finer codes in host memory, two kernels more (`refine_triton.py`) read those of the keys that were
+Where keys have finer codes in host memory, two kernels more read those of the keys that were
 picked, over the bus, and name the best of them: a line of memory for each tells what the host would need many for.
 
 Where Triton does not run, plain PyTorch does the same: what the kernels are tested against.

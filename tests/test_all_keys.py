@@ -13,6 +13,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache, retrieves
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
@@ -253,13 +254,13 @@ def test_keys_that_are_there_are_not_brought_again(monkeypatch: pytest.MonkeyPat
     tokens were taken back, brings its own.
     """
     brought: list[tuple[int, int]] = []
-    usual = beside.bring_to_pages
+    usual = LayerKV.bring_to_pages
 
     def counted(held: Any, layers: Any, span: Any, first: int) -> None:
         brought.append((first, span.tokens))
         usual(held, layers, span, first)
 
-    monkeypatch.setattr(beside, "bring_to_pages", counted)
+    monkeypatch.setattr(LayerKV, "bring_to_pages", counted)
     model = build_model("llama")
     ids = random_ids(1, 400, 1)
     texts = [read(model, ids[:, :200]), read(model, ids[:, 200:])]

@@ -9,7 +9,6 @@ import pytest
 import retrieval_attn.attention.layer_kv as held_module
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.offload.work import HostWork
-from retrieval_attn.runner import graph_slot as bucket_row
 from retrieval_attn.runner.graph_slot import GraphSlot
 from tests.graph_cases import DEVICE
 from tests.test_bucket import KINDS, Rows
@@ -71,7 +70,7 @@ def test_rows_are_as_alone_whatever_was_done_ahead(index: str, monkeypatch: pyte
 
         with monkeypatch.context() as patch:
             if fails:
-                patch.setattr(bucket_row, "prepare_spill", failing)
+                patch.setattr(LayerKV, "prepare_spill", failing)
             rows.steps(rows.pairs, 60)
             rows.pairs[0].crop(5)
             rows.steps(rows.pairs, 30)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.attention.layer_kv import LayerKV, retrieves_after
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.prior_kv import PriorKV
 from retrieval_attn.attention.retrieval import Reading, RetrievalLayer
@@ -92,7 +92,7 @@ def test_queries_are_kept_where_something_will_be_indexed(
     usual = Reading.__init__
 
     def begin(self: Reading, held: LayerKV, total: int, *args: Any) -> None:
-        expected.append(retrieves_after(held, total))
+        expected.append(held.retrieves_after(total))
         usual(self, held, total, *args)
         assert (self._metric_sample is None and self._sample is None) or expected[-1]
 

@@ -25,7 +25,6 @@ from retrieval_attn.attention.tail_mass import TailMass
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu.store import SequenceKV, held_bytes
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
-from retrieval_attn.gpu.attention.window import keep_no_room
 from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.threads import check_threads, refuse_forked, use_threads
 from retrieval_attn.memory.device_room import IndexChoice
@@ -364,7 +363,7 @@ def pack(cache: RetrievalCache) -> None:
     """Keep no room for tokens to come: they come to forks, which make their own."""
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer) and layer.window is not None:
-            keep_no_room(layer.window)
+            layer.window.keep_no_room()
 
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.attention.host_attention import retrieved_keys
-from retrieval_attn.attention.layer_kv import LayerKV, first_row
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.paged_prefix import PrefixPlans
-from retrieval_attn.attention.retrieval import RetrievalLayer, begin_token
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path, plan_paths
 from retrieval_attn.cpu.pool import default_pool
@@ -30,7 +30,7 @@ from retrieval_attn.cpu.step.plan import LayerStep, StepCost
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.cpu.windows import WindowRow, attend_stretches, put_last
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge, sink_logit_partial
-from retrieval_attn.gpu.attention.window import WindowCache, places_of
+from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.staging import host_format, to_queries
 from retrieval_attn.offload.traffic import LayerStats
@@ -243,8 +243,8 @@ def decode_batch(
 
 
 def _begin(row: int, layer: RetrievalLayer, module: nn.Module, q_heads: int, spec: MaskSpec) -> RowAsks:
-    held = begin_token(layer, module, q_heads, spec)
-    host, span = first_row(held)
+    held = layer.begin_token(module, q_heads, spec)
+    host, span = held.first_row()
     return RowAsks(row, layer, held, host, span, retrieved_keys(layer.config, host, span[1] - span[0]))
 
 
@@ -261,7 +261,7 @@ def _windows(asks: Items[RowAsks], queries: np.ndarray, new: DecodeTokens, scori
 
 def _stretch(window: WindowCache, dtype: torch.dtype) -> WindowRow:
     """Where a row's sinks and tail lie, of one dtype."""
-    places, (low, high) = places_of(window), window.span
+    places, (low, high) = window.places(), window.span
     assert places.dtype == dtype, (places.dtype, dtype)
     keys_at, values_at = places.keys_at + low * places.key_slot, places.values_at + low * places.value_slot
     return WindowRow(keys_at, values_at, places.key_head, places.value_head, high - low)

@@ -20,7 +20,7 @@ from retrieval_attn.attention.prior_kv import PriorKV
 from retrieval_attn.attention.sequence import Batch, Forgotten, own_start, rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
-from retrieval_attn.gpu.attention.window import WindowCache, make_room, sinks_of
+from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
 from retrieval_attn.index.base import MAX_KEYS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.full import FULL_ROOM, kept_tokens
@@ -58,7 +58,7 @@ class TailSize(NamedTuple):
         """Give a window this room, for a tail that has, or is about to have, so many tokens."""
         slots = self.slots(tail)
         if self.grows:
-            make_room(window, slots - window.tail_len)
+            window.make_room(slots - window.tail_len)
         window.shrink(slots)
 
 
@@ -300,65 +300,86 @@ class LayerKV:
             self._sinks = [0] * len(keys)
         self.place_sinks(None)
 
+    def begin_column(self) -> None:
+        """Count one more column of real tokens, whose slot at the end of the tail the caller writes.
+
+        Spills a block to the host first if the tail is full.
+        """
+        if self.window.room < 1:
+            self.spill()
+            self.window.make_room(1)
+        self.window.note_appended(1)
+
+    def first_row(self) -> tuple[SequenceKV, tuple[int, int]]:
+        """Return the path of the first row and its entry of `ranges`."""
+        start = own_start(self._batch)
+        return self._batch.sequences[0].kv[self._number], (start or self._sinks[0], self._retrieve_stops[0])
+
+    def prepare_spill(self) -> None:
+        """Do the work of the next spill ahead: flush, and assign clusters to the tokens that it moves.
+
+        Search and estimate cover the same tokens as before.
+        """
+        self.flush()
+        for host, (row, *_) in rows_by_path(self.hosts) if self._config.estimates else []:
+            stop = self._retrieve_stops[row]
+            if host.clusters is not None:
+                join_clusters(host, stop, min(stop + self._config.spill, len(host)))
+
+    def take_paged(self, total: int) -> None:
+        """Count `total` more columns that are stored in pages, not in the window or on the host."""
+        self.tail_start = self.host_columns = self.tail_start + total
+        self._retrieve_stops = [self.tail_start] * self.window.batch
+        for host in self._batch.writable(self._number):
+            keep_no_memory(host, self.tail_start)
+
+    def edge(self) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Return the device's part of one row without padding: its start as numbers, and views of keys and values.
+
+        Keys and values of the sinks and of the tail, each (1, kv_heads, tokens, dim).
+        """
+        window = self.window
+        low, sinks = window.span[0], window.sink_len
+        numbers = {"tail_start": self.tail_start, "sinks": self._sinks[0], "stop": self._retrieve_stops[0]}
+        return numbers, (*(part[:, :, low : low + sinks] for part in window.buffers), *window.tail())  # type: ignore[return-value]
+
+    def restore_edge(self, numbers: dict[str, Any], sinks: tuple[Tensor, Tensor], tail: tuple[Tensor, Tensor]) -> None:
+        """Restore the state that `edge` returned. The layer has no tokens but those of its path on the host."""
+        self.window.append(*tail, None)
+        self.window.set_sinks(*sinks, None)
+        self.tail_start, self.host_columns = int(numbers["tail_start"]), len(self.hosts[0])
+        self._sinks, self._retrieve_stops = [int(numbers["sinks"])], [int(numbers["stop"])]
+
+    def bring_to_pages(self, layers: PagedLayers, span: PagedSpan, first: int) -> None:
+        """Copy the tokens of one row from `first` to its tail from the host to the pages of `span`.
+
+        No token may be padding, forgotten or in another row's pages.
+        """
+        dtype, cut = self.window.buffers[0].dtype, functools.partial(UploadSpan.of, stop=span.tokens, start=first)
+        uploads, stored = LayerUploads(self._batch, self._number, self.device), self.fmt is Format.INT8
+        for _, key, value in uploads.walk([cut(self.hosts[0])], None if stored else dtype, last=True, cut=cut):
+            layers.write(self._number, span, key, value, dtype, first)
+            first += key.shape[2]
+
+    def keep_the_rest(self, new: int) -> None:
+        """Keep all later tokens in the tail: the earlier ones, sinks included, are in pages and none is retrieved.
+
+        new: maximum number of later tokens, as far as it is known.
+        """
+        least = kept_tokens(self.window.tail_len + max(0, new - FULL_ROOM))
+        self._size = self._size._replace(kept=MAX_KEYS, grows=True, least=least)
+        self._size.fit(self.window, self.window.tail_len)
+        self.place_sinks(None)
+
+    def retrieves_after(self, total: int) -> bool:
+        """Predict `retrieves` after a pass of `total` tokens, see `take_pass`; with padding, maybe True in error."""
+        tail = min(self.window.tail_len + total, self._size.kept)
+        first = own_start(self._batch) or (0 if self._batch.exact is not None else self._config.sink)
+        return self.columns + total - tail > first
+
 
 def _new_window(config: Config, key: Tensor, value: Tensor) -> WindowCache:
     return WindowCache(key, value, TailSize.of(config).slots(0), config.sink)
-
-
-def begin_column(held: LayerKV) -> None:
-    """One more column of real tokens is held, in the last slot of the tail, which others write; a block moves to the
-    host where the tail is full.
-    """
-    if held.window.room < 1:
-        held.spill()
-        make_room(held.window, 1)
-    held.window.note_appended(1)
-
-
-def first_row(held: LayerKV) -> tuple[SequenceKV, tuple[int, int]]:
-    """The path of the first row, and of `ranges` its own."""
-    start = own_start(held._batch)
-    return held._batch.sequences[0].kv[held._number], (start or held._sinks[0], held._retrieve_stops[0])
-
-
-def prepare_spill(held: LayerKV) -> None:
-    """Do now what the next spill, and who plans after it, would do: `flush`, and find clusters for what leaves then.
-
-    Nothing else is searched or estimated than before.
-    """
-    held.flush()
-    for host, (row, *_) in rows_by_path(held.hosts) if held._config.estimates else []:
-        stop = held._retrieve_stops[row]
-        if host.clusters is not None:
-            join_clusters(host, stop, min(stop + held._config.spill, len(host)))
-
-
-def take_paged(held: LayerKV, total: int) -> None:
-    """The next `total` columns lie in pages, behind others that do: neither window nor host has them."""
-    held.tail_start = held.host_columns = held.tail_start + total
-    held._retrieve_stops = [held.tail_start] * held.window.batch
-    for host in held._batch.writable(held._number):
-        keep_no_memory(host, held.tail_start)
-
-
-def edge_of(held: LayerKV) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """What the device has of one row without padding: numbers that say where it begins, and keys and values of sinks
-    and tail, (1, kv_heads, tokens, dim), views.
-    """
-    window = held.window
-    low, sinks = window.span[0], window.sink_len
-    numbers = {"tail_start": held.tail_start, "sinks": held._sinks[0], "stop": held._retrieve_stops[0]}
-    return numbers, (*(part[:, :, low : low + sinks] for part in window.buffers), *window.tail())  # type: ignore[return-value]
-
-
-def take_edge(
-    held: LayerKV, numbers: dict[str, Any], sinks: tuple[Tensor, Tensor], tail: tuple[Tensor, Tensor]
-) -> None:
-    """Be as when `edge_of` was asked. held: without tokens, but for its path, which has those on the host."""
-    held.window.append(*tail, None)
-    held.window.set_sinks(*sinks, None)
-    held.tail_start, held.host_columns = int(numbers["tail_start"]), len(held.hosts[0])
-    held._sinks, held._retrieve_stops = [int(numbers["sinks"])], [int(numbers["stop"])]
 
 
 def _spread(tokens: Tensor, real: Tensor) -> Tensor:
@@ -366,31 +387,3 @@ def _spread(tokens: Tensor, real: Tensor) -> Tensor:
     spread = tokens.new_zeros(tokens.shape[0], len(real), tokens.shape[2])
     spread[:, real.to(tokens.device)] = tokens
     return spread
-
-
-def bring_to_pages(held: LayerKV, layers: PagedLayers, span: PagedSpan, first: int) -> None:
-    """Of the tokens before one row's tail those from `first` on come from the host, to be those of `span`, in pages of
-    this layer. No token may be padding, forgotten or in pages of others.
-    """
-    dtype, cut = held.window.buffers[0].dtype, functools.partial(UploadSpan.of, stop=span.tokens, start=first)
-    uploads, stored = LayerUploads(held._batch, held._number, held.device), held.fmt is Format.INT8
-    for _, key, value in uploads.walk([cut(held.hosts[0])], None if stored else dtype, last=True, cut=cut):
-        layers.write(held._number, span, key, value, dtype, first)
-        first += key.shape[2]
-
-
-def keep_the_rest(held: LayerKV, new: int) -> None:
-    """What precedes the tail lies in pages now, sinks too: nothing is retrieved, and no later token goes to the host,
-    but all of them stay in the tail. new: that are to come at most, as far as it is known.
-    """
-    least = kept_tokens(held.window.tail_len + max(0, new - FULL_ROOM))
-    held._size = held._size._replace(kept=MAX_KEYS, grows=True, least=least)
-    held._size.fit(held.window, held.window.tail_len)
-    held.place_sinks(None)
-
-
-def retrieves_after(held: LayerKV, total: int) -> bool:
-    """What `retrieves` is once a pass of so many tokens has ended, see `take_pass`; with padding, True at least."""
-    tail = min(held.window.tail_len + total, held._size.kept)
-    first = own_start(held._batch) or (0 if held._batch.exact is not None else held._config.sink)
-    return held.columns + total - tail > first

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.attention.prior_kv import PriorKV
-from retrieval_attn.attention.retrieval import RetrievalLayer, begin_read, end_read, send_read
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge, sink_logit_partial
@@ -240,7 +240,7 @@ def read_together(
         own = new.of(one.span)
         one.layer.stats.wait_seconds += waited / len(rows)
         one.layer.update(own.key, own.value)
-        pasts[one.row] = begin_read(one.layer, module, own.query, one.spec, scoring).past
+        pasts[one.row] = one.layer.begin_read(module, own.query, one.spec, scoring).past
 
     begun = _each(rows, begin, errors)
     if begun:
@@ -281,12 +281,12 @@ def _store(rows: Items[RowRead], new: PrefillTokens, errors: dict[int, Exception
     def send(one: RowRead) -> None:
         fmt = host_format(one.layer.config.host_dtype, new.key.dtype)
         work = works.setdefault(fmt, PackedWork(fmt, new.key.device))
-        send_read(one.layer, work.row(one.span))
+        one.layer.send_read(work.row(one.span))
 
     sent_rows = _each(rows, send, errors)
     for work in works.values():
         work.start_copy(new.key, new.value)
-    ended = _each(sent_rows, lambda one: end_read(one.layer), errors)
+    ended = _each(sent_rows, lambda one: one.layer.end_read(), errors)
     for work in works.values():
         work.start_build()
     _each(ended, lambda one: one.layer.check_index(), errors)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from retrieval_attn.attention.exact import ExactPass
 from retrieval_attn.attention.host_attention import HostAttention
 from retrieval_attn.attention.layer import CacheLayer, RetrievedParts
-from retrieval_attn.attention.layer_kv import LayerKV, begin_column, retrieves_after, take_paged
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.sequence import Batch, rows_by_path
 from retrieval_attn.attention.tail_mass import TailMass
@@ -71,7 +71,7 @@ class Reading:
         self.done = ExactPass(total, held.past())
         count = spec.training_queries(total)
         # else no query is ever asked for
-        anew = retrieves_after(held, total) and (self._first or _may_begin_anew(held, total))
+        anew = held.retrieves_after(total) and (self._first or _may_begin_anew(held, total))
         self._sample = TrainingQueries(total, count) if spec.trains and anew else None
         # of its own: clusters are the same whatever the index trains on
         self._metric_sample = TrainingQueries(total, METRIC_QUERIES) if config.estimates and anew else None
@@ -322,11 +322,11 @@ class RetrievalLayer(CacheLayer):
         if reading is not None and exact is not None and exact.reading is not None:
             exact.write(self.number, *reading.done.new)
             assert self.held is not None
-            take_paged(self.held, reading.done.total)
+            self.held.take_paged(reading.done.total)
             self._note_stored(reading.done.total)
         elif reading is not None:
             self._work = reading.host_work()
-            _finish_reading(self, reading, self._work)
+            self._finish_reading(reading, self._work)
         super().end_pass()
 
     def _appends_exactly(self, total: int) -> bool:
@@ -405,77 +405,71 @@ class RetrievalLayer(CacheLayer):
         super().reset()
         self._work = self._reading = self.held = None
 
+    def decodes_plainly(self) -> bool:
+        """Return True if `begin_token` can serve a token: on a CPU without codes, callbacks or a captured step."""
+        watched = self.on_attention is not None or self.graph is not None
+        if watched or self._reading is not None or self.held is None or not self.columns or self._appends_exactly(1):
+            return False
+        return self.held.device.type == "cpu" and not self.index.spec.cls.keeps_device_keys
+
+    def reads_plainly(self, new: int) -> bool:
+        """Return True if `begin_read` can serve `new` tokens of one row as a pass of their own."""
+        watched = self.on_attention is not None or self._reading is not None
+        if watched or self._announced is not None or self.batch.valid is not None:
+            return False
+        exact = self.batch.exact
+        to_pages = exact is not None and exact.reading is not None
+        return not to_pages and (not self.columns or self._appends_exactly(new))
+
+    def begin_read(self, module: nn.Module, query: Tensor, spec: MaskSpec, scoring: Scoring) -> ExactPass:
+        """Start a pass of the pending tokens; the caller attends, then calls `send_read` and `end_read`."""
+        self.invalidate_graph()
+        key, value = self._take(module, query, spec)
+        self.finish_index()
+        self.q_heads = query.shape[1]
+        self._reading = Reading(self.hold(key, value), key.shape[2], self.index.spec, self.config)
+        self._reading.take(query, key, value, *scoring)
+        return self._reading.done
+
+    def send_read(self, make: Callable[..., HostWork]) -> None:
+        """Hand the pass to a host work that the caller begins. make: has the parameters of `HostWork`."""
+        assert self._reading is not None
+        self._work = self._reading.host_work(make)
+
+    def end_read(self) -> None:
+        """Move the tokens to their places and request the rest of the work, after it has begun to copy.
+
+        Raises the errors of the work so far.
+        """
+        assert self._reading is not None and self._work is not None
+        self._work.check()
+        reading, self._reading = self._reading, None
+        self._finish_reading(reading, self._work)
+        CacheLayer.end_pass(self)
+
+    def _finish_reading(self, reading: Reading, work: HostWork) -> None:
+        reading.finish(work, alive(self._model), alive(self._owner))
+        self._note_stored(reading.done.total)
+
+    def begin_token(self, module: nn.Module, q_heads: int, spec: MaskSpec) -> LayerKV:
+        """Count one token of one row, in a layer that `decodes_plainly`; the caller writes it and attends.
+
+        The caller calls `spill` if the window is then full. Raises as `CacheLayer.attend` does.
+        """
+        self._start(1)
+        self._belong_to(module)
+        self._require_mask(module, spec)
+        self.finish_index()
+        self.q_heads = q_heads
+        assert self.held is not None
+        self.held.begin_column()
+        self._note_stored(1)
+        return self.held
+
 
 def alive(reference: weakref.ref[nn.Module] | None) -> nn.Module | None:
     """What a weak reference names, if there is one and it still exists."""
     return None if reference is None else reference()
-
-
-def decodes_plainly(layer: RetrievalLayer) -> bool:
-    """Whether nothing but a token's attention is wanted of it, on a CPU without codes: `begin_token` serves."""
-    watched = layer.on_attention is not None or layer.graph is not None
-    if watched or layer._reading is not None or layer.held is None or not layer.columns or layer._appends_exactly(1):
-        return False
-    return layer.held.device.type == "cpu" and not layer.index.spec.cls.keeps_device_keys
-
-
-def reads_plainly(layer: RetrievalLayer, new: int) -> bool:
-    """Whether so many new tokens of one row are a pass of their own, of which nothing else is wanted: `begin_read`."""
-    watched = layer.on_attention is not None or layer._reading is not None
-    if watched or layer._announced is not None or layer.batch.valid is not None:
-        return False
-    exact = layer.batch.exact
-    to_pages = exact is not None and exact.reading is not None
-    return not to_pages and (not layer.columns or layer._appends_exactly(new))
-
-
-def begin_read(layer: RetrievalLayer, module: nn.Module, query: Tensor, spec: MaskSpec, scoring: Scoring) -> ExactPass:
-    """Take the pending tokens as a pass, whose queries others attend with; `send_read` and `end_read` follow."""
-    layer.invalidate_graph()
-    key, value = layer._take(module, query, spec)
-    layer.finish_index()
-    layer.q_heads = query.shape[1]
-    layer._reading = Reading(layer.hold(key, value), key.shape[2], layer.index.spec, layer.config)
-    layer._reading.take(query, key, value, *scoring)
-    return layer._reading.done
-
-
-def send_read(layer: RetrievalLayer, make: Callable[..., HostWork]) -> None:
-    """The pass goes to the host by a work that others begin. make: takes what `HostWork` takes."""
-    assert layer._reading is not None
-    layer._work = layer._reading.host_work(make)
-
-
-def end_read(layer: RetrievalLayer) -> None:
-    """Its work has begun to copy: the tokens move to their places, and all that is wanted of the work is asked for.
-
-    Raises what went wrong so far.
-    """
-    assert layer._reading is not None and layer._work is not None
-    layer._work.check()
-    reading, layer._reading = layer._reading, None
-    _finish_reading(layer, reading, layer._work)
-    CacheLayer.end_pass(layer)
-
-
-def _finish_reading(layer: RetrievalLayer, reading: Reading, work: HostWork) -> None:
-    reading.finish(work, alive(layer._model), alive(layer._owner))
-    layer._note_stored(reading.done.total)
-
-
-def begin_token(layer: RetrievalLayer, module: nn.Module, q_heads: int, spec: MaskSpec) -> LayerKV:
-    """A token of one row comes to a layer that `decodes_plainly`, in the last slot of its window: others write it, and
-    attend with its query. They `spill` when the window is full after that. Raises as `CacheLayer.attend` does.
-    """
-    layer._start(1)
-    layer._belong_to(module)
-    layer._require_mask(module, spec)
-    layer.finish_index()
-    layer.q_heads = q_heads
-    assert layer.held is not None
-    begin_column(layer.held)
-    layer._note_stored(1)
-    return layer.held
 
 
 def _paged_part(layer: RetrievalLayer, query: Tensor, scoring: Scoring) -> Partial | None:

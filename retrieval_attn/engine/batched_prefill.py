@@ -20,7 +20,7 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache, Rollback, require_same_weights
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.prefill_batch import Lanes, PrefillTokens, RowRead, read_together
-from retrieval_attn.attention.retrieval import RetrievalLayer, reads_plainly
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill, clear_frames, read_batch, settling, undo
 from retrieval_attn.engine.gate import Gate, GatedRead, ReadCancelled
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
@@ -109,7 +109,7 @@ class PackedLayer(RowsLayer):
             if row in self._rows.errors:
                 continue
             own = self._rows.spec_of(row, layer.columns, spec)
-            if isinstance(layer, RetrievalLayer) and reads_plainly(layer, self._rows.new_tokens(row)):
+            if isinstance(layer, RetrievalLayer) and layer.reads_plainly(self._rows.new_tokens(row)):
                 together.append(RowRead(row, layer, own, span))
                 continue
             try:

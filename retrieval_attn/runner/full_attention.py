@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.layer_kv import LayerKV, bring_to_pages, keep_the_rest
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.paged_prefix import PagedLayers, PagedPrefix, PagedSpan
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.errors import RetrievalAttentionError
@@ -141,7 +141,7 @@ def attach_full_kv(
 
         def bring(span: PagedSpan, first: int) -> None:
             for one in held:
-                bring_to_pages(one, pages.layers, span, first)
+                one.bring_to_pages(pages.layers, span, first)
 
         try:
             prefix = pages.take(cache, tokens, bring)
@@ -151,7 +151,7 @@ def attach_full_kv(
             return None
         fork.batch.exact = prefix
         for one in held:
-            keep_the_rest(one, ahead.tokens)
+            one.keep_the_rest(ahead.tokens)
     form = " in int8" if pages.layers.int8 else ""
     log.info("an answer attends to all keys, of which those of %d tokens are beside the model%s", tokens, form)
     return fork

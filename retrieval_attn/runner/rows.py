@@ -23,7 +23,7 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.decode_batch import DecodeTokens, StepPlans, decode_batch
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.reread import goes_on
-from retrieval_attn.attention.retrieval import RetrievalLayer, decodes_plainly
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import BackendError, CacheMismatchError, ShapeError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
@@ -376,7 +376,7 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         for row, layer in enumerate(self._layers):
             if row in self._rows.errors:
                 continue
-            if on_host and isinstance(layer, RetrievalLayer) and decodes_plainly(layer):
+            if on_host and isinstance(layer, RetrievalLayer) and layer.decodes_plainly():
                 together.append((row, layer))
                 continue
             own = slice(row, row + 1)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.coded_clusters import bring_clusters
-from retrieval_attn.attention.layer_kv import LayerKV, edge_of, take_edge
+from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import Forgotten, ids_tensor
 from retrieval_attn.attention.sliding import SlidingLayer
@@ -107,7 +107,7 @@ def layer_state(cache: RetrievalCache, number: int, since: Marks | None) -> Stat
         assert layer.held is not None
         mark = None if since is None else since.paths[number]
         plain, arrays = path_state(layer.hosts[0], 0 if mark is None else len(mark.spans), mark)
-        edge, window = edge_of(layer.held)
+        edge, window = layer.held.edge()
         unturned = layer.held.unturned_sinks
         more = {} if unturned is None else {"sinks/unturned": _array(unturned)}
         return (
@@ -171,7 +171,7 @@ def restore_layer(
         _require_tokens("sinks", sinks, tail)
         _restore_path(held.hosts[0], states, device, sent)
         _require_edge(cache, plain, (len(held.hosts[0]), sinks[0].shape[2], tail[0].shape[2], tail[0].shape[1]))
-        take_edge(held, plain["edge"], sinks, tail)
+        held.restore_edge(plain["edge"], sinks, tail)
         if "sinks/unturned" in arrays:
             held.unturned_sinks = _tensor(arrays["sinks/unturned"], plain["dtype"], torch.device("cpu"))
         _bring_clusters(layer, held)

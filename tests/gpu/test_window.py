@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.gpu.attention.window import WindowCache, make_room, places_of
+from retrieval_attn.gpu.attention.window import WindowCache
 
 
 def tokens(count: int, first: int = 0) -> Tensor:
@@ -78,20 +78,20 @@ def test_places_are_those_of_the_buffers_that_there_are() -> None:
     def are_right(one: WindowCache) -> bool:
         key, value = one.buffers
         heads, slots = ([4 * part.stride(axis) for part in (key, value)] for axis in (1, 2))
-        return places_of(one) == (key.data_ptr(), value.data_ptr(), *heads, *slots, key.dtype)
+        return one.places() == (key.data_ptr(), value.data_ptr(), *heads, *slots, key.dtype)
 
-    assert are_right(window) and places_of(window) is places_of(window)
+    assert are_right(window) and window.places() is window.places()
     given = [part.new_empty(2, 1, 9, part.shape[3]) for part in window.buffers]
     window.use(*given)
-    assert are_right(window) and places_of(window).keys_at == given[0].data_ptr()
+    assert are_right(window) and window.places().keys_at == given[0].data_ptr()
     window.own()
-    assert are_right(window) and places_of(window).keys_at != given[0].data_ptr()
-    make_room(window, window.room)
-    held_at = places_of(window).keys_at
+    assert are_right(window) and window.places().keys_at != given[0].data_ptr()
+    window.make_room(window.room)
+    held_at = window.places().keys_at
     assert are_right(window)
-    make_room(window, window.room + 1)
-    assert are_right(window) and places_of(window).keys_at != held_at
+    window.make_room(window.room + 1)
+    assert are_right(window) and window.places().keys_at != held_at
     other = window.clone()
-    assert are_right(other) and are_right(window) and places_of(other).keys_at != places_of(window).keys_at
+    assert are_right(other) and are_right(window) and other.places().keys_at != window.places().keys_at
     window.select(torch.tensor([1, 0, 1]))
     assert are_right(window)

@@ -112,7 +112,7 @@ class WindowCache:
     def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Append tokens to the tail. valid: (batch, tokens) bool or None for all real."""
         count = key.shape[2]
-        make_room(self, count)
+        self.make_room(count)
         low, high = self.span
         self._key[:, :, high : high + count] = key
         self._value[:, :, high : high + count] = value
@@ -214,26 +214,23 @@ class WindowCache:
         self._key, self._value, self._places = key, value, None
         self._tail, self._capacity = tail, capacity
 
+    def make_room(self, count: int) -> None:
+        """Grow the window if `count` tokens cannot be appended."""
+        if count > self.room:
+            self._resize(self._tail, self.tail_len + count)
 
-def make_room(window: WindowCache, count: int) -> None:
-    """Have a window grow, if so many tokens cannot be appended."""
-    if count > window.room:
-        window._resize(window._tail, window.tail_len + count)
+    def places(self) -> WindowPlaces:
+        """Return the addresses of `buffers`, cached: torch takes as long for a number as a short kernel runs."""
+        if self._places is None:
+            (key, value), size = self.buffers, self.buffers[0].element_size()
+            (_, key_head, key_slot, _), (_, value_head, value_slot, _) = key.stride(), value.stride()
+            strides = size * key_head, size * value_head, size * key_slot, size * value_slot
+            self._places = WindowPlaces(key.data_ptr(), value.data_ptr(), *strides, key.dtype)
+        return self._places
 
-
-def places_of(window: WindowCache) -> WindowPlaces:
-    """Where its `buffers` lie; kept until they are others: asked of torch, a number takes as long as a short kernel."""
-    if window._places is None:
-        (key, value), size = window.buffers, window.buffers[0].element_size()
-        (_, key_head, key_slot, _), (_, value_head, value_slot, _) = key.stride(), value.stride()
-        strides = size * key_head, size * value_head, size * key_slot, size * value_slot
-        window._places = WindowPlaces(key.data_ptr(), value.data_ptr(), *strides, key.dtype)
-    return window._places
-
-
-def keep_no_room(window: WindowCache) -> None:
-    """Keep memory for what is used alone: nothing more will come, but to clones, which say what they need."""
-    window._resize(window.sink_len, window.tail_len)
+    def keep_no_room(self) -> None:
+        """Shrink the buffers to the used tokens: only clones append later, and they request their own room."""
+        self._resize(self.sink_len, self.tail_len)
 
 
 def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:

@@ -179,9 +179,10 @@ def _tap_layers(cache: RetrievalCache, layers: Sequence[int] | None, wanted: _Wa
             f"layers {wrong or chosen} cannot be recorded; full-attention layers of this model are {full}"
         )
     taps = {i: _TappedLayer(cache.config, i, wanted) for i in sorted(set(chosen))}
+    own_layers: list[Any] = cache.layers
     for i, tap in taps.items():
-        tap.batch, tap.commits = cache.batch, cache.layers[i].commits
-        cache.layers[i] = tap
+        tap.batch, tap.commits = cache.batch, own_layers[i].commits
+        own_layers[i] = tap
     return list(taps.values())
 
 

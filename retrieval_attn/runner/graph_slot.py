@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.layer_kv import prepare_spill
 from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
@@ -283,7 +282,7 @@ class GraphSlot:
         try:
             with bringing(self._views[0][0].device, self._moved):
                 for number in some if own else ():
-                    prepare_spill(held_by(own[number]))
+                    held_by(own[number]).prepare_spill()
         except Exception as error:
             log.debug("tokens were not copied ahead of time: %s", error)
             self.behind = []

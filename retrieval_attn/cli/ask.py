@@ -140,7 +140,7 @@ def _short(name: str) -> str:
 
 
 def _options(config: Config) -> dict[str, Any]:
-    """What the flags say about a context that is opened. Raises ConfigError for what its read has decided."""
+    """Return the options for opening a context. Raises ConfigError for flags that its read has decided."""
     usual = type(config)()
     for name in ("window", "index"):
         if getattr(config, name) != getattr(usual, name):

@@ -83,5 +83,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokens_or_none(text: str, flag: str) -> int:
-    """As `parse_tokens`, or 0."""
+    """Parse a token count that may be 0."""
     return 0 if text.strip() == "0" else parse_tokens(text, flag)

@@ -24,8 +24,8 @@ MIN_LENGTH = 8
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks. namespace: what is read for them is shared within it alone, so that nobody learns from the time of an
-    answer what others asked. admin: may change saved contexts and see metrics.
+    """A caller of the API. namespace: the prefix cache is shared within it only, so response times reveal nothing of
+    other callers' prompts. admin: may change saved contexts and read metrics.
     """
 
     name: str
@@ -34,13 +34,20 @@ class Caller:
 
 
 ANYBODY = Caller("anybody", "", True)
-"""Everybody, where there are no keys: the server then listens to this machine alone."""
+"""The caller of a server without keys, which listens on this machine only."""
+
+
+class ApiKey(NamedTuple):
+    """A key and its caller."""
+
+    key: str
+    caller: Caller
 
 
 class Keys:
-    """See the module. False where there are none: then everybody is `ANYBODY`."""
+    """API keys of a server. False without keys: every caller is then `ANYBODY`."""
 
-    def __init__(self, keys: Sequence[tuple[str, Caller]] = ()) -> None:
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
         """Raises ConfigError for a key that is too short or given twice."""
         self._callers: list[tuple[bytes, Caller]] = []
         for key, caller in keys:
@@ -58,9 +65,9 @@ class Keys:
         A line of the file is KEY, KEY NAME or KEY NAME admin; # begins a comment. Callers of one name share a prefix
         cache. Raises ConfigError for any other line, OSError.
         """
-        keys: list[tuple[str, Caller]] = []
+        keys: list[ApiKey] = []
         if environment.get(VARIABLE):
-            keys.append((environment[VARIABLE], Caller("environment", "key:environment", True)))
+            keys.append(ApiKey(environment[VARIABLE], Caller("environment", "key:environment", True)))
         for number, line in enumerate(Path(file).read_text(encoding="utf-8-sig").splitlines() if file else (), 1):
             words = line.partition("#")[0].split()
             if not words:
@@ -70,7 +77,7 @@ class Keys:
                     f"{file}, line {number}: needs KEY, KEY NAME or KEY NAME admin; got {len(words)} words."
                 )
             name = words[1] if len(words) > 1 else f"line {number}"
-            keys.append((words[0], Caller(name, f"key:{name}", words[2:] == ["admin"])))
+            keys.append(ApiKey(words[0], Caller(name, f"key:{name}", words[2:] == ["admin"])))
         if file and not keys:
             raise ConfigError(f"{file} has no key; write one per line, or leave out --api-key-file.")
         return cls(keys)

@@ -19,7 +19,7 @@ UNPACED = 16
 
 
 class Pace:
-    """Of one line. Counts only time in which somebody waits: an idle server is not slow. Used in one event loop."""
+    """Rate at which one queue is served, measured while it is not empty. Used in one event loop."""
 
     def __init__(self, now: Callable[[], float], token_seconds: float | None = None) -> None:
         """now: seconds of a clock that does not go back. token_seconds: to read one token of a prompt, used until a
@@ -83,14 +83,15 @@ SHORT_TOKENS = 2048
 
 
 class Admission:
-    """Used in one event loop."""
+    """Bounds of the request queue. Used in one event loop."""
 
     def __init__(
         self, requests: int, tokens: int, seconds: float = math.inf, now: Callable[[], float] = time.monotonic,
         token_seconds: float | None = None,
     ) -> None:  # fmt: skip
-        """What may wait at most, and how long; one request of any length waits if no other of its line does. seconds:
-        expected from the pace of late, not measured. now: seconds of a clock. token_seconds: see `Pace`.
+        """requests, tokens: maximum queued. seconds: maximum expected time to first token, estimated by `Pace`.
+
+        An empty queue accepts one request of any length. now: clock in seconds. token_seconds: see `Pace`.
         """
         self._most_requests, self._most_tokens, self._most_seconds = requests, tokens, seconds
         self.requests = self.tokens = 0

@@ -21,7 +21,7 @@ from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.server.admission import Admission, QueuedRequest
 from retrieval_attn.server.client import EngineClient, Item, Submitted
 from retrieval_attn.server.failure import ApiError, failure_of, text_from
-from retrieval_attn.server.formatting import DONE, ChatForm, EchoForm, Form, TextForm, usage_of
+from retrieval_attn.server.formatting import DONE, ChatForm, EchoedPrompt, EchoForm, Form, TextForm, usage_of
 from retrieval_attn.server.permissions import UserRoute
 from retrieval_attn.server.prompts import Extras, Parts, forked
 from retrieval_attn.server.protocol import ERRORS, ChatAnswer, ChatBody, CompletionBody, SampledBody, TextAnswer
@@ -31,18 +31,18 @@ from retrieval_attn.server.streaming import StreamReply, WholeReply
 __all__ = ["Choices", "router"]
 
 MAX_UNREAD = 8192
-"""Tokens of a request that wait for its client. Sockets hold some hundred kilobytes beside them."""
+"""Maximum tokens of a request that its client has not read, besides those in the socket's buffer."""
 
 
 class Choices:
-    """Use it in an `async with` block: at its end, nobody wants what is still under way.
+    """The running choices of one HTTP request, cancelled at the end of the `async with` block.
 
-    Iterating gives (number of the choice, event or end) until all have ended. Raises ApiError for what fails; the
-    others of the request end with it.
+    Iterating yields lists of (number of the choice, event or end) until all choices have ended. An error of one choice
+    is raised as ApiError and ends the others.
     """
 
     def __init__(self, client: EngineClient, admission: Admission, deadline_seconds: float, field: str) -> None:
-        """deadline_seconds: from now. field: of the request's body, that has the prompt."""
+        """deadline_seconds: from now. field: field of the body with the prompt."""
         self._client, self._admission = client, admission
         self._began = time.perf_counter()
         self._deadline_seconds = deadline_seconds
@@ -57,11 +57,11 @@ class Choices:
         self.first_seconds: float | None = None
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Raises ApiError where one of them is refused; then none is answered."""
+        """Submit all choices. Raises ApiError if one of them is refused; then none is answered."""
         self._timer = asyncio.get_running_loop().call_later(self._deadline_seconds, self._late)
         tokens = []
         for number, request in enumerate(requests):
-            again = number > 0 and request.parts == requests[number - 1].parts  # it is read once
+            again = number > 0 and request.parts == requests[number - 1].parts  # prefilled once
             tokens.append(0 if again else request.prompt_tokens)
         self._waiting = self._admission.enter(*tokens)
         self._requests = requests
@@ -76,26 +76,26 @@ class Choices:
 
     @property
     def ids(self) -> list[str]:
-        """The engine's, for logs."""
+        """The engine's request ids, for logs."""
         return [one.id for one in self._submitted]
 
     @property
     def complete(self) -> bool:
-        """Whether all have ended by themselves."""
+        """Whether all choices ended without an error or a cancellation."""
         return bool(self.ends) and len(self.ends) == len(self._submitted)
 
     @property
     def seconds_left(self) -> float:
-        """Until the deadline."""
+        """Seconds until the deadline."""
         return self._deadline_seconds - self.seconds
 
     @property
     def seconds(self) -> float:
-        """Since the request came."""
+        """Seconds since the request arrived."""
         return time.perf_counter() - self._began
 
     def cancel(self) -> None:
-        """Nobody wants the answers any more."""
+        """Cancel all choices."""
         for one in self._submitted:
             one.cancel()
 
@@ -110,7 +110,7 @@ class Choices:
             waiting.leave()
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, Item]]]:
-        """All that is there at a time, at least one item."""
+        """Yield all queued items, at least one."""
         while len(self.ends) < len(self._submitted):
             items = [await self._queue.get()]
             while not self._queue.empty():
@@ -139,7 +139,7 @@ class Choices:
             self._queue.put_nowait(ApiError(503, message, code="client_too_slow"))
 
     def _late(self) -> None:
-        self.cancel()  # at once: who should read the answers may be the one who is slow
+        self.cancel()  # at once: the client itself may be the slow part
         self._queue.put_nowait(self._too_late())
 
     def _too_late(self) -> ApiError:
@@ -164,7 +164,7 @@ class Choices:
 router = APIRouter(tags=["answers"], route_class=UserRoute)
 
 COMPLETION_TOKENS = 16
-"""Of a text completion that does not say, as OpenAI's."""
+"""Default length of a text completion, as in OpenAI's API."""
 MAX_SCORES = 1 << 20
 """Log-probabilities of the tokens of a request's prompts: 512K tokens with `logprobs: 1`."""
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -175,7 +175,7 @@ EVENTS: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
     "/v1/chat/completions", response_model=None, responses=ERRORS | {200: {"model": ChatAnswer, "content": EVENTS}}
 )
 async def chat(body: ChatBody, request: HttpRequest) -> Response:
-    """Answer a conversation, or the questions about a saved context."""
+    """Answer a conversation, or questions about a saved context."""
     service = service_of(request)
     context = service.context_of(body.model, body.context)
     turns = [message.turn for message in body.messages]
@@ -186,7 +186,9 @@ async def chat(body: ChatBody, request: HttpRequest) -> Response:
     top = body.top_logprobs or 0
     logprobs = max(top, 1) if body.logprobs else 0
     form = ChatForm(body.model, service.texts, top)
-    requests = await _requests(service, request, body, [make], (context, body.most_tokens, logprobs))
+    requests = await _requests(
+        service, request, body, [make], context=context, most=body.most_tokens, logprobs=logprobs
+    )
     return await _answer(service, request, body, requests, form)
 
 
@@ -205,8 +207,8 @@ async def complete(body: CompletionBody, request: HttpRequest) -> Response:
     makes = [making(prompt) for prompt in body.prompts]
     logprobs = 0 if body.logprobs is None else max(body.logprobs, 1)
     most = COMPLETION_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
-    requests = await _requests(service, request, body, makes, (context, most, logprobs))
-    if body.scores:  # a single token is told, and so is one that ends the answer
+    requests = await _requests(service, request, body, makes, context=context, most=most, logprobs=logprobs)
+    if body.scores:  # with one token, an end token is returned too
         _require_few_scores(sum(one.prompt_tokens for one in requests) * ((body.logprobs or 0) + 1))
         ends = frozenset() if most == 1 else requests[0].stop_ids
         requests = [replace(one, prompt_logprobs=body.logprobs, stop_ids=ends) for one in requests]
@@ -214,7 +216,7 @@ async def complete(body: CompletionBody, request: HttpRequest) -> Response:
         return await _answer(service, request, body, requests, TextForm(body.model, service.texts, body.logprobs or 0))
     given = [prompt for prompt in body.prompts for _ in range(body.n or 1)]
     echoed = [
-        (prompt if isinstance(prompt, str) else str(service.prompts.tokenizer.decode(prompt)), one.ids)
+        EchoedPrompt(prompt if isinstance(prompt, str) else str(service.prompts.tokenizer.decode(prompt)), one.ids)
         for prompt, one in zip(given, requests, strict=True)
     ]
     form = EchoForm(body.model, service.texts, body.logprobs or 0, echoed, answers=body.max_tokens != 0)
@@ -222,7 +224,7 @@ async def complete(body: CompletionBody, request: HttpRequest) -> Response:
 
 
 def _require_few_scores(count: int) -> None:
-    """Raise ApiError for more numbers than one answer should have: writing them holds up other requests."""
+    """Raise ApiError for too many numbers: encoding them delays other requests."""
     if count > MAX_SCORES:
         raise ApiError(
             400, f"echo with logprobs would return {count:,} log-probabilities, at most {MAX_SCORES:,} are; ask for "
@@ -231,13 +233,14 @@ def _require_few_scores(count: int) -> None:
 
 
 async def _requests(
-    service: Service, http: HttpRequest, body: SampledBody, makes: Sequence[Callable[[], Parts]],
-    rest: tuple[str | None, int | None, int],
+    service: Service, http: HttpRequest, body: SampledBody, makes: Sequence[Callable[[], Parts]], *,
+    context: str | None, most: int | None, logprobs: int,
 ) -> list[Request]:  # fmt: skip
-    """One for each choice of each prompt. rest: context, most tokens (None: not said), logprobs. Raises ApiError and
-    what making a prompt raises.
+    """Make a request of the engine for each choice of each prompt.
+
+    makes: return the parts of a prompt. context: saved context that the prompts continue. most: maximum tokens of an
+    answer; None: the server's default. Raises ApiError, and exceptions of `makes`.
     """
-    context, most, logprobs = rest
     answers = body.n or 1
     if len(makes) * answers > service.settings.choices:
         raise ApiError(
@@ -275,7 +278,7 @@ async def _requests(
 
 
 def _field(body: SampledBody) -> str:
-    """The name of the field that has the prompt."""
+    """Return the name of the field with the prompt."""
     return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
@@ -297,18 +300,16 @@ async def _answer(
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
         return StreamReply(
-            _chunks(choices, form, (len(requests), body.n or 1), logprobs=wanted, usage=usage),
-            end,
-            choices.seconds_left,
+            _chunks(choices, form, len(requests), body.n or 1, logprobs=wanted, usage=usage), end, choices.seconds_left
         )
     return WholeReply(lambda: _whole(choices, form, body.n or 1, logprobs=wanted), end, choices.seconds_left)
 
 
 async def _chunks(
-    choices: Choices, form: Form, counts: tuple[int, int], *, logprobs: bool, usage: bool
+    choices: Choices, form: Form, count: int, answers: int, *, logprobs: bool, usage: bool
 ) -> AsyncIterator[bytes]:
-    """Events of a stream. counts: of choices, and of those for each prompt."""
-    if opening := b"".join(form.opening(index) for index in range(counts[0])):
+    """Yield the events of a stream. count: number of choices. answers: choices per prompt."""
+    if opening := b"".join(form.opening(index) for index in range(count)):
         yield opening
     async for items in choices:
         chunks = []
@@ -321,7 +322,7 @@ async def _chunks(
                 chunks.append(form.chunk(index, item.text, told))
         if any(chunks):
             yield b"".join(chunks)
-    ending = form.usage(usage_of(_ordered(choices), counts[1])) if usage else b""
+    ending = form.usage(usage_of(_ordered(choices), answers)) if usage else b""
     yield ending + DONE
 
 
@@ -342,7 +343,7 @@ def _ordered(choices: Choices) -> list[Any]:
 
 
 def _note(service: Service, scope: Scope, choices: Choices, answers: int, form: Form) -> None:
-    """For the log and the metrics: numbers alone."""
+    """Add the counts of an answer to the log line and the metrics; no text."""
     fields = scope["fields"]
     fields |= {"answer": form.id, "engine_requests": choices.ids}
     if choices.first_seconds is not None:
@@ -352,11 +353,12 @@ def _note(service: Service, scope: Scope, choices: Choices, answers: int, form: 
     if not choices.complete:
         return
     usage = usage_of(_ordered(choices), answers)
-    counts = (
-        usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
-    )  # fmt: skip
-    fields |= dict(zip(("prompt_tokens", "cached_tokens", "completion_tokens"), counts, strict=True))
+    prompt, generated = usage["prompt_tokens"], usage["completion_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    fields |= {"prompt_tokens": prompt, "cached_tokens": cached, "completion_tokens": generated}
     fields["engine_seconds"] = [round(seconds, 6) for seconds in _ordered(choices)[0].seconds]
-    service.metrics.answered(counts, choices.first_seconds, choices.seconds)
+    service.metrics.answered(
+        choices.first_seconds, choices.seconds, prompt_tokens=prompt, cached_tokens=cached, generated_tokens=generated
+    )
     for end in choices.ends.values():
         service.metrics.finished(end.reason)

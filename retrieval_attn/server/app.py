@@ -42,7 +42,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @router.get("/v1/models", response_model=None, responses=ERRORS | {200: {"model": ModelList}})
 async def models(request: Request) -> Response:
-    """The model, and every saved context of it as a model of its own: MODEL@NAME."""
+    """List the model, and every saved context as a model MODEL@NAME."""
     service = service_of(request)
     found = [_record(service, service.settings.name, service.created)]
     for one in await service.contexts.listed():
@@ -52,7 +52,7 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}", response_model=None, responses=ERRORS | {200: {"model": ModelRecord}})
 async def model(name: str, request: Request) -> Response:
-    """One of them."""
+    """Describe a model."""
     service = service_of(request)
     context = service.context_of(name, None)
     created = service.created if context is None else int((await service.contexts.named(context)).saved_at)
@@ -71,34 +71,34 @@ def _record(service: Service, name: str, created: int) -> dict[str, Any]:
 
 @open_router.get("/", response_model=None, responses={200: {"model": Version}})
 async def root() -> Response:
-    """What this is; clients look here whether somebody listens."""
+    """Return the version; some clients probe this path."""
     return JSONResponse({"version": retrieval_attn.__version__})
 
 
 @router.get("/openapi.json", include_in_schema=False, response_model=None)
 async def schema(request: Request) -> Response:
-    """The API's description."""
+    """Return the OpenAPI description."""
     return JSONResponse(request.app.openapi())
 
 
 @open_router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": ErrorAnswer}})
 async def health(request: Request) -> Response:
-    """200 while the engine answers, 503 while it is lost."""
+    """Return 200 while the engine answers and 503 while it is down."""
     lost = service_of(request).client.lost
     if lost is not None:
-        raise ApiError(503, f"The engine is lost: {lost}", code="engine_lost", retry_after=5)
+        raise ApiError(503, f"The engine is down: {lost}", code="engine_lost", retry_after=5)
     return JSONResponse({"status": "ok"})
 
 
 @open_router.get("/version", response_model=None, responses={200: {"model": Version}})
 async def version() -> Response:
-    """Of this package."""
+    """Return the version of this package."""
     return JSONResponse({"version": retrieval_attn.__version__})
 
 
 @router.post("/tokenize", response_model=None, responses=ERRORS | {200: {"model": Tokens}})
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
-    """Token ids of a text or a conversation, as the model would read them."""
+    """Return the token ids of a text or a conversation."""
     service = service_of(request)
     if body.model is not None:
         service.context_of(body.model, None)
@@ -127,7 +127,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     response_class=Response,
 )
 async def metrics(request: Request) -> Response:
-    """In Prometheus' form."""
+    """Return Prometheus metrics."""
     service = service_of(request)
     stats = None if service.client.lost is not None else await service.client.stats()
     return Response(service.metrics.text(stats, service.admission.requests), media_type=METRICS_TYPE)
@@ -137,10 +137,10 @@ METHODS = ("get", "post", "delete")
 
 
 class App(FastAPI):
-    """FastAPI's, with a schema that says what this server answers to a wrong body."""
+    """A FastAPI app whose schema has this server's error responses."""
 
     def openapi(self) -> dict[str, Any]:
-        """OpenAPI, made once."""
+        """Return the OpenAPI schema, made once."""
         if not self.openapi_schema:
             schema: dict[str, Any] = super().openapi()
             for path in schema["paths"].values():
@@ -152,7 +152,7 @@ class App(FastAPI):
 
 
 def make_app(service: Service) -> FastAPI:
-    """An app that answers by this service; it does not end it."""
+    """Make the app of a service, which it does not close."""
     app = App(
         title="retrieval-attn", version=retrieval_attn.__version__, docs_url=None, redoc_url=None, openapi_url=None,
         redirect_slashes=False,
@@ -178,14 +178,14 @@ def make_app(service: Service) -> FastAPI:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """OpenAI's status for a body that is not as it should be is 400."""
+    """Answer an invalid body with 400, as OpenAI does."""
     assert isinstance(error, RequestValidationError)
     return FailureReply(invalid(error.errors()))
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if "caller" not in request.scope:  # no route was reached: callers without a key learn nothing of paths
+    if "caller" not in request.scope:  # no route matched: callers without a key learn nothing about paths
         try:
             authorize(request.app.state.service.keys, request.scope, Permission.USER)
         except ApiError as refused:

@@ -150,7 +150,7 @@ def text_from(field: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def document_from(field: str) -> Iterator[None]:
-    """As `text_from`, for a text that becomes a saved context."""
+    """Do the same as `text_from` for the text of a saved context."""
     try:
         yield
     except (ContextLengthError, AdmissionError) as error:

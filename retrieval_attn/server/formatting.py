@@ -6,24 +6,24 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from retrieval_attn.engine.request import Event, Finished
 from retrieval_attn.server.token_texts import AnswerToken, AnswerTokens, TokenTexts
 
-__all__ = ["ChatForm", "DONE", "EchoForm", "Form", "TextForm", "usage_of"]
+__all__ = ["ChatForm", "DONE", "EchoForm", "EchoedPrompt", "Form", "TextForm", "usage_of"]
 
 Value = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
 encoded = json.JSONEncoder(separators=(",", ":")).encode
-"""ASCII, without spaces; made once, for it is called for every token."""
+"""Encodes ASCII without spaces; made once, because it is called for every token."""
 LEAST_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON has not."""
+"""Replaces minus infinity, which JSON cannot express."""
 
 
 def usage_of(ends: Sequence[Finished], answers_per_prompt: int) -> Value:
-    """Of all choices; a prompt that several answer is counted once, and was read as the first of them found it."""
+    """Sum the tokens of all choices; a prompt with several answers counts once, with its lowest cached tokens."""
     prompts = [ends[start : start + answers_per_prompt] for start in range(0, len(ends), answers_per_prompt)]
     read = sum(group[0].prompt_tokens for group in prompts)
     made = sum(len(end.tokens) for end in ends)
@@ -37,50 +37,51 @@ def usage_of(ends: Sequence[Finished], answers_per_prompt: int) -> Value:
 
 
 def finite(logprob: float | None) -> float:
-    """A number that JSON has."""
+    """Return a number that JSON can express."""
     return LEAST_LOGPROB if logprob is None else max(float(logprob), LEAST_LOGPROB)
 
 
 class Form(Protocol):
-    """Of one request's answers."""
+    """Format of the answers of one request."""
 
     id: str
 
     def opening(self, index: int) -> bytes:
-        """What a stream begins a choice with."""
+        """Return the first chunk of a choice."""
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
-        """More of a choice. events: of its tokens, if their log-probabilities were asked for, which are sent with the
-        text; b"" while there is nothing to send.
+        """Return the next chunk of a choice, b"" if there is nothing to send.
+
+        events: of the tokens, if the request has log-probabilities; they are sent with their text.
         """
 
     def closing(self, index: int, reason: str) -> bytes:
-        """The end of a choice."""
+        """Return the last chunk of a choice."""
 
     def usage(self, usage: Value) -> bytes:
-        """The last chunk, where it was asked for."""
+        """Return the chunk with the token counts."""
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
-        """All of it. events: as in `chunk`, of each choice."""
+        """Return the whole answer. events: of each choice, as in `chunk`."""
 
 
 class Head:
-    """What all chunks and answers of one request begin with."""
+    """Common fields of all chunks and answers of one request."""
 
-    def __init__(self, prefix: str, kinds: tuple[str, str], model: str) -> None:
-        """kinds: `object` of the whole answer and of a chunk. model: as the request names it."""
-        self.id, self._kind = f"{prefix}-{uuid.uuid4().hex}", kinds[0]
+    def __init__(self, prefix: str, model: str, *, whole: str, chunk: str) -> None:
+        """model: name in the request. whole, chunk: `object` of the whole answer and of a chunk."""
+        self.id, self._kind = f"{prefix}-{uuid.uuid4().hex}", whole
         self._rest = {"created": int(time.time()), "model": model}
-        begin = encoded({"id": self.id, "object": kinds[1], **self._rest})
+        begin = encoded({"id": self.id, "object": chunk, **self._rest})
         self._begin = f'data: {begin[:-1]},"choices":'
 
     def chunk(self, choices: list[Value], usage: Value | None = None) -> bytes:
-        """One event."""
+        """Return one event."""
         more = "" if usage is None else f',"usage":{encoded(usage)}'
         return f"{self._begin}{encoded(choices)}{more}}}\n\n".encode("ascii")
 
     def whole(self, choices: list[Value], usage: Value) -> Value:
-        """The answer."""
+        """Return the whole answer."""
         return {"id": self.id, "object": self._kind, **self._rest, "choices": choices, "usage": usage}
 
 
@@ -88,8 +89,8 @@ class ChatForm:
     """A `Form` of POST /v1/chat/completions."""
 
     def __init__(self, model: str, texts: TokenTexts, top: int) -> None:
-        """top: log-probabilities of so many of the likeliest tokens are told beside the chosen one's."""
-        self._head = Head("chatcmpl", ("chat.completion", "chat.completion.chunk"), model)
+        """top: number of most likely tokens whose log-probabilities are returned besides the sampled one's."""
+        self._head = Head("chatcmpl", model, whole="chat.completion", chunk="chat.completion.chunk")
         self.id, self._texts, self._top = self._head.id, texts, top
         self._tokens = AnswerTokens(texts)
 
@@ -146,7 +147,7 @@ class TextForm:
 
     def __init__(self, model: str, texts: TokenTexts, top: int) -> None:
         """top: as in `ChatForm`."""
-        self._head = Head("cmpl", ("text_completion", "text_completion"), model)
+        self._head = Head("cmpl", model, whole="text_completion", chunk="text_completion")
         self.id, self._texts, self._top = self._head.id, texts, top
         self._tokens = AnswerTokens(texts)
 
@@ -202,30 +203,35 @@ def _token_value(text: str, logprob: float | None, data: bytes | None) -> Value:
 def _all_tokens(
     tokens: AnswerTokens, index: int, end: Finished, events: Mapping[int, Sequence[Event]]
 ) -> list[AnswerToken] | None:
-    """Tokens of a whole choice; None if log-probabilities were not asked for."""
+    """Return the tokens of a whole choice, None without log-probabilities."""
     if index not in events:
         return None
     return [*tokens.take(index, end.text, events[index]), *tokens.end(index)]
 
 
-class EchoForm(TextForm):
-    """A `Form` of POST /v1/completions with `echo`. With `logprobs`, tokens of the prompt have theirs, the first null.
+class EchoedPrompt(NamedTuple):
+    """A prompt that is returned with its answer: its text and token ids."""
 
-    Evaluations score texts so: they send text and continuation as the prompt, and ask for at most one token.
+    text: str
+    ids: Sequence[int]
+
+
+class EchoForm(TextForm):
+    """A `Form` of POST /v1/completions with `echo`. With `logprobs`, prompt tokens have theirs; the first is null.
+
+    Evaluations score texts this way: the prompt is text and continuation, and at most one token is generated.
     """
 
     def __init__(
-        self, model: str, texts: TokenTexts, top: int, prompts: Sequence[tuple[str, Sequence[int]]], *, answers: bool
+        self, model: str, texts: TokenTexts, top: int, prompts: Sequence[EchoedPrompt], *, answers: bool
     ) -> None:
-        """model, texts, top: as in `TextForm`. prompts: text and token ids of each choice's. answers: False: the
-        choices are their prompts alone (max_tokens=0).
-        """
+        """prompts: of each choice. answers: False for choices without an answer (max_tokens=0)."""
         super().__init__(model, texts, top)
         self._prompts, self._answers = prompts, answers
 
     def opening(self, index: int) -> bytes:
         """See `Form`."""
-        return self._chunk(index, self._prompts[index][0])
+        return self._chunk(index, self._prompts[index].text)
 
     def whole(
         self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: dict[str, Any]
@@ -236,18 +242,18 @@ class EchoForm(TextForm):
             events = {index: () for index in events}
             usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         whole = super().whole(
-            {index: end._replace(text=self._prompts[index][0] + end.text) for index, end in ends.items()},
+            {index: end._replace(text=self._prompts[index].text + end.text) for index, end in ends.items()},
             {index: [*self._scored(index, ends[index]), *events[index]] for index in events},
             usage,
         )
         for logprobs in (choice["logprobs"] for choice in whole["choices"] if choice["logprobs"]):
-            logprobs["token_logprobs"][0] = None  # nothing is before it
+            logprobs["token_logprobs"][0] = None  # it has no predecessor
             if logprobs["top_logprobs"]:
                 logprobs["top_logprobs"][0] = None
         return whole
 
     def _scored(self, index: int, end: Finished) -> list[Event]:
-        """The tokens of a choice's prompt as events."""
-        first, *others = self._prompts[index][1]
+        """Return the tokens of a choice's prompt as events."""
+        first, *others = self._prompts[index].ids
         scored = zip(others, end.prompt, strict=True)
         return [Event(first, ""), *(Event(token, "", score.logprob, score.top) for token, score in scored)]

@@ -1,4 +1,4 @@
-"""Frames: what server and engine process tell each other, as lengths and JSON; nothing that is read can run code."""
+"""Messages between server and engine process: length-prefixed JSON, which cannot run code."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ Plain = dict[str, Any]
 
 HEAD = struct.Struct(">I")
 MAX_BYTES = 1 << 30
-"""Of a frame: more is a broken stream."""
+"""Maximum size of a frame; a larger one is a broken stream."""
 
 
 class EngineFailure(RuntimeError):
-    """An error in the engine's process that is none of ours; its log says more."""
+    """An exception of the engine process that is not of this package; its log has the traceback."""
 
 
 def frame_of(value: Plain) -> bytes:
-    """To be sent. Minus infinity, a log-probability, is written as Python's json does and read back by it."""
+    """Encode a frame. Minus infinity, a log-probability, is written and read by Python's json."""
     data = json.dumps(value, separators=(",", ":")).encode("ascii")
     return HEAD.pack(len(data)) + data
 
 
 def receive_frame(sock: socket.socket) -> Plain | None:
-    """Wait for the next one; None: the other process has gone."""
+    """Wait for the next frame; None if the other process has ended."""
     head = _received(sock, HEAD.size)
     if head is None:
         return None
@@ -60,7 +60,7 @@ def receive_frame(sock: socket.socket) -> Plain | None:
 
 
 async def async_frame(reader: asyncio.StreamReader) -> Plain | None:
-    """As `receive_frame`, in an event loop."""
+    """Read the next frame in an event loop; None if the other process has ended."""
     try:
         head = await reader.readexactly(HEAD.size)
         found: Plain = json.loads(await reader.readexactly(_length(head)))
@@ -90,17 +90,17 @@ def _received(sock: socket.socket, length: int) -> bytes | None:
 
 
 def ids_of(ids: tuple[int, ...]) -> str:
-    """Token ids, int32 in base64: a list of 128K numbers takes long to parse."""
+    """Encode token ids as int32 in base64, which is faster to parse than a JSON list."""
     return base64.b64encode(np.asarray(ids, np.int32).tobytes()).decode("ascii")
 
 
 def ids_from(text: str) -> tuple[int, ...]:
-    """What `ids_of` wrote."""
+    """Decode ids of `ids_of`."""
     return tuple(np.frombuffer(base64.b64decode(text), np.int32).tolist())
 
 
 def request_of(request: Request) -> Plain:
-    """As plain values."""
+    """Encode a request as plain values."""
     return {
         "parts": [ids_of(part) for part in request.parts],
         "max_tokens": request.max_tokens,
@@ -117,7 +117,7 @@ def request_of(request: Request) -> Plain:
 
 
 def request_from(plain: Plain) -> Request:
-    """What `request_of` wrote. Raises as `Request`."""
+    """Decode a request of `request_of`. Raises as `Request`."""
     stop_ids = plain["stop_ids"]
     changed = {
         "parts": tuple(ids_from(part) for part in plain["parts"]),
@@ -129,7 +129,7 @@ def request_from(plain: Plain) -> Request:
 
 
 def item_of(item: Event | Finished) -> list[Any]:
-    """What becomes of a request, as plain values."""
+    """Encode an event or the end of a request as plain values."""
     if isinstance(item, Event):
         return ["event", item.token, item.text, item.logprob, item.top]
     *plain, error, scores = item
@@ -137,7 +137,7 @@ def item_of(item: Event | Finished) -> list[Any]:
 
 
 def item_from(plain: list[Any]) -> Event | Finished:
-    """What `item_of` wrote."""
+    """Decode an item of `item_of`."""
     kind, *values = plain
     if kind == "event":
         token, text, logprob, top = values
@@ -149,13 +149,13 @@ def item_from(plain: list[Any]) -> Event | Finished:
 
 
 def plain_error(error: BaseException) -> list[Any]:
-    """Its kind, its words, and its attributes that are plain values."""
+    """Encode an exception: class name, message, and attributes with plain values."""
     fields = {name: value for name, value in vars(error).items() if isinstance(value, int | str | None)}
     return [type(error).__name__, str(error), fields]
 
 
 def error_from(plain: list[Any]) -> Exception:
-    """An error of the same kind, if it is one of ours."""
+    """Decode an exception: of the same class if it is public in this package, otherwise an EngineFailure."""
     kind, words, fields = plain
     found: Any = EngineLostError if kind == EngineLostError.__name__ else getattr(errors, kind, None)
     ours = isinstance(found, type) and issubclass(found, errors.RetrievalAttentionError)

@@ -97,17 +97,19 @@ class Metrics:
         """Count a finished HTTP request. path: the route's, not the request's."""
         self._http.labels(method, path, str(status)).inc()
 
-    def answered(self, tokens: tuple[int, int, int], first_seconds: float | None, seconds: float) -> None:
-        """Count an answer. tokens: prompt, cached, generated tokens; seconds: since the request arrived."""
-        prompt, cached, generated = tokens
-        self._prompt.inc(prompt)
-        self._cached.inc(cached)
-        self._generated.inc(generated)
+    def answered(
+        self, first_seconds: float | None, seconds: float, *, prompt_tokens: int, cached_tokens: int,
+        generated_tokens: int,
+    ) -> None:  # fmt: skip
+        """Count an answer. first_seconds, seconds: from the request's arrival to the first token and to the end."""
+        self._prompt.inc(prompt_tokens)
+        self._cached.inc(cached_tokens)
+        self._generated.inc(generated_tokens)
         self._whole.observe(seconds)
         if first_seconds is not None:
             self._first.observe(first_seconds)
-            if generated > 1:
-                self._between.observe((seconds - first_seconds) / (generated - 1))
+            if generated_tokens > 1:
+                self._between.observe((seconds - first_seconds) / (generated_tokens - 1))
 
     def finished(self, reason: str) -> None:
         """Count a finished choice. reason: "stop" or "length"."""

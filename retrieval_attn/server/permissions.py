@@ -25,7 +25,7 @@ __all__ = ["AdminRoute", "GuardedRoute", "OpenRoute", "Permission", "UserRoute",
 
 
 class Permission(enum.Enum):
-    """Whose key a route needs."""
+    """Key that a route needs."""
 
     OPEN = enum.auto()
     USER = enum.auto()
@@ -62,7 +62,7 @@ class GuardedRoute(APIRoute):
                 return await handle(request)
             async with service.bodies.read(request) as body:
                 if body is None:
-                    return Response(status_code=499)  # nobody receives it
+                    return Response(status_code=499)  # the client disconnected
                 if isinstance(info, params.Form):
                     return await handle(HttpRequest(request.scope, _received(body)))
                 _require_json(request)
@@ -72,19 +72,19 @@ class GuardedRoute(APIRoute):
 
 
 class OpenRoute(GuardedRoute):
-    """Of everybody: no key is needed."""
+    """A route without a key."""
 
     permission = Permission.OPEN
 
 
 class UserRoute(GuardedRoute):
-    """Of everybody with a key."""
+    """A route for callers with any key."""
 
     permission = Permission.USER
 
 
 class AdminRoute(GuardedRoute):
-    """Of admins."""
+    """A route for admins."""
 
     permission = Permission.ADMIN
 

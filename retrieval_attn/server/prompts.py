@@ -28,7 +28,7 @@ Turn = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Extras:
-    """What a request gives the chat template beside messages.
+    """Arguments of the chat template besides messages.
 
     options: values of its variables. answering: end where the answer starts. specials: add the special tokens that the
     model expects at a start; None: unless there is a chat template, which writes them.
@@ -170,7 +170,9 @@ class Prompts:
         return self._parts(text, cuts, escapes, adds=extras.specials)
 
     def of_question(self, messages: Sequence[Turn], extras: Extras = NO_EXTRAS) -> Parts:
-        """What continues a saved context: questions and answers in turn. A system's message joins the first question.
+        """Return the prompt after a saved context: questions and answers in turn.
+
+        A system message is put before the first question.
 
         Raises as `of_messages`, and InputDataError for tools: the context was read before them.
         """
@@ -248,9 +250,7 @@ class Prompts:
         return self._more(cut_at(text, next_words)[0], escapes)
 
     def of_answered(self, messages: Sequence[Turn]) -> tuple[int, ...]:
-        """What continues a saved context, and is continued by questions: questions and answers in turn, the last one
-        an answer. Raises as `of_question`.
-        """
+        """Return questions and answers that extend a saved context, the last one an answer. Raises as `of_question`."""
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
         escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
         said = escapes.apply(_asked(messages, NO_EXTRAS))

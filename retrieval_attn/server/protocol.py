@@ -52,7 +52,7 @@ TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 
 class Body(BaseModel):
-    """Of a JSON request. Fields that are null count as not given, unknown ones too: clients send back whole answers."""
+    """A JSON request. Null and unknown fields are ignored: clients send back whole answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -108,7 +108,7 @@ class Message(Body):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The message in the form of chat templates."""
         role = "system" if self.role == "developer" else self.role
         names = ("name", "tool_calls", "tool_call_id", "reasoning_content")
         more = {name: getattr(self, name) for name in names}
@@ -158,11 +158,11 @@ class ResponseFormat(Body):
 
 
 class SampledBody(Body):
-    """What requests for an answer have in common.
+    """Common fields of requests for an answer.
 
-    Beside OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos as in vLLM, and context, the name of a
-    saved context that the prompt continues, which may stand behind the model's name as well, MODEL@NAME. Fields from
-    `user` on are accepted, and have no effect: other options of vLLM with the one value that changes nothing.
+    Besides OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos as in vLLM, and context, the name of a
+    saved context that the prompt continues (also as model MODEL@NAME). Fields from `user` on are accepted without
+    effect: other options of vLLM with their neutral value.
     """
 
     model: str = Field(max_length=512)
@@ -257,7 +257,7 @@ class ChatBody(SampledBody):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of the answer; None: the request does not say."""
+        """Maximum tokens of the answer, None if the request does not set it."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -373,13 +373,13 @@ class ErrorWords(AnswerBody):
 
 
 class ErrorAnswer(AnswerBody):
-    """Of every status of 400 and more."""
+    """Body of an error response."""
 
     error: ErrorWords
 
 
 class CachedTokens(AnswerBody):
-    """Of the prompt, tokens that were not read for this request."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
@@ -408,14 +408,14 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(AnswerBody):
-    """Of each token of the answer."""
+    """Log-probabilities of the tokens of the answer."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class AnswerMessage(AnswerBody):
-    """What the model said."""
+    """The message of an answer."""
 
     role: Literal["assistant"]
     content: str
@@ -432,7 +432,7 @@ class ChatChoice(AnswerBody):
 
 
 class ChatAnswer(AnswerBody):
-    """Of POST /v1/chat/completions that is not streamed."""
+    """Response of POST /v1/chat/completions without stream."""
 
     id: str
     object: Literal["chat.completion"]
@@ -443,7 +443,7 @@ class ChatAnswer(AnswerBody):
 
 
 class TextLogprobs(AnswerBody):
-    """Of each token of the answer, and with `echo` of the prompt, whose first token has none."""
+    """Log-probabilities of the tokens of the answer, and with `echo` of the prompt (null for its first token)."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -461,7 +461,7 @@ class TextChoice(AnswerBody):
 
 
 class TextAnswer(AnswerBody):
-    """Of POST /v1/completions that is not streamed."""
+    """Response of POST /v1/completions without stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -482,7 +482,7 @@ class ModelRecord(AnswerBody):
 
 
 class ModelList(AnswerBody):
-    """Of GET /v1/models."""
+    """Response of GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelRecord]
@@ -500,14 +500,14 @@ class ContextRecord(AnswerBody):
 
 
 class ContextList(AnswerBody):
-    """Of GET /v1/contexts."""
+    """Response of GET /v1/contexts."""
 
     object: Literal["list"]
     data: list[ContextRecord]
 
 
 class Deleted(AnswerBody):
-    """Of DELETE /v1/contexts/{name}."""
+    """Response of DELETE /v1/contexts/{name}."""
 
     id: str
     object: Literal["context"]
@@ -515,7 +515,7 @@ class Deleted(AnswerBody):
 
 
 class Tokens(AnswerBody):
-    """Of POST /tokenize."""
+    """Response of POST /tokenize."""
 
     count: int
     max_model_len: int
@@ -523,13 +523,13 @@ class Tokens(AnswerBody):
 
 
 class Health(AnswerBody):
-    """Of GET /health."""
+    """Response of GET /health."""
 
     status: Literal["ok"]
 
 
 class Version(AnswerBody):
-    """Of GET /version."""
+    """Response of GET /version."""
 
     version: str
 

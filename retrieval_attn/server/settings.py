@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def held_body_bytes(self) -> int:
-        """Of all bodies that are read or parsed at a time."""
+        """Maximum bytes of all request bodies in memory."""
         return 4 * self.body_bytes
 
 
@@ -77,9 +77,9 @@ PACE_TOKENS = 2048
 
 
 class Facts(NamedTuple):
-    """What a server needs to know of a model beside its tokenizer. vocabulary: ids that it has embeddings for.
-    positions: tokens of a prompt with its answer, at most. token_seconds: to read one token of a prompt; None: not
-    measured. sampling: fields of `SamplingParams` for requests that do not say.
+    """Facts of a loaded model. vocabulary: number of embeddings.
+    positions: maximum tokens of a prompt with its answer. token_seconds: prefill time per token; None: not
+    measured. sampling: default fields of `SamplingParams`.
     """
 
     vocabulary: int
@@ -137,7 +137,7 @@ class EngineSpec:
         return llm, engine
 
     def facts(self, llm: LLM, engine: Engine) -> Facts:
-        """Of the model that was loaded. Reads PACE_TOKENS tokens to time them, if the engine is warm."""
+        """Return the facts of the loaded model. Times a prefill of PACE_TOKENS tokens if the engine is warm."""
         from retrieval_attn.answer_loop import AnswerLoop
         from retrieval_attn.engine.request import Request
 

@@ -207,7 +207,7 @@ class AnswerTokens:
 
 
 class RunPart(NamedTuple):
-    """What one token of a run of `<0xF0>` tokens adds to the text."""
+    """Text and bytes of one token in a run of `<0xF0>` tokens."""
 
     text: str
     data: bytes

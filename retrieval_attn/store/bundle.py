@@ -59,7 +59,7 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True)
 class Seal:
-    """What a node remembers of a bundle's file, so that no other file can stand in for it."""
+    """Size and checksums of a bundle's file in the record of its node, which detect a replaced file."""
 
     nbytes: int
     header_crc: int

@@ -68,7 +68,7 @@ class Disk(Protocol):
         """Names in a folder, in any order."""
 
     def stat(self, path: Path) -> os.stat_result:
-        """What the system knows about a file; about a link, not about its target."""
+        """Return the status of a file, or of a link and not its target."""
 
     def read(self, path: Path, limit: int) -> bytes:
         """A file's bytes. Raises OddFileError for a file of more than `limit` bytes."""

@@ -124,7 +124,7 @@ class StoreLayout:
             self.disk.fsync_folder(self.root)
 
     def _foreign(self) -> list[str]:
-        """What would not be here if a process had died while it made the store: `gc` must never touch it."""
+        """Return files that no interrupted creation of a store leaves; `gc` must never remove them."""
         found = [self.root / name for name in self.listed(self.root) if name not in _PARTS]
         found += [self.tmp / name for name in self.listed(self.tmp) if not name.endswith(".version")]
         found += [folder / name for folder in (self.nodes, self.contexts) for name in self.listed(folder)]
@@ -161,7 +161,7 @@ class StoreLayout:
         try:
             self.disk.close(handle)
         except OSError as error:
-            logger.warning("closing a lock of %s: %s", self.root, error)
+            logger.warning("cannot close a lock of %s: %s", self.root, error)
 
     def listed(self, folder: Path) -> list[str]:
         """Names in a folder, sorted; none where it is not there."""
@@ -192,7 +192,7 @@ class Pin:
 
     @property
     def stem(self) -> str:
-        """What the names of its things in `tmp` begin with."""
+        """Prefix of the names of the save's files in `tmp`."""
         return self.path.name.removesuffix(".lock")
 
     def release(self) -> None:

@@ -20,7 +20,7 @@ from retrieval_attn.store.record import is_digest, is_list_of
 
 
 class Freed(NamedTuple):
-    """What `gc` removed. nodes: how many; leftovers: files and folders of saves that died; nbytes: of all of them."""
+    """Result of `gc`. nodes: removed nodes. leftovers: files and folders of interrupted saves."""
 
     nodes: int
     leftovers: int
@@ -73,7 +73,7 @@ def _named(layout: StoreLayout) -> set[str]:
 
 
 def _leftovers(layout: StoreLayout) -> tuple[list[Path], set[str]]:
-    """What is in `tmp` that no living process has pinned, and the digests that living ones have."""
+    """Return paths in `tmp` that no running process has pinned, and the digests that running ones have."""
     entries = layout.listed(layout.tmp)
     alive, pinned = set[str](), set[str]()
     for entry in entries:
@@ -133,7 +133,7 @@ def stored_bytes(layout: StoreLayout) -> int:
 
 
 class Damage(NamedTuple):
-    """What is wrong. names: the contexts that need it; node: its digest, or None for a name's file; what: the error."""
+    """A damaged file. names: contexts that need it. node: digest, None for a name's file. what: the error message."""
 
     names: tuple[str, ...]
     node: str | None
@@ -144,10 +144,10 @@ class Damage(NamedTuple):
 def verify(
     layout: StoreLayout, names: Sequence[str] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[Damage]:
-    """Check every byte that these names need; None: all names. An empty list: nothing is wrong.
+    """Check every byte of these contexts, None for all. Return the damage, an empty list for none.
 
-    progress: told, after each file, the bytes that are checked and those that there are. Raises UnknownContextError for
-    a name that the store does not have, and StoreMismatchError for another version of the store.
+    progress: called after each node with the checked bytes and all bytes. Raises UnknownContextError for an unknown
+    name, and StoreMismatchError for another version of the store.
     """
     layout.exists()
     found: list[Damage] = []
@@ -181,7 +181,7 @@ def _size(layout: StoreLayout, digest: str) -> int:
 
 
 def _check(layout: StoreLayout, digest: str, names: tuple[str, ...]) -> list[Damage]:
-    """What is wrong with one node. One file at a time is in memory where files are read, not mapped."""
+    """Check one node, one file in memory at a time if files are read and not mapped."""
     folder = layout.node(digest)
     try:
         node = SavedNode(layout, digest)

@@ -80,7 +80,7 @@ def write_name(layout: StoreLayout, name: str, chain: Sequence[str], nbytes: int
 
 
 def read_name(layout: StoreLayout, name: str) -> NamedContext:
-    """What `name` means. Raises UnknownContextError, StoreDamagedError, StoreMismatchError."""
+    """Read the context of a name. Raises UnknownContextError, StoreDamagedError, StoreMismatchError."""
     path = _file(layout, name)
     try:
         record = read_record(layout.disk, path, _FIELDS)
@@ -117,7 +117,7 @@ def readable_names(layout: StoreLayout) -> list[NamedContext]:
         except UnknownContextError:  # removed meanwhile
             continue
         except StoreError as error:
-            logger.warning("a context is left out of the list: %s", error)
+            logger.warning("skipping a context that cannot be read: %s", error)
     return found
 
 

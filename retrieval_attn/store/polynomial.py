@@ -1,4 +1,4 @@
-"""The polynomial of CRC-32C (Castagnoli), and what a byte does by it."""
+"""The polynomial of CRC-32C (Castagnoli) and its table of bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POLYNOMIAL = 0x82F63B78
 
 @functools.cache
 def byte_table() -> tuple[int, ...]:
-    """What each of the 256 bytes does to an empty register."""
+    """Return the checksum table of single bytes."""
     table = []
     for byte in range(256):
         for _ in range(8):

@@ -100,7 +100,7 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """What `encode` was given. Raises ValueError, which says what is wrong with the bytes."""
+    """Decode a record of `encode`. Raises ValueError with the fault."""
     at = len(_BEGIN) + 8
     text = data[at + len(_MIDDLE) : -len(_END)]
     if not data.startswith(_BEGIN) or data[at : at + len(_MIDDLE)] != _MIDDLE or not data.endswith(_END):

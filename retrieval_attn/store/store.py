@@ -133,7 +133,7 @@ class ContextStore:
                 pin.release()
 
     def resolve(self, name: str) -> NamedContext:
-        """What a name means. Raises UnknownContextError, which names near ones, and StoreDamagedError."""
+        """Return the context of a name. Raises UnknownContextError, which names similar ones, and StoreDamagedError."""
         check_name(name)
         self._layout.exists()
         return read_name(self._layout, name)

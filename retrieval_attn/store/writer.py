@@ -158,7 +158,7 @@ class NodeWriter:
             try:
                 remove_tree(self._layout.disk, folder)
             except OSError as error:
-                logger.warning("%s stays until `retrieval-attn contexts gc`: %s", folder, error)
+                logger.warning("cannot remove %s; `retrieval-attn contexts gc` will: %s", folder, error)
 
     def close(self) -> None:
         """Give up what was not published; a second time it does nothing."""
@@ -171,7 +171,7 @@ class NodeWriter:
         try:
             self._pin.release()
         except OSError as error:
-            logger.warning("%s stays until `retrieval-attn contexts gc`: %s", self._pin.path, error)
+            logger.warning("cannot remove %s; `retrieval-attn contexts gc` will: %s", self._pin.path, error)
 
     def __enter__(self) -> NodeWriter:
         return self
@@ -202,6 +202,6 @@ def is_whole(layout: StoreLayout, digest: str) -> bool:
     except UnknownContextError:
         return False
     except StoreDamagedError as error:
-        logger.warning("it is saved anew: %s", error)
+        logger.warning("saving a damaged node again: %s", error)
         return False
     return True

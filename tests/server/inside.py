@@ -34,7 +34,7 @@ class Inside:
 
     def __init__(self, folder: Path, keys: Keys | None = None, *, send_bytes: int = 0, **limits: Any) -> None:
         """send_bytes: of a connection's buffer in the kernel; 0: the system's. limits: of `Settings`."""
-        self._keys = keys or Keys()
+        self._keys = keys or Keys(())
         self.model: Any = tiny_model("llama")
         tokenizer = number_tokenizer(self.model.get_input_embeddings().weight.shape[0])
         llm: Any = SimpleNamespace(model=self.model, tokenizer=tokenizer, config=CONFIG)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval_attn.server.access import AllowedHosts, Caller, Keys
+from retrieval_attn.server.access import AllowedHosts, ApiKey, Caller, Keys
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.permissions import GuardedRoute
 from tests.server.inside import Inside
 
 ADMIN, USER = "admin-key-1", "user-key-01"
-KEYS = Keys([(ADMIN, Caller("root", "key:root", True)), (USER, Caller("bob", "key:bob", False))])
+KEYS = Keys([ApiKey(ADMIN, Caller("root", "key:root", True)), ApiKey(USER, Caller("bob", "key:bob", False))])
 ADMIN_PATHS = ("/metrics", "/v1/contexts", "/v1/contexts/files", "/v1/contexts/x", "/v1/contexts/x/save")
 BEHIND = ("", "%0A", "%0a%0a", "%0D", "%00", "/", "//", "/.", ";x", "?x", "%3f", "%23", "%20", "%09", "%e2%80%a8")
 USER_PATHS = ("/v1/models", "/v1/models/tiny", "/tokenize", "/v1/completions", "/openapi.json")

@@ -87,8 +87,8 @@ class Bodies:
     def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"The body is larger than {self._most:,} bytes; send a shorter one, save the text as a context in parts, "
-            "or start the server with a larger --max-body.",
+            f"The body is larger than {self._most:,} bytes; send a shorter one, or save the text as a context in "
+            "parts.",
         )
 
 

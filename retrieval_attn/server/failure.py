@@ -156,13 +156,10 @@ def document_from(field: str) -> Iterator[None]:
     except (ContextLengthError, AdmissionError) as error:
         if error.limit is None or error.tokens is None:
             raise failure_of(error, field=field) from error
-        cure = f"shorten the {field}, or split it into several contexts"
-        if isinstance(error, AdmissionError):
-            least, cure = f"the memory of this server holds {error.limit}", f"{cure}."
-        else:
-            least, cure = f"a context of this server has at most {error.limit}", f"{cure}, or raise --max-context."
+        holder = "the memory of this server" if isinstance(error, AdmissionError) else "a context of this server"
         raise ApiError(
-            400, f"There are at least {error.tokens} tokens in the {field}, but {least}: {cure}", param=field,
+            400, f"There are at least {error.tokens} tokens in the {field}, but {holder} holds "
+            f"{error.limit}: shorten the {field}, or split it into several contexts.", param=field,
             code="context_length_exceeded",
         ) from error  # fmt: skip
 

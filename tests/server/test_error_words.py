@@ -109,8 +109,8 @@ def test_each_route_names_the_field_of_a_too_long_text(http: httpx.Client) -> No
         error = error_of(reply)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "file"), error
         found = re.fullmatch(
-            r"There are at least (\d+) tokens in the file, but a context of this server has at most (\d+): shorten the "
-            r"file, or split it into several contexts, or raise --max-context\.",
+            r"There are at least (\d+) tokens in the file, but a context of this server holds (\d+): shorten the file, "
+            r"or split it into several contexts\.",
             error["message"],
         )
         assert found is not None and int(found[1]) > int(found[2]) > POSITIONS - 100, error

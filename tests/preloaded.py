@@ -103,7 +103,7 @@ class _Descriptor:
 
 
 def run_command(
-    arguments: list[str], environment: dict[str, str], cwd: str, constants: dict[str, float], stderr: _Descriptor
+    arguments: list[str], environment: dict[str, str], cwd: str, constants: Mapping[str, float], stderr: _Descriptor
 ) -> None:
     """Run `retrieval-attn ARGUMENTS` to its end, as a new interpreter would."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

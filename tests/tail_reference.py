@@ -225,7 +225,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
             scoring = Scoring(self._scoring.scale, self._scoring.softcap)
             rows: list[Any] = [None] * self._shape[0]
             codes = {id(one): part for one, part in self._coded}
-            for one in self._shared:
+            for one in self.paths:
                 k = config.retrieve_count(one.stop - one.start)
                 assert k is not None
                 queries = self._host_queries(one).astype(np.float64)

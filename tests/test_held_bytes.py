@@ -57,8 +57,8 @@ def test_every_node_counts_its_own_windows() -> None:
         model(random_ids(1, 100), past_key_values=first)
         second = first.fork()
         model(random_ids(1, 5, seed=1), past_key_values=second)
-    one = PrefixEntry.beyond(first, None)
-    other = PrefixEntry.beyond(second, one)
+    one = PrefixEntry.beyond(first, Sizes())
+    other = PrefixEntry.beyond(second, one.shared)
     windows = sum(window.nbytes for window in windows_of(second))
     assert windows > 0 and one.sizes.total == first.host_nbytes + first.device_nbytes
     assert other.sizes.total == second.host_nbytes + second.device_nbytes - one.shared.total
@@ -77,13 +77,13 @@ def test_host_and_device_are_told_apart() -> None:
     own, host = sum(window.nbytes for window in windows), cache.host_nbytes
     clusters = cache.device_nbytes - own - codes
     assert own and host and codes
-    assert PrefixEntry.beyond(cache, None).sizes == Sizes(host + own + codes + clusters)
-    before = PrefixEntry.beyond(cache.fork(), None)
+    assert PrefixEntry.beyond(cache, Sizes()).sizes == Sizes(host + own + codes + clusters)
+    before = PrefixEntry.beyond(cache.fork(), Sizes())
     for window in windows:
         key, value = window.buffers
         window.use(torch.empty_like(key, device="meta"), torch.empty_like(value, device="meta"))
-    assert PrefixEntry.beyond(cache, None).sizes == Sizes(host, own + codes + clusters)
+    assert PrefixEntry.beyond(cache, Sizes()).sizes == Sizes(host, own + codes + clusters)
     assert before.sizes.device == 0
     # what it shares with what is before it is that one's; windows are its own
-    whole = PrefixEntry.beyond(cache, None)
-    assert PrefixEntry.beyond(cache, whole).sizes == Sizes(0, own)
+    whole = PrefixEntry.beyond(cache, Sizes())
+    assert PrefixEntry.beyond(cache, whole.shared).sizes == Sizes(0, own)

@@ -15,6 +15,7 @@ from torch import Tensor
 import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.gpu.codes.host_row_gather import HostRowGather, RowShape
@@ -354,7 +355,7 @@ def test_a_trees_budget_is_not_for_rows() -> None:
         config = CONFIG.replace(**{**REACHED, "index_options": options})
         done = Decoded(enabled("llama"), True, config=config, prompt=200, new=3)
         rows = sum(one.nbytes for one in rows_in(done.cache) if one is not None)
-        sizes.append((PrefixEntry.beyond(done.cache, None).sizes, rows))
+        sizes.append((PrefixEntry.beyond(done.cache, Sizes()).sizes, rows))
     assert sizes[0][1] > 0 == sizes[1][1]
     steps = sizes[0][0].host - sizes[1][0].host
     assert steps == sizes[0][1] * ROW_STEPS_BYTES // (2 * 16), "on a CPU what a device would have is the host's"

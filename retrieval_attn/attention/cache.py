@@ -165,6 +165,21 @@ class RetrievalCache(LayeredCache):
         elif count:
             self.batch.crop(columns - count)
 
+    @property
+    def crops_anywhere(self) -> bool:
+        """Whether all layers retrieve, so that `crop` can go back to any token."""
+        return not self.config.keeps_all and all(isinstance(layer, RetrievalLayer) for layer in self.layers)
+
+    def can_keep(self, tokens: int) -> bool:
+        """Return whether `crop` can keep the first `tokens` tokens of rows without padding.
+
+        Layers with a state or a sliding window cannot go back to an earlier token; retrieval layers read their window
+        back from host memory, except where tokens are forgotten or in pages.
+        """
+        if tokens == self.batch.columns:
+            return True
+        return self.crops_anywhere and own_start(self.batch) < tokens < self.batch.columns
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times; the host part is shared, not copied."""
         rows = range(len(self.batch.sequences))

@@ -75,7 +75,7 @@ class RequestAdmission:
         saved: SavedTexts,
         tree: RadixCache | None,
         paged: PagedKVPool | None,
-        require_room: Callable[[int], None],
+        empty: RetrievalCache,
     ) -> None:
         """Store what requests share.
 
@@ -85,11 +85,11 @@ class RequestAdmission:
             saved: saved contexts that requests name.
             tree: prefix cache; None: off.
             paged: pages of paged prefixes; None: off.
-            require_room: raises ContextLengthError for more tokens than the model has positions for.
+            empty: cache without tokens, which checks lengths and says whether entries can be cropped.
         """
         self._loop, self._outputs, self._saved = loop, outputs, saved
         self._tree, self._exact = tree, paged
-        self._require_room = require_room
+        self._require_room, self._crops = empty.require_room, empty.crops_anywhere
 
     def row(self, request: Request, handle: RequestHandle, before: RunningRequest | None = None) -> RunningRequest:
         """before: had the request until files of its saved context were found damaged. Raises ContextLengthError,
@@ -102,7 +102,7 @@ class RequestAdmission:
         self._require_room(held + request.prompt_tokens + request.max_tokens)
         paged = self._exact is not None and saved is None and request.prompt_logprobs is None
         pages = PageAllocation(self._exact, request.parts) if self._exact is not None and paged else None
-        return RunningRequest(request, handle, self._loop, self._outputs, saved, pages, before)
+        return RunningRequest(request, handle, self._loop, self._outputs, saved, pages, before, self._crops)
 
     def whole_ids(self, document: Sequence[int], context: str | None) -> list[int]:
         """The ids by which the tree has a text now; context: the name of the saved one that it continues. Raises as
@@ -186,7 +186,9 @@ def _require_equal_windows(config: Config) -> None:
 class Engine:
     """See the module. Use it in a `with` block, or call `close`.
 
-    An answer is the one that its request gets alone: load decides when something is computed, and not what.
+    Load decides when something is computed, and not what: an answer is the one that its request gets alone. A prompt
+    that continues part of a cached one retrieves from that one's index, up to the last common token: with
+    `retrieve="all"` its answer is the same, else retrieval may differ a little (docs/server.md, "Prefix cache").
     """
 
     def __init__(
@@ -218,9 +220,7 @@ class Engine:
             paged_prefix_tokens, paged_prefix_pages, self._limits, self._loop.model, self._config, paged_prefix_int8
         )
         self._outputs = OutputQueue()
-        self._admission = RequestAdmission(
-            self._loop, self._outputs, self._saved, self._tree, self._exact, self._empty.require_room
-        )
+        self._admission = RequestAdmission(self._loop, self._outputs, self._saved, self._tree, self._exact, self._empty)
         self._stepper = Stepper(self._loop.model, self._limits, self._outputs, self._fail, self._counts)
         self._expected = ContextPrefetcher(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, RunningRequest] = {}

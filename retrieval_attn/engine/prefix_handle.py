@@ -1,13 +1,15 @@
 """Use of the prefix cache by one request: the prefix that it continues, and the entries that it leaves.
 
-Parts of prompts are nodes; a request finds nodes that end where one of its own parts ends. With `cache_generated`, a
-prompt with its answer is a node too, which a follow-up turn finds wherever it ends.
+Parts of prompts are nodes. A request continues the entry with the longest common prefix, cropped at the first token
+that differs. Models that cannot crop (a state or a sliding window) continue entries that end where one of the prompt's
+parts ends. With `cache_generated`, a prompt with its answer is an entry too.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,17 +18,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache, own_tensors, pack, seal
-from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.retrieval import DECODE_TOKENS, RetrievalLayer
 from retrieval_attn.cpu.store import rows_bytes
 from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.inflight_prefills import PrefillClaim
-from retrieval_attn.engine.node import Namespace, Node, Payload, Place, Sizes
+from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
 from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.engine.saved_text import OpenedText
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
 
-__all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "text_mark"]
+__all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "shared_sizes", "text_mark"]
 
 
 class PrefixEntry:
@@ -42,22 +44,40 @@ class PrefixEntry:
         self._lock = threading.Lock()
 
     @classmethod
-    def beyond(cls, cache: RetrievalCache, before: Payload | None, opened: OpenedText | None = None) -> PrefixEntry:
-        """Make the entry of a cache that continued `before` and is final. Its windows keep no spare room."""
+    def beyond(cls, cache: RetrievalCache, before: Sizes, opened: OpenedText | None = None) -> PrefixEntry:
+        """Make an entry of a cache that is not changed from now on; its windows keep no room.
+
+        before: `shared_sizes` of the fork that the cache continued.
+        """
         pack(cache)
         own, shared = _sizes(cache)  # every node has windows of its own
-        known = before.shared if isinstance(before, PrefixEntry) else Sizes()
-        return cls(cache, own.plus(shared.beyond(known)), shared, opened)
+        return cls(cache, own.plus(shared.beyond(before)), shared, opened)
 
-    def fork(self) -> RetrievalCache:
-        """Fork the cache. Any thread."""
+    def can_fork(self, tokens: int) -> bool:
+        """Return whether a request can continue after the first `tokens` tokens."""
+        return self._cache.can_keep(tokens)
+
+    def fork(self, tokens: int | None = None) -> RetrievalCache:
+        """Return a cache of the first `tokens` tokens (default: all) for a request to continue. Thread-safe.
+
+        A shorter fork shares host rows, indexes and codes of the whole entry, which are searched up to its end; its
+        window is read back from host memory.
+        """
         with self._lock:
-            return self._cache.fork()
+            cache = self._cache.fork()
+        if tokens is not None and tokens < cache.get_seq_length():
+            cache.crop(tokens - cache.get_seq_length())
+        return cache
 
 
 def on_device(tensor: Tensor) -> bool:
     """Return whether a tensor is in device memory."""
     return tensor.device.type != "cpu"
+
+
+def shared_sizes(cache: RetrievalCache) -> Sizes:
+    """Return the bytes of host rows, indexes, codes and pages, which forks share."""
+    return _sizes(cache)[1]
 
 
 def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
@@ -77,6 +97,12 @@ def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
     return Sizes(own - apart, apart), shared
 
 
+CROP_TOKENS = 64
+"""Tokens that a cropped entry must save beyond one that ends with a part: cropping reads a window back."""
+LAST_TOKENS = 512
+"""Prefilled tokens of a prompt's last part from which on it becomes an entry."""
+
+
 class AnswerEntry(PrefixEntry):
     """A prompt with its generated answer, as payload of a node.
 
@@ -93,41 +119,91 @@ class PrefixHandle:
         marks: leading ids that are no tokens, of a saved context or of other weights or rotary factors (`text_mark`).
         ends: ends of the prompt's parts.
         saved: whether the first part is a saved context.
-        lease: lease on the node that the request continues.
+        crops: whether entries may be cropped at any token.
+        lease: lease on the node that the request continues, up to `held_end` ids.
         claim: claim to prefill a part, or to wait for the request that does.
     """
 
-    def __init__(self, ids: Ids, ends: Sequence[int], marks: int, namespace: Namespace, *, saved: bool) -> None:
+    def __init__(
+        self, ids: Ids, ends: Sequence[int], marks: int, namespace: Namespace, *, saved: bool, crops: bool
+    ) -> None:
         """namespace: namespace of the request."""
-        self._saved = saved
+        self._saved, self._crops = saved, crops
         self.ids, self.ends, self.marks, self.namespace = ids, list(ends), marks, namespace
         self.lease: Lease | None = None
         self.claim: PrefillClaim | None = None
+        self.held_end = self._matched = 0
+        self._before = Sizes()  # of the continued fork, shared with its entry
 
     @property
     def held_tokens(self) -> int:
         """Prompt tokens that the prefix cache holds for the request."""
-        return 0 if self.lease is None else self.lease.node.end - self.marks
+        return 0 if self.lease is None else self.held_end - self.marks
+
+    def keeps_last(self, tokens: int) -> bool:
+        """Return whether `tokens` prefilled tokens of the last part become an entry.
+
+        A later prompt may share any of them, if entries can be cropped. An entry has windows of its own, which cost
+        more than another prefill of a short question.
+        """
+        return self._crops and tokens >= LAST_TOKENS
 
     def namespace_of(self, part: int) -> Namespace:
         """Return the namespace of a part: None for a saved context, which all requests that name it share."""
         return None if self._saved and part == 0 else self.namespace
 
-    def find(self, tree: RadixCache, known: int) -> tuple[Node, PrefixEntry] | None:
-        """Return the longest cached prefix beyond `known` ids, which the request continues from now on; None: none.
+    def find(self, tree: RadixCache, known: int) -> tuple[RetrievalCache, OpenedText | None] | None:
+        """Fork the longest cached prefix beyond `known` ids, which the request continues; None if there is none.
 
-        Raises StoreDamagedError if files that it comes from are damaged.
+        Returns the fork, of `held_tokens` tokens, and the saved context that it continues. Raises StoreDamagedError if
+        files that it comes from are damaged.
         """
-        found = longest_cached_prefix(tree, self.ids, self.ends[:-1], self.namespace, known)
-        if found is None:
+        lease = longest_cached_prefix(tree, self.ids, self.ends[:-1], self.namespace, known)
+        end = known if lease is None else lease.node.end
+        if self._crops:
+            cropped = self._cropped_prefix(tree, max(end, self.marks) + CROP_TOKENS)
+            if cropped is not None:
+                if lease is not None:
+                    lease.release()
+                lease, end = cropped
+        if lease is None:
             return None
-        with found:
-            node = found.node
-            assert isinstance(node.held, PrefixEntry)
-            if node.held.opened is not None:
-                node.held.opened.require_whole()
-            self._continue(tree.lease(node))
-            return node, node.held
+        with lease:
+            entry = lease.node.held
+            assert isinstance(entry, PrefixEntry)
+            if entry.opened is not None:
+                entry.opened.require_whole()
+            cache = entry.fork(end - self.marks)
+            self._before = entry.shared if end == lease.node.end else shared_sizes(cache)
+            self._continue(tree.lease(lease.node), end)
+            return cache, entry.opened
+
+    def _cropped_prefix(self, tree: RadixCache, least: int) -> tuple[Lease, int] | None:
+        """Return a lease on the entry with the longest common prefix of at least `least` ids, and its length."""
+        match = tree.match(self.ids, self.namespace, leased=True, again=True)
+        assert match.lease is not None
+        with match.lease:
+            self._matched = match.length
+            node, end = match.node, self._crop_end(match.length)
+            while end <= node.start and node.parent is not None:
+                node = node.parent
+            while node.parent is not None and end >= least:
+                if isinstance(node.held, PrefixEntry) and node.held.can_fork(end - self.marks):
+                    return tree.lease(node), end
+                node, end = node.parent, node.start
+        return None
+
+    def _crop_end(self, matched: int) -> int:
+        """Return where to crop after `matched` equal ids.
+
+        At the end of a part if one is near, because the prompt alone is prefilled in these parts; else so that the
+        rest of the part is not short enough to be decoded through the index.
+        """
+        part = bisect_right(self.ends, matched)
+        start = self.ends[part - 1] if part else 0
+        if part and matched - start < CROP_TOKENS:
+            return start
+        return min(matched, self.ends[part] - DECODE_TOKENS - 1)
 
     def put(
         self, tree: RadixCache, whole: RetrievalCache, done: int, opened: OpenedText | None, seconds: float
@@ -146,7 +222,8 @@ class PrefixHandle:
         if self.claim is not None:
             self.claim.done(lease.node)
             self.claim = None
-        self._continue(lease)
+        self._before = shared_sizes(whole)
+        self._continue(lease, len(ids))
 
     def put_answer(
         self,
@@ -178,7 +255,7 @@ class PrefixHandle:
         """Claim the prefill of a part after `start` ids. Returns whether another request prefills it."""
         if self.claim is None:
             ids, owner = self.ids[: self.ends[part]], self.namespace_of(part)
-            self.claim = claim_prefill(tree, ids, start, self.namespace, owner)
+            self.claim = claim_prefill(tree, ids, start, self.namespace, owner, self._matched)
         return self.waits()
 
     def waits(self) -> bool:
@@ -195,7 +272,7 @@ class PrefixHandle:
         """Release the cached prefix, which may be evicted then."""
         if self.lease is not None:
             self.lease.release()
-        self.lease = None
+        self.lease, self.held_end, self._before = None, 0, Sizes()
 
     def leave(self) -> None:
         """Release lease and claim."""
@@ -205,18 +282,23 @@ class PrefixHandle:
         self.forget()
 
     def known_tokens(self, tree: RadixCache) -> int:
-        """Return the prompt tokens, in whole parts, that are cached for a waiting request now. Any thread."""
+        """Return the prompt tokens that are cached for a waiting request now. Any thread."""
+        if self._crops:
+            found = tree.match(self.ids, self.namespace, again=True).length - self.marks
+            return found if found >= CROP_TOKENS else 0
         if len(self.ends) < 2:
             return 0
         found = tree.match(self.ids[: self.ends[-2] + 1], self.namespace, again=True).length
         return max((end - self.marks for end in self.ends[:-1] if end <= found), default=0)
 
     def shares_prefix_with(self, other: PrefixHandle, tokens: int) -> bool:
-        """Return whether `tokens` tokens are the same whole parts of both prompts, visible to both."""
+        """Return whether both prompts begin with the same `tokens` tokens, and both can continue an entry of them."""
         end = tokens + self.marks
         if self._saved or other._saved or self.marks != other.marks or self.namespace != other.namespace:
             return False
-        return end in self.ends[:-1] and end in other.ends[:-1] and np.array_equal(self.ids[:end], other.ids[:end])
+        parts = end in self.ends[:-1] and end in other.ends[:-1]
+        both = self._crops and other._crops and end < min(len(self.ids), len(other.ids))
+        return (parts or both) and np.array_equal(self.ids[:end], other.ids[:end])
 
     def _insert(
         self,
@@ -234,18 +316,20 @@ class PrefixHandle:
         assert match.lease is not None
         with match.lease:
             node, place = match.node, match.place
+            if match.length == len(ids) and self.lease is not None and self.lease.node is node:
+                return tree.lease(node)  # the entry that it was cropped from has all of it
             if match.length == len(ids) and match.tokens < len(node) and node.parent is not None:
                 place = Place(node.parent, node.at)  # another text goes on where this one ends: they stand side by side
             rest = ids[place.length :]
             if len(rest):
-                before = None if self.lease is None else self.lease.node.held  # what it goes on with, wherever it is
-                node = tree.insert(place, rest, kind.beyond(whole, before, opened), namespace, rebuild_seconds=seconds)
+                entry = kind.beyond(whole, self._before, opened)
+                node = tree.insert(place, rest, entry, namespace, rebuild_seconds=seconds)
             return tree.lease(node)
 
-    def _continue(self, lease: Lease) -> None:
+    def _continue(self, lease: Lease, end: int) -> None:
         if self.lease is not None:
             self.lease.release()
-        self.lease = lease
+        self.lease, self.held_end = lease, end
 
 
 _marks: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[WeightState, Factors | None], int]]
@@ -269,16 +353,16 @@ def text_mark(model: PreTrainedModel, weights: WeightState, tokens: int) -> Ids:
 
 
 def claim_prefill(
-    tree: RadixCache, ids: Ids, start: int, namespace: Namespace, owner: Namespace
+    tree: RadixCache, ids: Ids, start: int, namespace: Namespace, owner: Namespace, matched: int
 ) -> PrefillClaim | None:
     """Claim the prefill of ids after the first `start`. Returns None if these were evicted meanwhile.
 
-    namespace: of the request. owner: of the text that is prefilled.
+    namespace: of the request. owner: of the text that is prefilled. matched: see `RadixCache.pending`.
     """
     match = tree.match(ids[: start + 1], namespace, leased=True, again=True)
     assert match.lease is not None
     with match.lease:
-        return tree.pending(match, ids[start:], owner) if match.length == start else None
+        return tree.pending(match, ids[start:], owner, matched=matched) if match.length == start else None
 
 
 def longest_cached_prefix(

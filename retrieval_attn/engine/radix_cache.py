@@ -276,13 +276,20 @@ class RadixCache:
             return node
 
     def pending(
-        self, parent: Node | Place | Match, ids: Sequence[int] | NDArray[np.integer], namespace: Namespace
+        self,
+        parent: Node | Place | Match,
+        ids: Sequence[int] | NDArray[np.integer],
+        namespace: Namespace,
+        *,
+        matched: int = 0,
     ) -> PrefillClaim:
         """Claim the prefill of ids, the rest of a prompt after a match: own it, or wait for an in-flight prefill that
         covers it.
 
         Keep the match leased. If the tree has a longer match by now, the claim's future is resolved with the node, and
         the request matches again. Raises as `insert`.
+
+        matched: tokens of the request's last match, if it continues fewer of them.
         """
         rest = int32_row(ids)
         place = _place(parent)
@@ -290,7 +297,7 @@ class RadixCache:
             _must_take(place, rest, namespace, self._share_tokens)
             whole = np.concatenate((place.node.prefix(place.at), rest))
             found = longest(self.root, whole[:-1], namespace)
-            if found.length > place.length:
+            if found.length > max(place.length, matched):
                 claim = PrefillClaim(self._pending, whole, place.length, namespace)
                 claim.future.set_result(found.node)
                 return claim

@@ -51,11 +51,11 @@ class RunningRequest:
 
     def __init__(
         self, request: Request, handle: RequestHandle, loop: AnswerLoop, outputs: OutputQueue, saved: SavedText | None =
-        None, pages: PageAllocation | None = None, before: RunningRequest | None = None,
+        None, pages: PageAllocation | None = None, before: RunningRequest | None = None, crops: bool = False,
     ) -> None:  # fmt: skip
         """loop: of the model that answers. outputs: takes what the handle is told. saved: what the prompt begins with.
         pages: for parts of it that are attended to exactly; None: none are. before: had the same request, and keys that
-        were found damaged: what it told is not told again.
+        were found damaged: what it told is not told again. crops: prefix-cache entries may be cropped at any token.
         """
         self.request, self.handle = request, handle
         self.prompt_tokens = request.prompt_tokens + (0 if saved is None else saved.tokens)
@@ -90,7 +90,10 @@ class RunningRequest:
         mark = text_mark(loop.model, self.weights, self.prompt_tokens)
         parts[0] = np.concatenate((mark, parts[0]))
         ends, marks = list(accumulate(map(len, parts))), len(mark) + (saved is not None)
-        self.sharing = PrefixHandle(np.concatenate(parts), ends, marks, request.namespace, saved=saved is not None)
+        self.sharing = PrefixHandle(
+            np.concatenate(parts), ends, marks, request.namespace, saved=saved is not None,
+            crops=crops and pages is None,
+        )  # fmt: skip
         prompt = self.sharing.ids[marks:]
         self._history = History.of(request.draw, prompt, self.tokens, self._stops, request.min_tokens)
         self._done = self._inside = 0  # parts that the cache holds, and tokens that it holds of the next one
@@ -153,7 +156,8 @@ class RunningRequest:
             sharing.forget()  # and look it up anew
             self.cache, self._done, self._inside, self.cached_tokens = None, 0, 0, 0
             return
-        shares = tree is not None and self._done < len(sharing.ends) - 1
+        unread = sharing.ends[self._done] - self._known
+        shares = tree is not None and (self._done < len(sharing.ends) - 1 or sharing.keeps_last(unread))
         if tree is not None and shares and sharing.claim_part(tree, self._done, self._known):
             return
         self._part_began = time.perf_counter()
@@ -274,10 +278,10 @@ class RunningRequest:
         if tokens > self._longest_part:
             self._longest_part, self._token_seconds = tokens, seconds / tokens
         self._done, self._inside = self._done + 1, 0
+        if not self.is_read or (tree is not None and self.sharing.keeps_last(tokens)):
+            self._go_on(self.cache, tree)
         if self.is_read:
             self.logits = state.logits
-            return
-        self._go_on(self.cache, tree)
 
     def _note_scores(self, state: PromptState) -> None:
         """Keep the scores of the part that was read, and of the next part's first token."""
@@ -311,12 +315,11 @@ class RunningRequest:
         found = self.sharing.find(tree, self._known)
         if found is None:
             return
-        node, held = found
-        self._opened, self.cache = held.opened, held.fork()
-        ends = self.sharing.ends
-        self._done = bisect_right(ends, node.end)
-        self._inside = node.end - (ends[self._done - 1] if self._done else 0)
-        self.cached_tokens = node.end - self.sharing.marks
+        self.cache, self._opened = found
+        ends, held = self.sharing.ends, self.sharing.held_end
+        self._done = bisect_right(ends, held)
+        self._inside = held - (ends[self._done - 1] if self._done else 0)
+        self.cached_tokens = held - self.sharing.marks
 
 
 def _score_pieces(ids: Ids, vocabulary: int) -> list[Ids]:

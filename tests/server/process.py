@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def runs(pid: int) -> bool:
 @contextmanager
 def serving(
     *arguments: str, environment: dict[str, str] | None = None, start_seconds: float = START_SECONDS,
-    most_files: int = 0, preloaded: bool = False, constants: dict[str, float] | None = None,
+    most_files: int = 0, preloaded: bool = False, constants: Mapping[str, float] | None = None,
 ) -> Iterator[Served]:  # fmt: skip
     """Start a server on a free port, wait until it listens, and kill it at the end of the block.
 
@@ -119,7 +119,7 @@ def starting(
     most_files: int = 0,
     port: int = 0,
     preloaded: bool = False,
-    constants: dict[str, float] | None = None,
+    constants: Mapping[str, float] | None = None,
 ) -> Iterator[Served]:
     """Start a server as `serving` does, without waiting until it listens."""
     command: list[str] = ["serve", "--port", str(port), *arguments]

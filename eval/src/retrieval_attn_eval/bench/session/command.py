@@ -116,9 +116,9 @@ def run(args: argparse.Namespace) -> int:
             found.append(Process(which))
             run_process(found[-1], settings.to_dict(), variables, args.timeout, told)
     if SAVING in stages:
-        base = folder if store is None else store
-        base.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="contexts-", dir=base) as name:
+        place = folder if store is None else store
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="contexts-", dir=place) as name:
             measure_saving(saved, Job("save", settings, name), args.timeout, told)
     text = _save(folder, settings, found, saved, {**about, "finished": True}, plot=not args.no_plot)
     print(text)

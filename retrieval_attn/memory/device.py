@@ -80,7 +80,7 @@ class ChunkSize(NamedTuple):
 # 1.09 GiB while decoding on an H100 (docs/archive/results/h100/memory_device.md), where the context alone takes 0.6.
 DEVICE_RESERVE = 9 * GIB // 8
 # Copies of all states that a captured step has beside the cache's own: those that it advances, and those of before its
-# newest two steps, which may have to be undone (engine/graph/states.py).
+# newest two steps, which may have to be undone (runner/graph/states.py).
 GRAPH_STATES = 3
 
 

@@ -1,6 +1,6 @@
 """What a model needs at a context length, before anything is loaded: `plan(...)`. Arithmetic only.
 
-The formulas follow layer-major prefill (engine/prefill.py) and this package's caches. They reproduce, to 1 %, live
+The formulas follow layer-major prefill (runner/prefill.py) and this package's caches. They reproduce, to 1 %, live
 bytes traced through transformers' Llama-3-8B on meta tensors for chunks of 2K to 32K and contexts of 128K to 1M, and
 through a layer of Qwen3.5-27B that keeps a state (tests/test_activations.py).
 Speeds are not predicted; bytes per token are, and at named bandwidths these give a floor.

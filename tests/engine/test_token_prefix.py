@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.request import Finished
 from retrieval_attn.runner.rows import step
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
+from tests.emulation.emulated import emulated
 from tests.engine.test_reuse import CONFIG, SHARED, Session, ids, llm_of, read_counts, request
 from tests.engine_audit import check_engine
 from tests.test_hybrid import new_model
@@ -40,14 +42,22 @@ def alone(llm: Any, prompt: tuple[int, ...], tokens: int = 12) -> tuple[int, ...
         return answer(engine, (prompt,), tokens).tokens
 
 
-@pytest.mark.parametrize("index", ["auto", "flat", "sketch", "roargraph", "device"])
 @pytest.mark.parametrize("common", [80, 301, 640])
-def test_a_prompt_continues_another_up_to_any_token(index: str, common: int) -> None:
-    """All keys are retrieved, so the answer is that of reading the whole prompt."""
+@pytest.mark.parametrize(
+    ("index", "graphs"),
+    [
+        *((index, False) for index in ("auto", "flat", "sketch", "roargraph", "device")),
+        ("flat", True),
+        ("device", True),
+    ],
+)
+def test_a_prompt_continues_another_up_to_any_token(index: str, graphs: bool, common: int) -> None:
+    """All keys are retrieved, so the answer is that of a prefill of the whole prompt, in eager steps and in graphs."""
     llm = llm_of(index=index, **ALL)
     first, second = ids(700, 1), (*ids(700, 1)[:common], *ids(150, 2))
     expected = alone(llm, first), alone(llm, second)
-    with Engine(llm, prefix_cache_bytes=SHARED) as engine, read_counts(llm) as read:
+    steps = emulated() if graphs else nullcontext()
+    with steps, Engine(llm, prefix_cache_bytes=SHARED) as engine, read_counts(llm) as read:
         assert answer(engine, (first,)).tokens == expected[0]
         del read[:]
         done = answer(engine, (second,))

@@ -94,7 +94,8 @@ def test_random_schedules(seed: int, tmp_path: Path) -> None:
     model = llm_of().model
     vocabulary = model.get_input_embeddings().weight.shape[0]
     schedule = schedule_of(seed, 8, vocabulary, contexts=True)
-    llm = llm_of(CONFIG.replace(index=schedule.index))
+    all_keys: dict[str, Any] = {"retrieve": "all", "tail": False} if schedule.crops else {}
+    llm = llm_of(CONFIG.replace(index=schedule.index, **all_keys))
     with watched() as actions:
         found = run(llm, schedule, Library(tmp_path, vocabulary), actions)
     assert wrong(llm, found) == []

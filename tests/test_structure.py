@@ -284,6 +284,43 @@ def test_files_named_in_the_architecture_exist() -> None:
     assert not missing, f"{ARCHITECTURE.name} names {missing}"
 
 
+PLACES = ("", "retrieval_attn", "eval", "eval/src/retrieval_attn_eval", "tests")
+"""Folders in which a file named in a docstring may be, besides its own folder and that one's parent."""
+FOREIGN = ("construct_synthetic_dataset.py", "prompt.py")
+"""Files of other projects that docstrings cite."""
+
+
+def named_files(text: str) -> list[str]:
+    """Python files and `room/module.name`s that prose names in backticks."""
+    files = re.findall(r"`((?:[\w-]+/)*\w+\.py)`", text)
+    return files + [
+        f"{module}.py" for module in re.findall(r"`((?:[a-z_]+/)+[a-z_]+)\.(?!(?:py|json|yaml|md)`)\w+`", text)
+    ]
+
+
+def is_a_file(name: str, where: Path) -> bool:
+    folders = [*(ROOT / place for place in PLACES), where.parent, where.parent.parent]
+    return any((folder / name).exists() for folder in folders) or name.rpartition("/")[2] in FOREIGN
+
+
+def test_files_named_in_prose_exist() -> None:
+    assert named_files("see `cpu/step/run.py` and `attention/layer.CacheLayer`") == [
+        "cpu/step/run.py",
+        "attention/layer.py",
+    ]
+    assert not is_a_file("cpu/step/none.py", ROOT / "retrieval_attn/cpu/store.py")
+    folders = ("retrieval_attn", "eval/src", "tools", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        if "archive" not in path.parts
+        for name in named_files(path.read_text("utf-8"))
+        if not is_a_file(name, path)
+    ]
+    assert missing == []
+
+
 def test_architecture_maps_every_room() -> None:
     """Each folder and each top module of the package has its line in the table of rooms."""
     text = ARCHITECTURE.read_text(encoding="utf-8").partition("## Rooms")[2].partition("\n## ")[0]

@@ -67,7 +67,7 @@ def test_nothing_is_captured_after_it(
     lengths = [700, 20, 60, 300, 90, 128]
     with Engine(llm, **engine_options) as engine:
         counted: list[int] = []  # what graphs take beside tensors is known once all of them are there
-        monkeypatch.setattr(warm_up, "count_graphs", lambda device: counted.append(len(captures)))
+        monkeypatch.setattr(warm_up, "lower_cap_for_graphs", lambda device: counted.append(len(captures)))
         engine.warm_up(tokens=1000, progress=False)
         made = len(captures)
         assert made > 5 and engine.stats["steps"] == 0 and counted == [made]

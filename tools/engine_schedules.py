@@ -4,7 +4,8 @@ python -m tools.engine_schedules --schedules 500
 
 Of each schedule, arrivals, lengths, documents that begin alike, saved contexts, saves, sampling, cancels, slots,
 prompts read ahead, the memory for requests and for shared prefixes, which of these are attended to exactly, where no
-context is named, and the kind of index are random; a tiny model in float32 with seeded weights. What is alone reads
+context is named, the kind of index and whether prompts leave each other at any token are random; a tiny model in
+float32 with seeded weights. What is alone reads
 everything itself: nothing shared, no store. Prints how often rows were parked, windows spilled, spans split, nodes
 evicted, contexts opened and saved, and requests cancelled in each state. Exit status 1 and the seed for the first
 answer that differs.
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 import retrieval_attn as ra
+from retrieval_attn.engine import prefix_handle
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import InputDataError
@@ -56,6 +58,8 @@ class Schedule:
     """What comes, and what the engine has for it. host_tokens: that its memory has room for; None: as much as it is.
 
     paged_prefix_pages: with paged_prefix_tokens, all that there are: some requests must wait for others'.
+    crops: prompts are single parts that leave each other at any token, and all keys are attended to: a cropped index
+    may retrieve others than a fresh one.
     """
 
     seed: int
@@ -67,6 +71,7 @@ class Schedule:
     index: str
     paged_prefix_tokens: int
     paged_prefix_pages: int
+    crops: bool = False
 
     @property
     def requests(self) -> list[Request]:
@@ -90,7 +95,10 @@ def schedule_of(seed: int, count: int, vocabulary: int, contexts: bool = False) 
     """The schedule of a seed. contexts: requests name saved ones, too."""
     chance = random.Random(seed)
     documents = [_ids(chance, chance.randrange(70, 500), vocabulary) for _ in range(2)]
+    crops = random.Random(-1 - seed).random() < 0.4
     same = chance.randrange(64, len(documents[0]) + 1)
+    if not crops:
+        same %= prefix_handle.CROP_TOKENS  # fewer than an entry is cropped for
     documents.append(documents[0][:same] + _ids(chance, chance.randrange(5, 90), vocabulary))
     turns = [_ids(chance, chance.randrange(5, 90), vocabulary) for _ in range(3)]
     coming = []
@@ -118,6 +126,8 @@ def schedule_of(seed: int, count: int, vocabulary: int, contexts: bool = False) 
         save = contexts and len(shared) > 0 and context is None and chance.random() < 0.3
         coming.append(Coming(request, chance.random() * chance.choice((0.02, 0.2)), cancel, save))
     rows = chance.choice((1, 2, 3, 8))
+    if crops:
+        coming = [one._replace(request=_cropped(one.request, chance), save=False) for one in coming]
     return Schedule(
         seed,
         coming,
@@ -128,12 +138,21 @@ def schedule_of(seed: int, count: int, vocabulary: int, contexts: bool = False) 
         chance.choice(("auto", "flat", "device")),
         0 if contexts else chance.choice((0, 250, 700)),  # what was saved lies elsewhere than what was read
         chance.choice((12, 25)),
+        crops,
     )
 
 
-def llm_of(model: Any, tokenizer: Any, index: str) -> Any:
+def _cropped(request: Request, chance: random.Random) -> Request:
+    """The request as one part, whose first part ends at a random token."""
+    first, *others = request.parts
+    kept = first[: chance.randrange(1, len(first) + 1)] if others else first
+    return replace(request, parts=((*kept, *(token for part in others for token in part)),))
+
+
+def llm_of(model: Any, tokenizer: Any, index: str, crops: bool = False) -> Any:
     """What an engine needs of an `LLM`."""
-    return SimpleNamespace(model=model, tokenizer=tokenizer, config=CONFIG.replace(index=index))
+    all_keys: dict[str, Any] = {"retrieve": "all", "tail": False} if crops else {}
+    return SimpleNamespace(model=model, tokenizer=tokenizer, config=CONFIG.replace(index=index, **all_keys))
 
 
 class Library:
@@ -146,7 +165,7 @@ class Library:
 
     def store(self, llm: Any) -> ContextStore:
         """With all texts, as this model reads them."""
-        folder = self._folder / llm.config.index
+        folder = self._folder / f"{llm.config.index}-{llm.config.retrieve}"
         store = ContextStore(folder)
         if not folder.exists():
             for name, text in self.texts.items():
@@ -250,11 +269,12 @@ def main() -> int:
     model = tiny_model("llama")
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokenizer, answers, cached = number_tokenizer(vocabulary), 0, 0
+    prefix_handle.LAST_TOKENS = 64
     with tempfile.TemporaryDirectory() as folder, watched() as actions:
         library = Library(Path(folder), vocabulary)
         for seed in tqdm(range(args.seed, args.seed + args.schedules), unit="schedule", mininterval=10):
             schedule = schedule_of(seed, args.requests, vocabulary, contexts=seed % 3 > 0)
-            llm = llm_of(model, tokenizer, schedule.index)
+            llm = llm_of(model, tokenizer, schedule.index, schedule.crops)
             with emulated() if args.graphs else nullcontext():
                 found = run(llm, schedule, library, actions)
             if differ := wrong(llm, found, schedule.paged_prefix_tokens):

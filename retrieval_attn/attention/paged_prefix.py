@@ -1,4 +1,4 @@
-"""ExactPrefix: the beginning of a sequence whose keys stay in device pages, where every later token attends to all.
+"""PagedPrefix: the first tokens of a sequence in GPU pages, all of which every later token attends to.
 
 Such tokens are on no host, in no index and in no window; a layer's own tokens begin behind them. Caches that continue
 the same prefix have the same pages, and when they step together, each span is attended to once for all of them.

@@ -1,6 +1,6 @@
 """Prefill of several caches in one layer: one attention, one copy to the host, one host work for all.
 
-`SharedPrefix` attends to each run of tokens that rows have in common once, with the queries of all rows and without a
+Shared-prefix attention attends once to tokens that rows have in common, with the queries of all rows and without a
 mask (Juravsky et al. 2024, "Hydragen", section 3.2: inter-sequence batching; section 3.4: a tree of prefixes). A row
 gets the same result as alone in its layer. An error with one row's tokens is raised for that row.
 """

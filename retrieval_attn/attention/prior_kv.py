@@ -1,4 +1,4 @@
-"""Past: what the rows of one layer held before a pass, as far as the pass's queries attend to it.
+"""PriorKV: keys and values that the rows of one layer held before a prefill pass, as its queries attend to them.
 
 The keys stay on the host. They visit the device block by block, for all rows that share a path at once
 (`offload/upload.py`), and the partials of the blocks merge by log-sum-exp.

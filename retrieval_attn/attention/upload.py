@@ -2,7 +2,7 @@
 
 The host's gathers grow with the question: every query wants its own few hundred rows. From some length on they cost
 more than bringing all rows over the bus once, where the device gathers thirty times faster. The same keys are named by
-the same codes as in `coded_part.py`, get the same exact scores, and the same best ones are attended to
+the same codes as in `device_codes.py`, get the same exact scores, and the same best ones are attended to
 (`gpu/codes/candidates.py`).
 """
 

@@ -1,7 +1,7 @@
 """Compiling kernels ahead: named jobs, done by a few other processes at once, each once per machine.
 
 Numba holds one lock while it compiles, so that threads cannot compile side by side; processes can, and share what they
-made through the cache's folder (`place.py`). A job is a function of this package and its arguments: whoever adds a
+made through the cache's folder (`cache_dir.py`). A job is a function of this package and its arguments: whoever adds a
 kernel that a first token would wait for names a function here that runs it on a few numbers. This process goes on
 meanwhile; who is about to run kernels calls `wait_until_compiled`, or compiles what is missing itself.
 """

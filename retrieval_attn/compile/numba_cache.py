@@ -1,4 +1,4 @@
-"""Numba's cache of this package's kernels: in `place.numba_folder`, safe for processes side by side, never fatal.
+"""Numba's cache of this package's kernels: in `cache_dir.numba_folder`, safe for processes side by side, never fatal.
 
 Numba as it is keeps compiled functions beside the source, refuses to compile where it can write nowhere, fails where
 a disk is full, and mixes functions up when two processes save specialisations of the same one at the same time. It has

@@ -413,7 +413,7 @@ class Engine:
         if not self._replays:  # else the next replay, soon, leaves time for it
             self._outputs.flush()
         progress = self._prefills.go_on(dict(plan.read), failed, alone=not plan.decode)
-        self._give_up()
+        self._evict_prefixes()
         return StepResult(
             tuple(found.ended), tuple(found.tokens), tuple(failed), progress.chunks, progress.done, found.seconds,
             progress.chunk_seconds, progress.at_end,
@@ -428,7 +428,7 @@ class Engine:
             log.warning("request %s failed: %s: %s", number, type(error).__name__, error, exc_info=not known and error)
             row.finish("error", error)
 
-    def _give_up(self) -> None:
+    def _evict_prefixes(self) -> None:
         """Prefixes that nobody uses, where they or requests need more than there is."""
         if self._tree is None:
             return

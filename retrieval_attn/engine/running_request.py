@@ -1,4 +1,4 @@
-"""Row: one request from its start to its end, as the engine drives it."""
+"""RunningRequest: one request from admission to its last token, as the engine drives it."""
 
 from __future__ import annotations
 

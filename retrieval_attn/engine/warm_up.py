@@ -23,7 +23,7 @@ from retrieval_attn.engine.chunked_prefill import read_batch
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, EngineFullError
-from retrieval_attn.gpu.memory import count_graphs
+from retrieval_attn.gpu.memory import lower_cap_for_graphs
 from retrieval_attn.runner.graph.host_row_gather import Reads
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
@@ -78,7 +78,7 @@ class WarmUp(NamedTuple):
                     stepper.rehearse(*text, size, self.draws, self.tokens or 0)
                     bar.update()
                 del text
-        count_graphs(loop.model.device)
+        lower_cap_for_graphs(loop.model.device)
 
     def _cache(self, loop: AnswerLoop, config: Config) -> RetrievalCache:
         """An empty one, whose index is that of the longest row that is expected."""

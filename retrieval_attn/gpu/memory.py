@@ -53,11 +53,10 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def expand_segments(device: torch.device) -> None:
-    """From now on the allocator gives free pages back wherever they lie: nothing is kept in pieces that no tensor fits.
+    """Let PyTorch's allocator return free pages in any place, so that no memory stays in pieces too small for tensors.
 
-    Of 24 GiB a model of 32B, quantised to 4 bits layer by layer, left .9 in such pieces. Before weights are loaded;
-    `enable` does not, for the process of a model that was loaded elsewhere is its caller's. Nothing is done for other
-    devices than CUDA, and where the environment configures the allocator.
+    Call it before weights are loaded. `enable` does not: the process of a model that is loaded already belongs to its
+    caller. Does nothing for devices other than CUDA, or if the environment configures the allocator.
     """
     if device.type != "cuda" or any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         return
@@ -139,12 +138,11 @@ def cap(device: torch.device, limit: int | None) -> None:
     _caps[number] = min(limit, memory.total) - memory.context + memory.outside
 
 
-def count_graphs(device: torch.device) -> None:
-    """Keep a cap once graphs were captured: they lie outside the allocator. The graphs of an engine's steps of an 8B
-    model made .5 GiB there 1.06 (H100), and a process that was capped at 24 GiB held 24.3.
+def lower_cap_for_graphs(device: torch.device) -> None:
+    """Lower the allocator's cap by the memory of captured graphs, which is outside the allocator.
 
-    What other processes have taken on the device since `cap` counts as graphs'. Nothing is done without a cap, and it
-    never rises.
+    Memory that other processes have taken since `cap` counts as memory of graphs. Does nothing without a cap, and
+    never raises it.
     """
     number = _number_of(device) if device.type == "cuda" else None
     if number is None or number not in _caps:

@@ -93,7 +93,7 @@ AnyWeights = LinearWeights | PackedWeights
 
 
 class Norm(NamedTuple):
-    """An RMS norm: weight (dim,), see `norm.rms_norm`."""
+    """An RMS norm: weight (dim,), see `rms_norm`."""
 
     weight: Tensor
     eps: float

@@ -60,7 +60,7 @@ def _norm_kernel(hidden, weight, out, eps, dim, FROM_ONE: tl.constexpr, D: tl.co
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tensor:
-    """See `norm.rms_norm`."""
+    """See `products.rms_norm`."""
     hidden = hidden.contiguous()
     out, dim = torch.empty_like(hidden), hidden.shape[-1]
     width = triton.next_power_of_2(dim)

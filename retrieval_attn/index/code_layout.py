@@ -14,7 +14,7 @@ KEY_SHARE = 0.25
 """Share of the named keys whose int8 rows a device reads, if the user asks for such rows or codes have the usual size.
 KL to full attention then equals that with all of them read: 3.90e-4 and 3.68e-4 nats (prose), 5.16e-3 and 5.12e-3
 (code), of the bundled model. Codes of five eighths of that size are more than twice as noisy, 6.3e-4 and 3.8e-4
-(docs/log.md, 2026-11-27): with those, `auto` has all keys read. Several long texts on one GPU need the share."""
+(docs/archive/log.md, 2026-11-27): with those, `auto` reads all keys. Several long texts on one GPU need the share."""
 MIN_DEFAULT_BYTES = 16
 """Bytes per key that small heads get if nothing is said."""
 

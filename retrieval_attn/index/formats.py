@@ -113,7 +113,7 @@ def from_float32(array: npt.NDArray[np.float32], fmt: Format) -> npt.NDArray[Any
 
 
 def _in_steps(array: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
-    """Rows as whole steps, with the step behind them. `transfer.pack` is the same for tensors."""
+    """Rows as whole steps, with the step behind them. `staging.pack` is the same for tensors."""
     if array.ndim < 1 or array.shape[-1] < 1:
         raise ShapeError(f"int8 needs rows of at least one number, got shape {array.shape}")
     dim = array.shape[-1]

@@ -114,7 +114,7 @@ def load_model(
     device, dtype: see `choose_device` and `choose_dtype`. device_map: whole layers on several devices, as transformers
     takes it ("auto", "balanced", or a device for each module; needs accelerate). tensor_parallel: the heads shared by
     the processes of a torchrun, each on the GPU of its LOCAL_RANK. quantization: of the linear layers' weights, a name
-    of `model.quantization.FORMATS`; None: as the checkpoint has them. yarn: see `yarn.with_yarn`. options: more for
+    of `model.quantization.FORMATS`; None: as the checkpoint has them. yarn: see `rope.with_yarn`. options: more for
     from_pretrained.
     Raises InputDataError (no such model), ConfigError (no such device, both ways at once, no torchrun, a package that
     is not installed).

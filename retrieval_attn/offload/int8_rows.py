@@ -1,4 +1,4 @@
-"""RoundedRows: a segment's keys and values once more, as int8 rows that a device reads in host memory, where they lie.
+"""Int8RowMirror: an int8 copy of a segment's keys and values in host memory, which a GPU reads over the bus.
 
 A step attends to a few hundred keys of each head, wherever they are. The processor's loads of them wait for its memory,
 and the device for the processor's answer; the device itself has thousands of loads under way, and brings the same rows

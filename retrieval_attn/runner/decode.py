@@ -42,7 +42,7 @@ from retrieval_attn.runner.graph.registry import bind, runtime_for, unbind
 
 
 class LookaheadSteps(Protocol):
-    """What a lookahead asks of `decode.LookaheadSteps`."""
+    """Interface of decode steps that a lookahead launches before the last token is on the host."""
 
     def launch_next(self) -> bool: ...
 

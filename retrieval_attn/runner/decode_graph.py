@@ -234,7 +234,7 @@ class DecodeGraph:
         try:
             self._overlapped = self._launch(dict(self._next), draws, None)
         except Exception as error:  # who asks for the step is told
-            log.debug("a step was not launched overlap: %s", error)
+            log.debug("the next step was not launched early: %s", error)
             self.undo()
 
     def _can_overlap(self, places: Collection[int], under_way: int = 0) -> bool:

@@ -1,4 +1,4 @@
-"""Forgetting: a cache whose older tokens nothing attends to any more, as if they had been cut out of the text.
+"""Cut older tokens out of a cache: later tokens no longer attend to them.
 
 Tokens keep their positions, so keys and indexes stay as they are. The sinks, which lie before what is forgotten, are
 turned by the model's own rotary embedding to stand directly before what follows it: distances are then those of the

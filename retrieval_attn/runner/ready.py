@@ -484,7 +484,7 @@ class LayerLaunches:
         return torch.zeros(sizes, dtype=torch.float32, device=self._key.device)
 
     def _places(self, rows: int) -> Tensor | None:
-        """As `HostRows` has them."""
+        """As `HostStep` has them."""
         return None if rows == 1 else torch.arange(rows * self._q_heads, device=self._key.device)
 
 

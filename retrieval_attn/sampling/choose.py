@@ -176,7 +176,7 @@ class SamplingState:
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
         """Raises ConfigError for fewer than one row."""
         if not is_int(rows) or rows < 1:
-            raise ConfigError(f"a DrawTable needs at least 1 row, got {rows!r}.")
+            raise ConfigError(f"a SamplingState needs at least 1 row, got {rows!r}.")
         self._draws = [SamplingParams()] * rows
         self.mode = DrawMode()
         device = torch.device(device)
@@ -198,7 +198,7 @@ class SamplingState:
         once that copy has run. Raises IndexError for a slot outside [0, rows).
         """
         if not 0 <= slot < len(self._draws):
-            raise IndexError(f"slot {slot} of a DrawTable of {len(self._draws)} rows")
+            raise IndexError(f"slot {slot} of a SamplingState of {len(self._draws)} rows")
         self._draws[slot] = draw
         self.mode = _mode(self._draws)
         seed = draw.seed % 2**64
@@ -305,7 +305,7 @@ def _require_shapes(logits: Tensor, draws: SamplingState, positions: Tensor) -> 
             f"{tuple(positions.shape)}."
         )
     if len(logits) > len(draws):
-        raise ShapeError(f"{len(logits)} rows of logits for a DrawTable of {len(draws)} rows; make a larger one.")
+        raise ShapeError(f"{len(logits)} rows of logits for a SamplingState of {len(draws)} rows; make a larger one.")
 
 
 def _kernels(logits: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Chooser: the next tokens of a step's rows, brought to the host."""
+"""Sampler: choose the next tokens of a step's rows and copy them to the host."""
 
 from __future__ import annotations
 

@@ -24,8 +24,9 @@ __all__ = ["Service", "caller_of", "service_of"]
 
 @dataclass(frozen=True)
 class Service:
-    """created: time when the model was loaded, in seconds since 1970. hosts: None for a server with keys.
+    """State that all routes share.
 
+    created: Unix time in seconds when the model was loaded. hosts: allowed host names; None if there are API keys.
     sampling: default fields of `SamplingParams`.
     """
 

@@ -185,7 +185,7 @@ def _blocks_by_instruction(address, size, block, sums):
 
 
 def checksum(data: npt.NDArray[np.uint8], start: int, *, instruction: bool | None = None) -> int:
-    """The checksum of `data`, contiguous bytes. start: of what came before. instruction: None if there is one."""
+    """Return the CRC of contiguous bytes. start: CRC of the bytes before. instruction: default: if the CPU has it."""
     chain = _chain_by_instruction if _choose(instruction) else _chain_by_tables
     return int(chain(np.uint64(~start & 0xFFFFFFFF), np.int64(data.ctypes.data), np.int64(len(data)))) ^ 0xFFFFFFFF
 

@@ -62,7 +62,7 @@ def test_graphs_count_once_they_are_there(monkeypatch: pytest.MonkeyPatch) -> No
 
     def tensors_may_have(held: int) -> float:
         outside.append(held)
-        memory.count_graphs(device)
+        memory.lower_cap_for_graphs(device)
         return shares[-1] * total / GIB
 
     assert tensors_may_have(GIB) == total / GIB  # without a cap
@@ -74,7 +74,7 @@ def test_graphs_count_once_they_are_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert tensors_may_have(GIB // 2) == pytest.approx(before - 0.3)
     memory.cap(device, None)
     assert tensors_may_have(3 * GIB) == total / GIB
-    memory.count_graphs(torch.device("cpu"))
+    memory.lower_cap_for_graphs(torch.device("cpu"))
 
 
 def test_other_processes_are_not_available() -> None:

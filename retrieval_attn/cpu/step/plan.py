@@ -1,7 +1,7 @@
 """Search and attention of all heads of a layer by one call through the pool of worker threads.
 
 `LayerStep` turns pieces of host memory into the descriptor that the compiled step runs on, keeps every array behind it
-alive, and turns error words into exceptions. What a step computes is in `step.py`.
+alive, and turns error words into exceptions. What a step computes is in `run.py`.
 """
 
 from __future__ import annotations

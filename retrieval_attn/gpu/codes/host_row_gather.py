@@ -6,8 +6,8 @@ Where rows lie is read from a table in device memory, so one graph serves whatev
 (`reach_triton.py`): one gathers and attends in parts, one merges the parts. The host has nothing to do for these keys:
 what bounds its part, the latency of its loads, is hidden by thousands of loads under way.
 
-What bounds the device's part is the bus. Of keys whose weight their codes may tell (`search.Told`) it brings values
-alone: half the bytes.
+The bus bounds the device's part. For candidates whose logits are estimated from codes (`search.EstimatedLogits`) only
+values are read: half the bytes.
 
 Where Triton does not run, plain PyTorch does the same: what the kernels are tested against. Arithmetic is float32.
 """
@@ -130,8 +130,8 @@ class HostRowGather:
 
         Row b * q_heads + h of ids is query head h's of row b, as of the results, float32: out (batch * q_heads,
         value_dim) and lse (batch * q_heads,); 0 and -inf where no key is named. An id is named once at most. opaque:
-        runs a function that finds its arguments anew at every replay. told: of these ids, `Told.products`; None: all
-        keys are read.
+        runs a function that finds its arguments anew at every replay. told: these ids' `EstimatedLogits.products`; None:
+        all keys are read.
         """
         count = query.shape[0] * query.shape[1]
         out = torch.empty(count, self.shape.value_dim, dtype=torch.float32, device=query.device)

@@ -1,4 +1,4 @@
-"""The Triton kernels behind `named.py`, which says what they compute. Imported only where there is Triton.
+"""The Triton kernels of `candidates.py`, which documents them. Imported only where there is Triton.
 
 Rows lie anywhere in a layer's keys and values: what counts is how many are under way at a time. A program takes few
 rows and no matrix instruction, which would serve one query with a sixteenth of its numbers.

@@ -1,4 +1,4 @@
-"""The Triton kernels behind `reach.py`, which says what they compute. Imported only where there is Triton.
+"""The Triton kernels of `host_row_gather.py`, which documents them. Imported only where there is Triton.
 
 A load over the bus takes a microsecond or more, so what counts is how many are under way. A query's keys are shared out
 to many small programs, and each asks for all words of its keys and values before it needs the first of them. Rows are

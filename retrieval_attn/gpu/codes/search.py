@@ -319,7 +319,7 @@ class CodeSearch(CodedHeads):
             self.tiles.write([group for row, group in same.items() if row[2]])
 
     def sources(self) -> list[Source | None]:
-        """See `stage.Staged`."""
+        """See `streamer.Staged`."""
         return [
             Source(entry[0].codes.data_ptr(), entry[1] * entry[0].codes.shape[1])
             if entry is not None and entry[0].on_host
@@ -328,7 +328,7 @@ class CodeSearch(CodedHeads):
         ]
 
     def place(self, addresses: Sequence[int | None]) -> None:
-        """See `stage.Staged`."""
+        """See `streamer.Staged`."""
         here, rows = self.table.data_ptr(), zip(self._codes, self.entries, addresses, strict=True)
         placed = [
             (row[0] if address is None else address - here, *row[1:]) if entry is not None else (0,) * TABLE_WORDS

@@ -60,8 +60,8 @@ def threshold(values, k, enough, ROUNDS: tl.constexpr):
 
 @triton.jit
 def tell(products, lacking, best, scale, ROUNDS: tl.constexpr):
-    """What codes tell of a query's keys that are named, see `search.Told`. products: q . k by codes, -inf: no key.
-    lacking: the variance of a logit by them.
+    """Estimate logits of a query's candidates from codes, see `search.EstimatedLogits`. products: q . k by codes, -inf:
+    no key. lacking: the variance of such a logit.
     """
     least_read = threshold(products, best, best + best // 4, ROUNDS)
     return tl.where(products >= least_read, float("inf"), products + lacking / (2 * scale))
@@ -115,7 +115,7 @@ def _keep_kernel(
     HAS_PLACES: tl.constexpr, TELLS: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Of the keys that were picked for a query, the `k` best by their finer codes to ids; of the others, to scores,
-    what those say of them. TELLS: of those that are named, to told, see `search.Told`.
+    what those say of them. TELLS: of those that are named, to told, see `search.EstimatedLogits`.
     """
     i = tl.program_id(0)
     at = i.to(tl.int64)
@@ -435,7 +435,7 @@ def _pick_kernel(
     """The groups whose best scores are among the `k` best, and of their keys those whose scores are.
 
     A group that is left out has k groups before it, each with a better key than its own best. REFINES: ids are those
-    of the turn, for kernels that name the best of them. TELLS: and what their codes tell, see `Told`.
+    of the turn, for kernels that name the best of them. TELLS: and what their codes tell, see `EstimatedLogits`.
     """
     i = tl.program_id(0)
     at = i.to(tl.int64)

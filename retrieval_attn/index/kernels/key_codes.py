@@ -1,6 +1,6 @@
 """Keys in a few bytes each, row by row, for a device that scans all of them: `device.py` has the index.
 
-q . k - q . mean is approximated by (A q) . (B (k - mean)), A and B as `sketch.learn_projection` has them. The first
+q . k - q . mean is approximated by (A q) . (B (k - mean)), A and B by `sketch.index.learn_projection`. The first
 `wide` numbers of B (k - mean) are stored in 8 bits, the next `narrow` in 4, the next `thin` in 2, the rest not at all;
 the steps are folded into A. The bytes per key are given and each head has the split that misses least of them, on keys
 that its steps were not chosen by: the kernels read where its classes begin with its codes.

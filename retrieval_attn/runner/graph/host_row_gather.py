@@ -55,7 +55,7 @@ def estimated_logits_of(
 
 
 class GatheredRows:
-    """See the module, for the rows of one `HostRows`. part: the device's results in place of the host's.
+    """See the module, for the rows of one `HostStep`. part: the device's results in place of the host's.
 
     ids: (rows * q_heads, room) int32, where the search names keys, in the order of queries. told: what it tells of
     them; None: nothing, and all keys are read.

@@ -130,7 +130,7 @@ class HostRowGather:
 
         Row b * q_heads + h of ids is query head h's of row b, as of the results, float32: out (batch * q_heads,
         value_dim) and lse (batch * q_heads,); 0 and -inf where no key is named. An id is named once at most. opaque:
-        runs a function that finds its arguments anew at every replay. told: these ids' `EstimatedLogits.products`; None:
+        runs a function that finds its arguments at every replay. told: `EstimatedLogits.products` of these ids; None:
         all keys are read.
         """
         count = query.shape[0] * query.shape[1]

@@ -288,7 +288,7 @@ def test_an_answer_that_damage_changed_ends_with_an_error(store: ContextStore, m
     damage(store, "book", "host/0/values", bits=2, count=4000)
     with Engine(llm, store=store) as engine:
         found = engine.submit(request).result()
-        assert isinstance(found.error, StoreDamagedError) and "Ask again" in str(found.error)
+        assert isinstance(found.error, StoreDamagedError) and "Send the request again" in str(found.error)
         assert engine.submit(request).result().tokens == expected
         check_engine(engine)
 

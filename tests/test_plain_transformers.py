@@ -158,10 +158,9 @@ def test_what_a_tokenizer_returns_is_no_list_of_ids() -> None:
 def test_a_compiled_forward_runs_the_decoder_eagerly(enabled: Any) -> None:
     """One graph break: nothing of the cache is traced, and the tokens are those of eager attention."""
     expected = eager(enabled, IDS)
-    forward = enabled.forward
-    enabled.forward = torch.compile(forward, backend="eager")
+    enabled.forward = torch.compile(enabled.forward, backend="eager")
     try:
         assert torch.equal(enabled.generate(IDS, **GREEDY), expected)
     finally:
-        enabled.forward = forward
+        del enabled.forward
         torch._dynamo.reset()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from retrieval_attn.engine.paged_prefix import PagedKVPool
+from retrieval_attn.index import base
 from retrieval_attn.index.code_layout import PLANNED
 from retrieval_attn.runner.graph import host_row_gather as reached
 from retrieval_attn.runner.graph.host_row_gather import Reads
@@ -77,8 +78,11 @@ def test_hosts_that_do_not_round() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("codes", [{"key_bytes": 64}, FINER["index_options"]])
-def test_codes_tell_what_most_of_the_named_keys_weigh(codes: dict[str, Any], batch: int) -> None:
+def test_codes_tell_what_most_of_the_named_keys_weigh(
+    codes: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a byte for each number nearly what the keys themselves would, in graphs of their own."""
+    monkeypatch.setattr(base, "TRAIN_QUERIES", 64)  # 400 tokens have no 2,048 queries that differ
     model, found = enabled("llama"), []
     for share in (1.0, 0.25):
         own = {

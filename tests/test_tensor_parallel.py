@@ -59,7 +59,7 @@ def make_cases(folder: Path, needle_model: Path) -> dict[str, dict[str, Any]]:
 def add_commands(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     """A needle test as both ranks run it: one cell, full attention and retrieval, in a folder that has another cell."""
     flags = {"lengths": 500, "methods": "full,retrieval", "question-position": "after", "max-new-tokens": 8}
-    flags |= {"window": 64, "sink": 8, "index": "flat", "context-length-buffer": 0, "output-dir": folder / "results"}
+    flags |= {"window": 64, "sink": 8, "index": "flat", "output-dir": folder / "results"}
     words = [f"--{name}={value}" for name, value in flags.items()]
     for depth in (0, 50):
         cases[f"command at {depth}"] = {"command": ["needle", "--no-plot", *words, f"--depths={depth}"]}

@@ -47,7 +47,7 @@ def test_a_conversation(document: str, tmp_path: Path) -> None:
             ("/save ../up\n", r"\.\./up"),
             ("/load other\n", "'other'"),
             ("/what\n", "There is no command /what; /help lists them"),
-            ("/help\n", "/save NAME    keep this conversation"),
+            ("/help\n", "/save NAME    save this conversation"),
             ("\n", ">>> "),
             ("/load turn\n", r"loaded 'turn': [\d,]+ tokens, none prefilled again"),
             (f"{OSLO[:20]}\\\n", r"\.\.\. "),

@@ -257,7 +257,7 @@ def test_an_engine_decodes_by_graphs(options: dict[str, Any], monkeypatch: pytes
         assert same(one, with_engine(llm, [request], prefix_cache_bytes=0, **settings)[0])
 
 
-@pytest.mark.parametrize("seed", [2, 22])
+@pytest.mark.parametrize("seed", [4, 22])
 def test_random_schedules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that come, go, park and are cancelled at any time; what is alone steps eagerly."""
     replays: list[int] = []

@@ -6,6 +6,7 @@ Importing torch and transformers takes most of a start's seconds. Tests of a sta
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -114,8 +115,8 @@ def run_command(
     sys.argv = ["retrieval-attn", *arguments]
     for dotted, value in constants.items():
         module, _, name = dotted.rpartition(".")
-        before = getattr(sys.modules[module], name)  # raises for a constant that was renamed or removed
-        setattr(sys.modules[module], name, type(before)(value))
+        before = getattr(importlib.import_module(module), name)  # raises for a constant that was renamed or removed
+        setattr(importlib.import_module(module), name, type(before)(value))
     from retrieval_attn.cli import program
 
     try:

@@ -147,7 +147,7 @@ def test_a_conversation_with_the_real_server(server: Any, tmp_path: Path) -> Non
             ("/save both\n", r"saved [\d,]+ tokens as 'both'"),
             ("/undo\n", "dropped 1 question"),
             ("/save again\n", r"saved [\d,]+ tokens as 'again'"),
-            ("/fork here\n", r"at the server, 'here' is what 'turn' has read, and stays; /load here"),
+            ("/fork here\n", r"the server keeps the context 'turn' as 'here' too; /load here"),
             ("/fork here\n", r"answered 409: There is a context 'here' already"),
         ):
             answered(terminal, keys, shown)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+import retrieval_attn_eval.bench.session as session_package
 from retrieval_attn.cli import main
-from retrieval_attn_eval.bench import session
 from retrieval_attn_eval.bench.session.card import CardMemory, watch
 from retrieval_attn_eval.bench.session.children import Process, cache_environment, own_environment, run_process
 from retrieval_attn_eval.bench.session.report import markdown, plots, ratios
@@ -256,7 +256,7 @@ PUBLIC = {
     "retrieval_attn.model.loading",  # "auto" as a device
     "retrieval_attn.testing",  # the cap that LLM sets, for random weights; files of a store, for cold starts
 }
-SESSION = Path(session.__file__).parent
+SESSION = Path(session_package.__file__).parent
 
 
 def test_modules_of_a_session_are_found() -> None:

@@ -70,7 +70,7 @@ class HandleLayer(CacheLayerMixin, AttendingLayer):
         return KVView(self, key_states), KVView(self, value_states)
 
     def _start(self, rows: int) -> None:
-        """New tokens of so many rows come. Raises CacheMismatchError where they cannot."""
+        """Accept new tokens of `rows` rows. Raises CacheMismatchError after a failed forward or for other rows."""
         if self._pending is not None:
             raise CacheMismatchError(
                 "The previous forward stored keys here but never attended to them: it failed half-way, or the "

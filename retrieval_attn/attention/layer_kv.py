@@ -49,13 +49,13 @@ class TailSize(NamedTuple):
         return cls(MAX_KEYS if config.keeps_all else config.window, config.spill, config.keeps_all)
 
     def slots(self, tail: int) -> int:
-        """Tokens that there is to be room for, where the tail has so many."""
+        """Return the window's slots for a tail of this many tokens."""
         if not self.grows:
             return self.kept + self.spill
         return self.least if tail < self.least else kept_tokens(tail)
 
     def fit(self, window: WindowCache, tail: int) -> None:
-        """Give a window this room, for a tail that has, or is about to have, so many tokens."""
+        """Resize a window to the slots of a tail that has, or will have, this many tokens."""
         slots = self.slots(tail)
         if self.grows:
             window.make_room(slots - window.tail_len)

@@ -42,9 +42,9 @@ from retrieval_attn.offload.work import HostWork
 log = logging.getLogger(__name__)
 
 FEW_TOKENS = 256
-"""So many are nothing to warn of, and layers that read in chunks take them as they are."""
+"""Tokens of one forward up to which no warning about prefill without chunks is logged."""
 DRIFT_SHARE = 8
-"""Clusters are looked at anew when a turn is at least one of so many parts of what they stand for."""
+"""Clusters are rebuilt if a turn adds at least 1/N of the clustered tokens."""
 METRIC_QUERIES = 256
 """Queries of each head in whose metric clusters are made."""
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -84,7 +84,7 @@ class Reading:
         return self.done.step(query, key, value, valid, scale, softcap)
 
     def take(self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> None:
-        """As `step`, of real tokens whose queries somebody else attends with."""
+        """As `step`, for tokens without padding; the caller attends with their queries."""
         self._take_sample(query, scale, softcap)
         self.done.take(key, value, None)
 
@@ -105,7 +105,7 @@ class Reading:
         return self._held.host_work(*done.new, done.valid, make)
 
     def finish(self, work: HostWork, model: nn.Module | None, module: nn.Module | None) -> None:
-        """Move the pass to its places, host, window, sinks and index, by `work`, which goes on beside a GPU.
+        """Store the pass in host memory, window, sinks and index by `work`, which continues while a GPU computes.
 
         model, module: the model and its attention layer, as far as they are known: they move training queries.
         """
@@ -175,7 +175,7 @@ class Reading:
 
 
 def _may_begin_anew(held: LayerKV, total: int) -> bool:
-    """Whether so many tokens more could be enough for a new index or new clusters of any row, see `Reading.finish`."""
+    """Return whether `total` more tokens may need a new index or new clusters of any row, see `Reading.finish`."""
     for host, (row, *_) in rows_by_path(held.hosts):
         start, stop = held.ranges[row]
         indexed = indexed_from(host, start) - COPIED_TOKENS  # a short last segment may be copied, without its index

@@ -1,4 +1,4 @@
-"""ShortRead, PackedRead: short parts of several rows' prompts, read side by side in one forward that pauses.
+"""Batched prefill: short parts of several prompts, read in one forward that pauses between chunks.
 
 A chunk is one layer of all of them: between two, the forward waits at a gate, as that of a `ChunkedPrefill` does.
 """
@@ -176,7 +176,7 @@ class PrefillRequest:
         if self._error is not None:
             raise self._error
         if self._state is None:
-            raise TimeoutError("the read is not done: a PackedRead reads it with others")
+            raise TimeoutError("the prefill is not done: a BatchedPrefill runs it; wait for that")
         return self._state
 
     def cancel(self) -> None:
@@ -204,7 +204,7 @@ class PrefillRequest:
         self._error, self._pack = error, None
 
     def go_alone(self) -> None:
-        """It begins anew as a PausedRead; the cache is as it was."""
+        """Start again as a ChunkedPrefill; the cache is unchanged."""
         self._pack = None
         try:
             self.alone = ChunkedPrefill(self.loop, self.cache, self.ids)

@@ -28,7 +28,7 @@ from retrieval_attn.engine.saved_text import OpenedText
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
 
-__all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "shared_sizes", "text_mark"]
+__all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "text_mark"]
 
 
 class PrefixEntry:
@@ -47,7 +47,7 @@ class PrefixEntry:
     def beyond(cls, cache: RetrievalCache, before: Sizes, opened: OpenedText | None = None) -> PrefixEntry:
         """Make an entry of a cache that is not changed from now on; its windows keep no room.
 
-        before: `shared_sizes` of the fork that the cache continued.
+        before: bytes that the fork which the cache continued shares with its own entry.
         """
         pack(cache)
         own, shared = _sizes(cache)  # every node has windows of its own
@@ -73,11 +73,6 @@ class PrefixEntry:
 def on_device(tensor: Tensor) -> bool:
     """Return whether a tensor is in device memory."""
     return tensor.device.type != "cpu"
-
-
-def shared_sizes(cache: RetrievalCache) -> Sizes:
-    """Return the bytes of host rows, indexes, codes and pages, which forks share."""
-    return _sizes(cache)[1]
 
 
 def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
@@ -174,8 +169,7 @@ class PrefixHandle:
             if entry.opened is not None:
                 entry.opened.require_whole()
             cache = entry.fork(end - self.marks)
-            self._before = entry.shared if end == lease.node.end else shared_sizes(cache)
-            self._continue(tree.lease(lease.node), end)
+            self._continue(tree.lease(lease.node), end, cache)
             return cache, entry.opened
 
     def _cropped_prefix(self, tree: RadixCache, least: int) -> tuple[Lease, int] | None:
@@ -222,8 +216,7 @@ class PrefixHandle:
         if self.claim is not None:
             self.claim.done(lease.node)
             self.claim = None
-        self._before = shared_sizes(whole)
-        self._continue(lease, len(ids))
+        self._continue(lease, len(ids), whole)
 
     def put_answer(
         self,
@@ -326,10 +319,14 @@ class PrefixHandle:
                 node = tree.insert(place, rest, entry, namespace, rebuild_seconds=seconds)
             return tree.lease(node)
 
-    def _continue(self, lease: Lease, end: int) -> None:
+    def _continue(self, lease: Lease, end: int, cache: RetrievalCache) -> None:
+        """Continue `cache`, which holds the first `end` ids of the leased node's entry."""
         if self.lease is not None:
             self.lease.release()
         self.lease, self.held_end = lease, end
+        entry = lease.node.held
+        assert isinstance(entry, PrefixEntry)
+        self._before = entry.shared if end == lease.node.end else _sizes(cache)[1]
 
 
 _marks: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[WeightState, Factors | None], int]]

@@ -150,15 +150,19 @@ def test_an_interrupt_ends_a_running_graph() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert process.stdout is not None
+    printed = []
     for line in process.stdout:
         if line.strip() == "ready":
             break
+        printed.append(line)
+    else:
+        pytest.fail("".join(printed))
     time.sleep(2.0)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)

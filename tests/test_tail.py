@@ -452,7 +452,8 @@ def test_captured_steps_equal_eager_ones_on_a_gpu(
     """One microbatch or two; blocks leave the window meanwhile.
 
     A key at the edge of what codes name is attended to or estimated by the last bit of a query: captured steps tip over
-    no more than eager ones do whose queries are multiplied by 1 - 2^-22. A second recording gives the same bits.
+    no more than eager ones do whose queries are multiplied by 1 - 2^-22, on the same tokens. A second recording gives
+    the same bits.
     """
     config = CONFIG.replace(**INDEXES[index], retrieve=4, tail=True)
     model, nudged = (ra.enable(model_of("llama", group, dim).cuda(), config) for _ in range(2))
@@ -461,14 +462,15 @@ def test_captured_steps_equal_eager_ones_on_a_gpu(
             layer.self_attn.q_proj.weight.mul_(1 - 2.0**-22)
     options: dict[str, Any] = {"config": config, "prompt": 300, "new": 20, "batch": batch}
     eager, graphed, again = (Decoded(model, graph, **options) for graph in (False, True, True))
-    apart, tips = (other.differences(eager) for other in (graphed, Decoded(nudged, False, **options)))
+    apart = graphed.differences(eager)
+    tips = Decoded(nudged, False, follows=eager, **options).differences(eager)
     assert int((apart > 1e-5).sum()) <= max(1, int((tips > 1e-5).sum()))
     assert float(apart.max()) <= max(2e-3, 2 * float(tips.max()))
     assert again.difference(graphed) == 0 and graphed.steps.replays == 20
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("fmt", ["bfloat16", "int8"])
+@pytest.mark.parametrize("fmt", ["auto", "int8"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_captured_halves_on_a_gpu(batch: int, fmt: str, whole_float32: None) -> None:
     """A bfloat16 model, rows in bfloat16 and int8: as near to its eager steps as rounding leaves them, or as steps are

@@ -23,8 +23,7 @@ class Request:
     """One prompt, and how it is answered.
 
     parts: token ids in pieces, each of which is read by itself: a document, then a question, or the turns of a chat.
-    Requests share what they begin with by whole pieces, and an answer is the same whether something was shared or not.
-    A plain list of ids is one piece. max_tokens: most that are generated. stop: strings at which an answer ends.
+    Requests share the prefix that they have in common (engine/prefix_handle.py). A plain list of ids is one piece. max_tokens: most that are generated. stop: strings at which an answer ends.
     stop_ids: tokens that end it; None: the model's. namespace: what it reads is shared within it, as by requests with
     one API key; None: by all requests. owner: with whom the engine's time is shared evenly. context: the name of a
     saved context of the engine's store, which the prompt continues: it is opened once for all requests that name it,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
 
+from retrieval_attn.engine.ids import Ids, common
 from retrieval_attn.server.failure import ApiError
 
-__all__ = ["Admission", "Pace", "QueuedRequest"]
+__all__ = ["Admission", "Pace", "QueuedPrompt", "QueuedRequest"]
 
 REMEMBERED = 64
 """First tokens. Fewer, and what is read together makes the pace jump; more, and it is that of another load."""
@@ -35,6 +37,10 @@ class Pace:
         """Another one waits. tokens: of its prompt."""
         self._pass()
         self._requests += 1
+        self._tokens += tokens
+
+    def add_tokens(self, tokens: int) -> None:
+        """One of them has more tokens to be read than before."""
         self._tokens += tokens
 
     def leave(self, tokens: int, *, served: bool) -> None:
@@ -82,8 +88,32 @@ SHORT_TOKENS = 2048
 """Longer prompts have their own queue: the engine prefills them one at a time, and shorter ones overtake them."""
 
 
+SHARED_TOKENS = 64
+"""First tokens that prompts must share for one prefill to serve both, as in `RadixCache`."""
+
+
+class QueuedPrompt(NamedTuple):
+    """Prompt of a queued request.
+
+    Attributes:
+        ids: int32 (tokens,).
+        scope: requests of one scope share prefills, such as those of one API key; None: this one shares none.
+    """
+
+    ids: Ids
+    scope: Hashable | None
+
+    @property
+    def key(self) -> Hashable:
+        """What all prompts have in common that may share a prefill with this one."""
+        return self.scope, self.ids[:SHARED_TOKENS].tobytes()
+
+
 class Admission:
-    """Bounds of the request queue. Used in one event loop."""
+    """Bounds of the request queue. Used in one event loop.
+
+    A prefix that several queued prompts begin with is prefilled once, and its tokens are counted once.
+    """
 
     def __init__(
         self, requests: int, tokens: int, seconds: float = math.inf, now: Callable[[], float] = time.monotonic,
@@ -96,19 +126,19 @@ class Admission:
         self._most_requests, self._most_tokens, self._most_seconds = requests, tokens, seconds
         self.requests = self.tokens = 0
         self._paces = {is_long: Pace(now, token_seconds) for is_long in (False, True)}
+        self._queued: dict[Hashable, list[QueuedRequest]] = {}  # by key, those that may share a prefill
 
     def expected_seconds(self, tokens: int) -> float:
         """Return the seconds until all queued requests of this length class have their first token."""
         return self._paces[tokens > SHORT_TOKENS].seconds()
 
-    def enter(self, *tokens: int) -> list[QueuedRequest]:
-        """The choices of a request wait from now on, in one line. tokens: of the prompt of each; 0 where it is that of
-        the one before. Raises ApiError: 503, with Retry-After; then none of them waits.
-        """
-        longest = max(tokens)
+    def enter(self, *prompts: QueuedPrompt) -> list[QueuedRequest]:
+        """Queue the prompts of a request's choices, all or none. Raises ApiError: 503, with Retry-After."""
+        longest = max(len(prompt.ids) for prompt in prompts)
         seconds = self.expected_seconds(longest)
-        many = self.requests + len(tokens) > self._most_requests
-        if self.requests and (many or self.tokens + sum(tokens) > self._most_tokens or seconds > self._most_seconds):
+        counts = [self._unread_tokens(prompt, prompts[:number]) for number, prompt in enumerate(prompts)]
+        many = self.requests + len(prompts) > self._most_requests
+        if self.requests and (many or self.tokens + sum(counts) > self._most_tokens or seconds > self._most_seconds):
             retry = max(1, math.ceil(min(MAX_RETRY_SECONDS, seconds)))
             raise ApiError(
                 503,
@@ -118,31 +148,60 @@ class Admission:
                 code="queue_full",
                 retry_after=retry,
             )
-        self.requests += len(tokens)
-        self.tokens += sum(tokens)
         pace = self._paces[longest > SHORT_TOKENS]
-        for each in tokens:
-            pace.enter(each)
-        return [QueuedRequest(self, pace, each) for each in tokens]
+        queued = [QueuedRequest(self, pace, *each) for each in zip(prompts, counts, strict=True)]
+        for one in queued:
+            self.requests += 1
+            self.tokens += one.tokens
+            pace.enter(one.tokens)
+            if one.prompt.scope is not None:
+                self._queued.setdefault(one.prompt.key, []).append(one)
+        return queued
 
-    def left(self, tokens: int) -> None:
-        """Remove one request from the counts."""
+    def leave(self, request: QueuedRequest, *, served: bool) -> None:
+        """Remove a request. If it was not served, another one reads the tokens that both begin with."""
         self.requests -= 1
-        self.tokens -= tokens
+        self.tokens -= request.tokens
+        prompt = request.prompt
+        if prompt.scope is None:
+            return
+        others = self._queued[prompt.key]
+        others.remove(request)
+        if not others:
+            del self._queued[prompt.key]
+        elif not served:
+            shared, number = max((common(one.prompt.ids, prompt.ids), -n) for n, one in enumerate(others))
+            more = shared - (len(prompt.ids) - request.tokens)
+            if more > 0:
+                self.tokens += more
+                others[-number].add_tokens(more)
+
+    def _unread_tokens(self, prompt: QueuedPrompt, before: Iterable[QueuedPrompt]) -> int:
+        """Return the tokens of a prompt that neither a queued one nor one of `before` begins with."""
+        if prompt.scope is None:
+            return len(prompt.ids)
+        others = [one.prompt.ids for one in self._queued.get(prompt.key, ())]
+        others += [one.ids for one in before if one.key == prompt.key]
+        return len(prompt.ids) - max((common(prompt.ids, ids) for ids in others), default=0)
 
 
 class QueuedRequest:
-    """One queued request."""
+    """One queued request. prompt: its prompt. tokens: those of it that are prefilled for it, not for another one."""
 
-    def __init__(self, admission: Admission, pace: Pace, tokens: int) -> None:
+    def __init__(self, admission: Admission, pace: Pace, prompt: QueuedPrompt, tokens: int) -> None:
         """Made by `Admission.enter`."""
         self._admission: Admission | None = admission
-        self._pace, self._tokens = pace, tokens
+        self._pace, self.prompt, self.tokens = pace, prompt, tokens
+
+    def add_tokens(self, tokens: int) -> None:
+        """Count tokens that a request before it, which is gone, would have read."""
+        self.tokens += tokens
+        self._pace.add_tokens(tokens)
 
     def leave(self, *, served: bool = False) -> bool:
         """Leave the queue. Return False if it had left. served: it has its first token; otherwise it was cancelled."""
         admission, self._admission = self._admission, None
         if admission is not None:
-            admission.left(self._tokens)
-            self._pace.leave(self._tokens, served=served)
+            admission.leave(self, served=served)
+            self._pace.leave(self.tokens, served=served)
         return admission is not None

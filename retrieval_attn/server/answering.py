@@ -12,13 +12,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from retrieval_attn.engine.ids import int32_row
 from retrieval_attn.engine.request import Event, Finished, Request
-from retrieval_attn.server.admission import Admission, QueuedRequest
+from retrieval_attn.server.admission import Admission, QueuedPrompt, QueuedRequest
 from retrieval_attn.server.client import EngineClient, Item, Submitted
 from retrieval_attn.server.failure import ApiError, failure_of, text_from
 from retrieval_attn.server.formatting import DONE, ChatForm, EchoedPrompt, EchoForm, Form, TextForm, usage_of
@@ -59,11 +61,7 @@ class Choices:
     async def submit(self, requests: Sequence[Request]) -> None:
         """Submit all choices. Raises ApiError if one of them is refused; then none is answered."""
         self._timer = asyncio.get_running_loop().call_later(self._deadline_seconds, self._late)
-        tokens = []
-        for number, request in enumerate(requests):
-            again = number > 0 and request.parts == requests[number - 1].parts  # prefilled once
-            tokens.append(0 if again else request.prompt_tokens)
-        self._waiting = self._admission.enter(*tokens)
+        self._waiting = self._admission.enter(*map(_queued, requests))
         self._requests = requests
         for number, request in enumerate(requests):
             limit = asyncio.timeout(max(self.seconds_left, 0))
@@ -159,6 +157,12 @@ class Choices:
 
     def _failure(self, number: int, error: BaseException) -> ApiError:
         return failure_of(error, field=self._field, answer_tokens=self._requests[number].max_tokens)
+
+
+def _queued(request: Request) -> QueuedPrompt:
+    """Return a request's prompt for the queue. One whose prompt is scored prefills all of it."""
+    scope = None if request.prompt_logprobs is not None else (request.namespace, request.context)
+    return QueuedPrompt(np.concatenate([int32_row(part) for part in request.parts]), scope)
 
 
 router = APIRouter(tags=["answers"], route_class=UserRoute)

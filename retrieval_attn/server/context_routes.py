@@ -9,6 +9,8 @@ from fastapi import APIRouter, File, Form, Path, UploadFile
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from retrieval_attn.engine.ids import int32_row
+from retrieval_attn.server.admission import QueuedPrompt
 from retrieval_attn.server.failure import ApiError, document_from
 from retrieval_attn.server.permissions import AdminRoute
 from retrieval_attn.server.protocol import (
@@ -107,9 +109,10 @@ async def fork(name: Name, body: ForkBody, request: HttpRequest) -> Response:
 
 async def _made(request: HttpRequest, name: str, ids: tuple[int, ...], context: str | None) -> Response:
     service = service_of(request)
-    (waiting,) = service.admission.enter(len(ids))
+    namespace = caller_of(request).namespace
+    (waiting,) = service.admission.enter(QueuedPrompt(int32_row(ids), (namespace, context)))
     try:
-        made = await service.contexts.make(name, ids, context, caller_of(request).namespace)
+        made = await service.contexts.make(name, ids, context, namespace)
         waiting.leave(served=True)
     finally:
         waiting.leave()

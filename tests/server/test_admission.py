@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from retrieval_attn.server.admission import MAX_RETRY_SECONDS, SHORT_TOKENS, UNPACED, Admission, QueuedRequest
+from retrieval_attn.server.admission import (
+    MAX_RETRY_SECONDS,
+    SHORT_TOKENS,
+    UNPACED,
+    Admission,
+    QueuedPrompt,
+    QueuedRequest,
+)
 from retrieval_attn.server.failure import ApiError
+
+_first = itertools.count(10)
+
+
+def prompt(tokens: int, *, of: QueuedPrompt | None = None, scope: str | None = "key") -> QueuedPrompt:
+    """A prompt that begins as no other one, or continues the first tokens of another."""
+    ids = np.full(tokens, next(_first), np.int32)
+    if of is not None:
+        ids[: len(of.ids)] = of.ids[:tokens]
+    return QueuedPrompt(ids, scope)
 
 
 @dataclass
@@ -36,7 +55,7 @@ class Line:
     def come(self, tokens: int = 10, times: int = 1) -> None:
         """Raises ApiError."""
         for _ in range(times):
-            self._waiting += self.admission.enter(tokens)
+            self._waiting += self.admission.enter(prompt(tokens))
 
     def serve(self, seconds: float, times: int = 1) -> None:
         for _ in range(times):
@@ -101,8 +120,8 @@ def test_one_request_waits_in_any_case_with_all_its_choices() -> None:
     line = Line(seconds=1, requests=2)
     line.come(tokens=50_000)
     line.serve(100.0)
-    waiting = line.admission.enter(50_000, 0, 0, 0)  # alone, however slow the server was
-    assert line.admission.requests == 4
+    waiting = line.admission.enter(*[prompt(50_000)] * 4)  # alone, however slow the server was
+    assert (line.admission.requests, line.admission.tokens) == (4, 50_000)
     line.clock.seconds += 100
     assert line.refused(tokens=SHORT_TOKENS + 1) == MAX_RETRY_SECONDS
     for one in waiting:
@@ -132,9 +151,52 @@ def test_who_goes_away_was_not_served() -> None:
     line.come(times=4)
     line.serve(1.0, times=4)
     line.come(times=4)
-    for gone in line.admission.enter(10, 10):
+    for gone in line.admission.enter(prompt(10), prompt(10)):
         gone.leave()
     assert line.admission.expected_seconds(10) == pytest.approx(4)
+
+
+def test_a_common_prefix_is_counted_once() -> None:
+    """Eight clients ask about a document of 100,000 tokens that takes 14 s to prefill: none is refused, and the wait
+    is that for one prefill. Another key's request for the same document prefills it again.
+    """
+    line = Line(seconds=20, token_seconds=14e-5)
+    document = prompt(100_000)
+    queued = [one for _ in range(8) for one in line.admission.enter(prompt(100_012, of=document))]
+    assert line.admission.tokens == 100_012 + 7 * 12
+    assert line.admission.expected_seconds(100_012) == pytest.approx(14, rel=0.01)
+    line.admission.enter(prompt(100_012, of=document, scope="another"))
+    assert line.refused(tokens=100_012) == 29
+    line.clock.seconds += 14
+    for one in queued:
+        assert one.leave(served=True)
+    assert (line.admission.requests, line.admission.tokens) == (1, 100_012)
+
+
+def test_a_prefix_whose_reader_goes_away_is_read_by_another_one() -> None:
+    line = Line(token_seconds=1e-3)
+    document = prompt(5_000)
+    first, second, third = (line.admission.enter(prompt(5_000 + more, of=document))[0] for more in (10, 20, 30))
+    assert (first.tokens, second.tokens, third.tokens) == (5_010, 20, 30)
+    first.leave()
+    assert (second.tokens, third.tokens, line.admission.tokens) == (5_020, 30, 5_050)
+    assert line.admission.expected_seconds(5_020) == pytest.approx(5.05)
+    second.leave(served=True)
+    assert (third.tokens, line.admission.tokens) == (30, 30)
+    third.leave()
+    assert (line.admission.requests, line.admission.tokens) == (0, 0)
+
+
+def test_prompts_that_share_nothing_are_counted_whole() -> None:
+    admission = Admission(100, 1 << 30)
+    same = prompt(300)
+    admission.enter(QueuedPrompt(same.ids, None), QueuedPrompt(same.ids, None))  # scored prompts
+    assert admission.tokens == 600
+    admission.enter(same)
+    admission.enter(prompt(300, of=prompt(63)), prompt(100))
+    assert admission.tokens == 600 + 300 + 400
+    admission.enter(prompt(400, of=QueuedPrompt(same.ids[:100], "key")))
+    assert admission.tokens == 1300 + 300
 
 
 @pytest.mark.parametrize("times", [0.5, 2.0, 10.0])
@@ -159,7 +221,7 @@ def test_waits_are_bounded_at_any_load(times: float) -> None:
             heapq.heapreplace(free, clock.seconds + chance.uniform(0.5, 1.5) * service)
         clock.seconds = came
         try:
-            line += [(came, one) for one in admission.enter(chance.randrange(10, SHORT_TOKENS))]
+            line += [(came, one) for one in admission.enter(prompt(chance.randrange(10, SHORT_TOKENS)))]
         except ApiError as error:
             assert line and error.retry_after is not None
             refused += 1

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from retrieval_attn.engine.node import Sizes
+from retrieval_attn.engine.radix_cache import RadixCache
+from retrieval_attn.memory.reclaim import register
 from retrieval_attn.runner import graph_runner as bucket_refusals
 from retrieval_attn.runner.graph.signature import KnownModel
 from retrieval_attn.runner.graph_runner import GraphRunner
@@ -104,3 +108,34 @@ def test_who_never_is_served_is_not_asked_again(monkeypatch: pytest.MonkeyPatch)
     assert replayed(rows, rows.pairs, 3 * RETRY) == [1] * (3 * RETRY)
     assert len(asked) == 2
     rows.check_books()
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_windows_take_the_memory_of_idle_texts(
+    idle: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps stay in graphs if prefix cache entries that nobody uses hold the memory of the windows: these are evicted.
+    Without such entries the rows are stepped eagerly, and the reason is told.
+    """
+    tree = RadixCache()
+    register(tree)
+
+    class Text:
+        sizes = Sizes(device=1 << 30)
+
+    if idle:
+        tree.insert(tree.root, [1, 2, 3], Text(), "")
+    allocated = bucket_refusals.GraphPool.__init__
+    tries: list[int] = []
+
+    def allocate(*given: Any) -> None:
+        tries.append(len(tree))
+        if len(tree) or not idle:
+            raise torch.OutOfMemoryError
+        allocated(*given)
+
+    monkeypatch.setattr(bucket_refusals.GraphPool, "__init__", allocate)
+    rows = Rows(build_model("llama"), [100, 200])
+    assert replayed(rows, rows.pairs, 3) == ([2, 2, 2] if idle else [0, 0, 0])
+    assert tries[:2] == ([1, 0] if idle else [0, 0]) and len(tree) == 0
+    assert ("has no memory for the windows" in caplog.text) is not idle

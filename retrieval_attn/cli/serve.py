@@ -120,12 +120,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--prefix-cache-memory",
         metavar="SIZE",
-        help="host memory for idle cached prefixes (default: an eighth of the free memory)",
+        help="host memory for idle cached prefixes (default: all that requests leave of three quarters of the free "
+        "memory)",
     )
     engine.add_argument(
         "--prefix-cache-gpu-memory",
         metavar="SIZE",
-        help="GPU memory for idle cached prefixes (default: a quarter of what weights, batch and prefill leave)",
+        help="GPU memory for idle cached prefixes (default: all that weights, batch and a prefill leave)",
     )
     engine.add_argument(
         "--cache-generated",

@@ -49,6 +49,7 @@ from retrieval_attn.errors import (
 from retrieval_attn.memory.device_room import prefix_cache_device_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
+from retrieval_attn.memory.reclaim import register
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.weights import weight_state
@@ -140,8 +141,9 @@ def retry_without_damaged(
 
 ROWS = 16
 """Rows of a step, unless limits say otherwise."""
-HOST_SHARE = 0.5
-"""Of the memory that is free at the start, what requests may have; a quarter of that again is for shared prefixes."""
+HOST_SHARE = 0.75
+"""Share of the host memory that is free at start, for the KV of requests and of the prefix cache together. The rest is
+for hidden states of a prefill and for building indexes."""
 INTER_TOKEN_SECONDS = 0.1
 READ_TOKENS = 2048
 """Of a prompt, in a layer, between two steps at most: 8,192 behind 128K others take longer than rows should wait."""
@@ -196,13 +198,23 @@ class Engine:
         store: ContextStore | str | Path | None = None, paged_prefix_tokens: int = 0,
         paged_prefix_pages: int | None = None, paged_prefix_int8: bool = False, cache_generated: bool = False,
     ) -> None:  # fmt: skip
-        """llm: an `LLM`. prefix_cache_bytes: for prefixes that nobody uses now; 0: nothing is shared; None: an eighth
-        of the host memory that is free; of a GPU's, the limits say. store: of the saved contexts that requests name,
-        as in `LLM.open`. paged_prefix_tokens: prefixes of prompts that end there or before have their keys beside the
-        model, in pages of 64 tokens, and no index: all of them are attended to, by the requests over one prefix
-        together. paged_prefix_pages: of all such prefixes; None: as many as all rows can need, in at most half of what
-        their windows leave of a GPU's free memory, or a quarter of the requests'. paged_prefix_int8: these are int8:
-        half the bytes of 16-bit ones, slower to attend to. cache_generated: see `AnswerEntry`. Raises ConfigError."""
+        """Start the engine's thread.
+
+        Args:
+            llm: an `LLM`.
+            limits: limits of memory, batch size and latency; None: `default_limits`.
+            prefix_cache_bytes: host memory of prefixes that no request uses now. 0: no prefix cache. None: all host
+                memory of the limits that requests leave; requests take it back when they need it.
+            store: saved contexts that requests may name, as in `LLM.open`.
+            paged_prefix_tokens: prefixes of prompts that end there or before are kept in GPU pages of 64 tokens without
+                an index; requests with a common prefix attend to all of it together. 0: none.
+            paged_prefix_pages: pages of all such prefixes. None: as many as all rows can need, in at most half of what
+                windows leave of a GPU's free memory, or a quarter of the requests' host memory.
+            paged_prefix_int8: store pages in int8: half the bytes of 16 bits, slower to attend to.
+            cache_generated: keep answers, see `AnswerEntry`.
+
+        Raises ConfigError.
+        """
         _require_equal_windows(llm.config)
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         release_full_kv(llm.model)  # rows retrieve, and have the room
@@ -213,12 +225,15 @@ class Engine:
         self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts)
         self._empty = RetrievalCache(self._loop.model, self._config)
         self._scheduler = Scheduler(self._limits)
-        self._shared_bytes = self._limits.host_bytes // 4 if prefix_cache_bytes is None else prefix_cache_bytes
+        self._shared_bytes = self._limits.host_bytes if prefix_cache_bytes is None else prefix_cache_bytes
         self._tree = RadixCache() if self._shared_bytes else None
+        if self._tree is not None:
+            register(self._tree)
         self._answers = self._tree if cache_generated else None
         self._exact = PagedKVPool.of(
             paged_prefix_tokens, paged_prefix_pages, self._limits, self._loop.model, self._config, paged_prefix_int8
         )
+        self._device_bytes = self._most_device_bytes()
         self._outputs = OutputQueue()
         self._admission = RequestAdmission(self._loop, self._outputs, self._saved, self._tree, self._exact, self._empty)
         self._stepper = Stepper(self._loop.model, self._limits, self._outputs, self._fail, self._counts)
@@ -428,13 +443,22 @@ class Engine:
             log.warning("request %s failed: %s: %s", number, type(error).__name__, error, exc_info=not known and error)
             row.finish("error", error)
 
+    def _most_device_bytes(self) -> int | None:
+        """Return the GPU memory for idle prefixes, at most what pages of paged prefixes leave; None: no limit."""
+        most = self._limits.prefix_cache_device_bytes
+        if most is None or self._exact is None:
+            return most
+        rows = self._limits.rows + self._limits.ahead
+        left = prefix_cache_device_bytes(self._loop.model, self._config, rows)
+        return most if left is None else min(most, max(0, left - self._exact.nbytes))
+
     def _evict_prefixes(self) -> None:
-        """Prefixes that nobody uses, where they or requests need more than there is."""
+        """Evict idle prefixes if they hold more than their limit, or if the next request lacks host memory."""
         if self._tree is None:
             return
         with self._changed:
             lacking = self._scheduler.lacking_bytes
-        held, most = self._tree.sizes, self._limits.prefix_cache_device_bytes
+        held, most = self._tree.sizes, self._device_bytes
         over = max(held.host - self._shared_bytes, min(lacking, held.host)), 0 if most is None else held.device - most
         self._tree.evict(Sizes(*over))
         with self._changed:

@@ -134,7 +134,8 @@ PARTS = 8
 class PagedKVPool:
     """Pages and who has them. Belongs to the thread of an engine, but for `counts`, `check` and the constants.
 
-    tokens: prefixes of a prompt that end there or before lie in pages. layers: the memory.
+    tokens: prefixes of a prompt that end there or before lie in pages. layers: the memory. nbytes: bytes of all pages
+    once they are allocated.
     """
 
     def __init__(self, tokens: int, pages: int, *, int8: bool = False) -> None:
@@ -143,6 +144,7 @@ class PagedKVPool:
         Raises ConfigError for fewer pages than one of `tokens` tokens takes.
         """
         self.tokens = tokens
+        self.nbytes = 0
         self.layers = PagedLayers(pages, int8=int8)
         self._pool = PagePool(pages, PAGE_TOKENS)
         self._collected_at = 0.0
@@ -167,14 +169,16 @@ class PagedKVPool:
                 raise ConfigError(f"{name} must be a whole number >= 0, got {value!r}")
         if not tokens:
             return None
+        stored = config.replace(host_dtype="int8" if int8 else "auto")
+        token_bytes = HostSize(model_shape(model), stored).token_bytes
         if pages is None:
             room = exact_device_bytes(model, config, limits.rows + limits.ahead)
             room = limits.host_bytes // 4 if room is None else room
-            stored = config.replace(host_dtype="int8" if int8 else "auto")
-            token_bytes = HostSize(model_shape(model), stored).token_bytes
             each = pages_for(tokens) + PARTS
             pages = max(each, min(each * limits.rows, room // (max(1, token_bytes) * PAGE_TOKENS)))
-        return cls(tokens, pages, int8=int8)
+        pool = cls(tokens, pages, int8=int8)
+        pool.nbytes = pages * PAGE_TOKENS * token_bytes
+        return pool
 
     def pages_for(self, tokens: int) -> int:
         """Pages that so many tokens take."""

@@ -323,6 +323,16 @@ class RadixCache:
             self._counts = self._counts.add_eviction(dropped, freed.total)
         return freed
 
+    def reclaim(self, host: int, device: int) -> tuple[int, int]:
+        """Evict entries for so many bytes, as `evict`. Returns the freed bytes of host and GPU memory."""
+        freed = self.evict(Sizes(host, device))
+        return freed.host, freed.device
+
+    def idle_device_bytes(self) -> int:
+        """Return the GPU memory of entries without a lease on them or below them."""
+        with self._lock:
+            return sum(node.sizes.device for node in self._residents if not node.refs)
+
     def _new(self, place: Place, span: Ids, namespace: Namespace) -> Node:
         self._last_number += 1
         self._count += 1

@@ -20,17 +20,24 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, and how it is answered.
+    """One prompt and its sampling.
 
-    parts: token ids in pieces, each of which is read by itself: a document, then a question, or the turns of a chat.
-    Requests share the prefix that they have in common (engine/prefix_handle.py). A plain list of ids is one piece. max_tokens: most that are generated. stop: strings at which an answer ends.
-    stop_ids: tokens that end it; None: the model's. namespace: what it reads is shared within it, as by requests with
-    one API key; None: by all requests. owner: with whom the engine's time is shared evenly. context: the name of a
-    saved context of the engine's store, which the prompt continues: it is opened once for all requests that name it,
-    and only these have it, of whatever namespace. min_tokens: tokens before which neither a stop token nor a stop
-    string ends the answer. prompt_logprobs: 0 to 20: at the end, the log-probability of each token of the prompt is
-    told, with so many of the likeliest tokens in its place; what was read for other requests is not used then. None:
-    it is not. Raises InputDataError for an empty prompt or piece, ConfigError for anything else that is wrong.
+    Raises InputDataError for an empty prompt or part, ConfigError for other wrong values.
+
+    Attributes:
+        parts: token ids in parts that are prefilled one after the other: a document and a question, or the turns of a
+            chat. A plain list of ids is one part. Requests share the prefix that their prompts have in common.
+        max_tokens: largest number of generated tokens.
+        draw: sampling parameters.
+        stop: strings at which an answer ends.
+        stop_ids: tokens that end it; None: the model's.
+        namespace: prefixes are shared within it, as by requests with one API key; None: by all requests.
+        owner: account of fair queueing.
+        context: name of a saved context of the engine's store that the prompt continues. It is opened once for all
+            requests that name it, of any namespace.
+        min_tokens: tokens before which neither a stop token nor a stop string ends the answer.
+        prompt_logprobs: 0 to 20: return the log-probability of each prompt token, and of as many of the likeliest
+            tokens in its place; the prompt is then prefilled without the prefix cache. None: do not.
     """
 
     parts: tuple[tuple[int, ...], ...]

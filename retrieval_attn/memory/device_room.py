@@ -21,12 +21,14 @@ from retrieval_attn.memory.index_choice import (
     chosen_index,
     has_room_for_rows,
     known_shape,
+    reading_bytes,
     sized,
     with_rows,
     without_rows,
 )
+from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.memory.units import GIB, show_bytes
 from retrieval_attn.model.placement import devices, input_device, is_spread, why_not_on_host
 from retrieval_attn.model.quantization import unpacked_bytes
 from retrieval_attn.offload.managed import has_managed, reads_host
@@ -89,6 +91,25 @@ class IndexChoice:
             decided = with_rows(plain) if room else plain
         self.config, self.spec = decided, IndexSpec.of(decided.index, decided.index_options)
         self._decided = True
+        self.make_room(tokens)
+
+    def make_room(self, tokens: int, batch: int = 1) -> None:
+        """Evict idle texts from GPU memory if a prefill of `tokens` tokens of `batch` sequences needs their room.
+
+        What it needs is what it takes if they were all evicted, so that no text gets smaller codes because of them.
+        """
+        model, idle = self._loaded, idle_device_bytes()
+        free = None if model is None or not idle else whole_device_bytes(model)
+        shape = None if free is None else known_shape(model.config)
+        if free is None or shape is None:
+            return
+        shape = replace(shape, hidden_movable=shape.hidden_movable and why_not_on_host(model) is None)
+        config = self.config if self._decided else self._requested
+        finer, host_free = reads_host(input_device(model)), self._host_free(model)
+        room = free - MARGIN
+        needed = reading_bytes(shape, config, tokens, room + idle, batch, finer=finer, host_free=host_free)
+        if needed > room:
+            reclaim(device=needed - room)
 
     def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
         """Choose the index for the first `tokens` tokens of each of `batch` sequences; set `config` and `spec`."""
@@ -165,9 +186,11 @@ def reading_layout(
     return sized(shape, config, tokens, batch, free).layout
 
 
-SHARE, EXACT_SHARE = 0.25, 0.5
-"""Shares of the remaining memory for idle texts in the prefix cache and for pages of exact prefixes. The rest is for
-texts in use: hidden states, keys of layers under way to the host, codes."""
+EXACT_SHARE = 0.5
+"""Share of the remaining memory for pages of exact prefixes."""
+QUESTION_BYTES = GIB
+"""Bytes that idle texts leave free for a question about one of them: keys and values on their way from the host, and
+codes of its tokens. A prefill that needs more evicts some of them first (`IndexChoice.make_room`)."""
 
 
 def prefix_cache_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int | None:
@@ -194,11 +217,11 @@ def exact_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int
 
 
 def shared_room(size: DeviceSize, spare: int, gpus: int = 1) -> int:
-    """Return a quarter of `spare` bytes after windows and states of all rows and one prefill chunk per GPU; at least 0.
+    """Return what windows and states of all rows, a prefill chunk and QUESTION_BYTES per GPU leave of `spare` bytes.
 
     size: a batch of all rows, with a context at least as long as a chunk and a sliding window.
     """
-    return int(_left(size, spare, gpus) * SHARE)
+    return max(0, _left(size, spare, gpus) - gpus * QUESTION_BYTES)
 
 
 def _beside(model: PreTrainedModel, config: Config, rows: int) -> tuple[DeviceSize, int, int] | None:

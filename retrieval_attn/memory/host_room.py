@@ -13,8 +13,8 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.arithmetic import Item
 from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.reclaim import reclaim
 from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
-from retrieval_attn.offload.int8_rows import let_rows_go
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ def available_host_bytes() -> int:
 def require_host_room(model_config: Any, config: Config, tokens: int, batch: int, *, hidden_on_host: bool) -> None:
     """Raise MemoryPlanError if `tokens` more tokens of `batch` rows do not fit host memory.
 
-    Int8 rows of other texts are freed first if that makes room. A model of unknown shape is not checked; a log line
-    says so.
+    Int8 rows of other texts and idle prefix cache entries are freed first if that makes room. A model of unknown shape
+    is not checked; a log line says so.
     hidden_on_host: whether hidden states are stored in host memory during prefill; keys, values and indexes always are.
     """
     try:
@@ -62,7 +62,7 @@ def require_host_room(model_config: Any, config: Config, tokens: int, batch: int
         items.append(Item("prefill: hidden states", size, "page-locked, while reading"))
     needed = sum(item.bytes for item in items)
     available = available_host_bytes()
-    if needed > available and let_rows_go(needed - available):
+    if needed > available and reclaim(host=needed - available)[0]:
         available = available_host_bytes()
     if needed > available:
         parts = ", ".join(f"{item.name} {show_bytes(item.bytes)} ({item.detail})" for item in items)

@@ -211,6 +211,14 @@ def fitting_index(
     return found, needed
 
 
+def reading_bytes(
+    shape: ModelShape, config: Config, tokens: int, free: int, batch: int = 1, *, finer: bool = True, host_free: int = 0
+) -> int:
+    """Return the bytes of GPU memory that a prefill takes by what `fitting_index` chooses for `free` bytes."""
+    _, needed = fitting_index(shape, config, tokens, free, batch, finer=finer, host_free=host_free)
+    return needed or _needed(shape, config, tokens, batch, free)
+
+
 def _first_fitting(configs: Iterable[Config], takes: Callable[[Config], int], free: int) -> tuple[Config | None, int]:
     """Return the first config that fits `free` bytes (None: none does), and the bytes of the last attempt (0: none)."""
     needed = 0

@@ -22,6 +22,7 @@ from retrieval_attn.gpu.codes.codes import capacity_for
 from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, RowShape
 from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.index.formats import Format
+from retrieval_attn.memory.reclaim import register
 from retrieval_attn.offload.codes import beside
 from retrieval_attn.offload.managed import as_device, has_managed, host_rows, take_pages
 from retrieval_attn.offload.staging import pack, stored_on
@@ -156,24 +157,29 @@ def write_rows(segment: Segment, rounded: Int8RowMirror, keys: Tensor, values: T
     return True
 
 
-def let_rows_go(nbytes: int) -> int:
-    """Segments let go of rows of so many bytes at least, or of all: texts are worth more than what makes answers about
-    others quick. Returns the bytes. Those that a captured step reads are free once it is bound to another text.
-    """
-    gone = 0
-    for segment in list(_having):
-        if gone >= nbytes:
-            break
-        if isinstance(segment.rounded, Int8RowMirror):
-            gone += segment.rounded.nbytes
-            segment.rounded = RowsUnderWay()
-    if gone:
-        log.info("%d bytes of rows are let go of, for a text that needs the memory", gone)
-    return gone
+class RowHolder:
+    """All int8 rows of the process, as a holder of memory: texts are worth more than a copy that speeds up others."""
+
+    def reclaim(self, host: int, device: int) -> tuple[int, int]:
+        """Free rows of at least `host` bytes, or all; those that a captured step reads once it serves another text."""
+        freed = 0
+        for segment in list(_having):
+            if freed >= host:
+                break
+            if isinstance(segment.rounded, Int8RowMirror):
+                freed += segment.rounded.nbytes
+                segment.rounded = RowsUnderWay()
+        return freed, 0
+
+    def idle_device_bytes(self) -> int:
+        """Return 0: rows are in host memory."""
+        return 0
 
 
 _having: weakref.WeakSet[Segment] = weakref.WeakSet()
 """Segments that were given rows."""
+_holder = RowHolder()
+register(_holder, first=True)
 
 
 class RowsUnderWay:

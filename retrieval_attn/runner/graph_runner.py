@@ -33,6 +33,7 @@ from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.gpu.codes.search import size_class
+from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.attention import using_retrieval
@@ -526,12 +527,22 @@ class GraphRunner:
             self._drop_pool()
         if self._pool is None:
             try:
-                self._pool, self._key = GraphPool(self._model, cache, self._runtime, self._most), key
+                self._pool = self._new_pool(cache, self._runtime)
             except torch.OutOfMemoryError:
                 return f"{input_device(self._model)} has no memory for the windows of {self._most} sequences"
+            self._key = key
         if prefix is not None:
             self._pool.pages = prefix.layers
         return None
+
+    def _new_pool(self, like: RetrievalCache, runtime: Runtime) -> GraphPool:
+        """Allocate windows of all slots; idle texts are evicted if they take their room."""
+        try:
+            return GraphPool(self._model, like, runtime, self._most)
+        except torch.OutOfMemoryError:
+            if not reclaim(device=idle_device_bytes())[1]:
+                raise
+        return GraphPool(self._model, like, runtime, self._most)
 
     def _arranged(self, caches: Sequence[RetrievalCache], rows: list[int]) -> list[int]:
         """Return the sequences with a slot, in order. Raises CaptureError."""

@@ -105,7 +105,7 @@ class QueuedPrompt(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What all prompts have in common that may share a prefill with this one."""
+        """Return a key that is the same for all prompts that may share a prefill with this one."""
         return self.scope, self.ids[:SHARED_TOKENS].tobytes()
 
 

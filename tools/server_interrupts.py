@@ -30,6 +30,7 @@ from tests.server.process import NEEDLE, WORDS, Served, processes, runs, serving
 
 DRAIN_SECONDS = 1
 MOST_SECONDS = 2.0
+LOOK_SECONDS = 0.02
 """From the end of the drain to the end of the process; from a signal, where nothing is drained."""
 EARLY_SHARE, TWICE_SHARE = 0.15, 0.2
 START_SECONDS, LOAD_SECONDS = 8.0, 5.0
@@ -92,6 +93,8 @@ def step(http: httpx.Client, told: Told, name: str, draw: random.Random) -> None
         told.unsure.discard(changed)
         return
     reply.raise_for_status()
+    while what == "make" and not http.get(f"/v1/contexts/{name}").raise_for_status().json()["durable"]:
+        time.sleep(LOOK_SECONDS)
     if what == "remove":
         told.kept.pop(changed)
         told.removed.add(changed)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,8 +25,10 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
+from retrieval_attn.engine.background_saves import BackgroundSave, BackgroundSaves, SaveState
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
+from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
@@ -45,6 +48,7 @@ from retrieval_attn.errors import (
     InputDataError,
     RetrievalAttentionError,
     StoreDamagedError,
+    StoreError,
 )
 from retrieval_attn.memory.device_room import prefix_cache_device_bytes
 from retrieval_attn.memory.host import HostSize
@@ -58,7 +62,7 @@ from retrieval_attn.runner.full_attention import release_full_kv
 from retrieval_attn.sampling.sampler import require_known
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.saving.save import Saved, template_digest
-from retrieval_attn.store import ContextStore
+from retrieval_attn.store import ContextStore, check_name
 from retrieval_attn.template import PromptTemplate, Question
 
 __all__ = ["Engine", "RequestAdmission", "default_limits", "retry_without_damaged"]
@@ -112,6 +116,11 @@ class RequestAdmission:
         before: Sequence[int] = () if context is None else self._saved.find(context).ids.tolist()
         model, tokens = self._loop.model, len(document) + max(0, len(before) - 1)
         return [*text_mark(model, weight_state(model), tokens).tolist(), *before, *document]
+
+    def context_ids(self, document: Sequence[int], context: str | None) -> Ids:
+        """Return the token ids of a text with those of the saved context that it continues. Raises as `row`."""
+        before = () if context is None else (self._saved.find(context).ids[1:],)
+        return np.concatenate((*before, int32_row(document)))
 
     def job(self, number: str, row: RunningRequest) -> RequestNeeds:
         """The row as the scheduler sees it."""
@@ -236,6 +245,7 @@ class Engine:
         self._device_bytes = self._most_device_bytes()
         self._outputs = OutputQueue()
         self._admission = RequestAdmission(self._loop, self._outputs, self._saved, self._tree, self._exact, self._empty)
+        self._saves = BackgroundSaves(self._saved)
         self._stepper = Stepper(self._loop.model, self._limits, self._outputs, self._fail, self._counts)
         self._expected = ContextPrefetcher(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, RunningRequest] = {}
@@ -291,9 +301,11 @@ class Engine:
     ) -> Saved:  # fmt: skip
         """Keep a text that was asked about under a name, as `Context.save` does; nothing is read for it.
 
-        context: the saved one that the text, token ids then, continues. Raises InputDataError for a text that no
-        request of the namespace asked about, or that was given up since.
+        Requests can name it when this returns. wait: return when it is durable; else a thread writes it, and
+        `unsaved` has its state. context: the saved one that the text, token ids then, continues. Raises InputDataError
+        for a text that no request of the namespace asked about, or that was given up since.
         """
+        check_name(name)
         document = self._template.context_ids(text) if isinstance(text, str) else text
         ids = self._admission.whole_ids(document, context)
         match = (self._tree or RadixCache()).match([*ids, 0], namespace, leased=True)
@@ -305,7 +317,39 @@ class Engine:
                     f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
                     "prefix_cache_bytes, or read it with LLM.read(text, save=name)."
                 )
-            return self._saved.save(name, node.held.fork(), node.held.opened, node.rebuild_seconds, wait=wait)
+            entry, seconds = node.held, node.rebuild_seconds
+            entry.require_savable()
+            assert self._tree is not None
+            text = self._saved.unsaved(name, self._admission.context_ids(document, context), entry, entry.opened)
+            lease = self._tree.lease(node)
+        make = functools.partial(self._saved.saver, text, entry.opened, namespace, seconds)
+        saved = self._saves.add(BackgroundSave(text, lease, make))
+        if not wait:
+            return saved
+        try:
+            return saved.wait()
+        except BaseException:
+            self._saves.cancel(name)
+            raise
+
+    @property
+    def unsaved(self) -> list[SaveState]:
+        """States of the saved contexts that are not durable."""
+        return self._saves.states()
+
+    def clean_store(self) -> None:
+        """Remove what interrupted saves left in the store; log an error of it."""
+        try:
+            freed = self._saved.store.gc()
+        except StoreError as error:
+            log.warning("cannot remove the remains of interrupted saves: %s", error)
+            return
+        if freed.nbytes:
+            log.info("removed %s bytes of interrupted saves and unnamed contexts", f"{freed.nbytes:,}")
+
+    def cancel_save(self, name: str) -> bool:
+        """Cancel the write of a context that is not durable, and forget it. Return whether there was one."""
+        return self._saves.cancel(name)
 
     def warm_up(
         self, *, rows: int | None = None, tokens: int | None = None, draws: Sequence[SamplingParams] = DRAWS,
@@ -345,11 +389,15 @@ class Engine:
             return {
                 **now,
                 **self._counts.plain,
+                **self._saves.counts,
                 "shared": PrefixCacheStats() if self._tree is None else self._tree.stats,
             }
 
-    def close(self, *, drain: bool = True) -> None:
-        """End: once all are answered, or at once, and those that are there end as "cancelled"."""
+    def close(self, *, drain: bool = True, save_seconds: float | None = None) -> None:
+        """End: once all are answered, or at once, and those that are there end as "cancelled".
+
+        save_seconds: longest wait for contexts that are not durable; None: until all are.
+        """
         with self._changed:
             self._closing = True
             self._scheduler.drain()
@@ -358,6 +406,7 @@ class Engine:
                     self._scheduler.abort(number)
             self._changed.notify_all()
         self._thread.join()
+        self._saves.close(save_seconds)
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Self:

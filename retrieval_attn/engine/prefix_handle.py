@@ -27,6 +27,7 @@ from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.engine.saved_text import OpenedText
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
+from retrieval_attn.saving.layers import require_savable
 
 __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "text_mark"]
 
@@ -56,6 +57,10 @@ class PrefixEntry:
     def can_fork(self, tokens: int) -> bool:
         """Return whether a request can continue after the first `tokens` tokens."""
         return self._cache.can_keep(tokens)
+
+    def require_savable(self) -> None:
+        """Raise InputDataError if the entry cannot be saved."""
+        require_savable(self._cache)
 
     def fork(self, tokens: int | None = None) -> RetrievalCache:
         """Return a cache of the first `tokens` tokens (default: all) for a request to continue. Thread-safe.

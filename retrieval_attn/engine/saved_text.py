@@ -8,9 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
@@ -19,13 +20,14 @@ from retrieval_attn.config import Config
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.gate import ReadCancelled
 from retrieval_attn.engine.ids import Ids
-from retrieval_attn.errors import StoreDamagedError
+from retrieval_attn.errors import StoreDamagedError, UnknownContextError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.model.weights import WeightState, weight_state
 from retrieval_attn.saving.save import (
-    Saved,
     SavedChain,
     SavedLineage,
+    SavedPoint,
+    Saver,
     described,
     emptied,
     find_saved,
@@ -34,7 +36,7 @@ from retrieval_attn.saving.save import (
 )
 from retrieval_attn.store import ContextStore, Shelf
 
-__all__ = ["ContextPrefetcher", "OpenedText", "Opening", "SavedText", "SavedTexts"]
+__all__ = ["ContextPrefetcher", "OpenedText", "Opening", "SavedText", "SavedTexts", "UnsavedText"]
 
 log = logging.getLogger(__name__)
 
@@ -90,24 +92,29 @@ WHOLE_BYTES = 256 << 20
 """Contexts with so many or fewer are compared with all their checksums before an answer; larger ones beside it."""
 
 
+class HeldCache(Protocol):
+    """Cache of a text in memory, which requests fork."""
+
+    def fork(self) -> RetrievalCache:
+        """Return a fork of the whole cache."""
+
+
 class SavedText:
     """What a store has under a name. It is opened when a request needs it, and again when the tree gave it up.
 
     ids: int32 (1 + tokens,), first a mark that no text has: only requests that name the context find its node, however
     their texts begin, for it was read with options of its own. lost: its files are damaged, but for its ids, which are
-    read again where others are opened. damaged: so were those that it was opened from.
+    read again where others are opened. damaged: so were those that it was opened from. forgotten_tokens: of its tokens,
+    those that nothing attends to.
     """
 
     def __init__(self, texts: SavedTexts, chain: SavedChain, mark: int, *, lost: bool) -> None:
         """Made by `SavedTexts.find`. chain: its ids at least."""
         self.name, self.digest, self.lost, self.damaged = chain.name, chain.digest, lost, False
-        self.ids: Ids = np.concatenate((np.array([-mark], np.int32), chain.ids()))
-        self._texts, self._chain = texts, chain
-
-    @property
-    def forgotten_tokens(self) -> int:
-        """Of its tokens, what nothing attends to."""
-        return self._chain.forgotten.tokens
+        self.ids: Ids = _marked(mark, chain.ids())
+        self.forgotten_tokens = chain.forgotten.tokens
+        self._texts = texts
+        self._chain: SavedChain | None = chain
 
     @property
     def tokens(self) -> int:
@@ -132,11 +139,76 @@ class SavedText:
         """For the ids to be read into: an empty cache with the options that they were read with, and what says that its
         keys come from no file. Raises StoreMismatchError.
         """
-        return self._texts.emptied(self._chain), OpenedText(self, SavedLineage())
+        chain = self._texts.chain(self) if self._chain is None else self._chain
+        return self._texts.emptied(chain), OpenedText(self, SavedLineage())
 
     def note_damage(self, error: StoreDamagedError) -> None:
         """Its files are damaged: who names it from now on does not have them. Any thread."""
         self._texts.note_damage(self, error)
+
+
+class UnsavedText(SavedText):
+    """A context that is saved and not durable yet: requests continue its cache in memory.
+
+    Once it is durable, or its write has failed, the cache is used as long as the prefix cache holds it.
+    """
+
+    def __init__(
+        self, texts: SavedTexts, name: str, ids: Ids, mark: int, held: HeldCache, lineage: SavedLineage
+    ) -> None:
+        """Store the cache of a text.
+
+        Args:
+            texts: saved contexts of the store.
+            name: name under which it is saved.
+            ids: its token ids, without a mark.
+            mark: first id of no text.
+            held: its cache.
+            lineage: saved contexts that it continues.
+        """
+        self.name, self.digest, self.lost, self.damaged = name, "", False, False
+        self.ids = _marked(mark, ids)
+        self._texts, self._chain = texts, None
+        self._held: HeldCache | None = held
+        self._released: weakref.ref[HeldCache] | None = None
+        self._lineage = lineage
+        cache = held.fork()
+        self._options, self._index = cache.config, cache.index.config
+        self.forgotten_tokens = cache.batch.forgotten.tokens
+
+    @property
+    def held(self) -> HeldCache | None:
+        """Cache in memory; None if it was evicted after the write ended."""
+        return self._held if self._released is None else self._released()
+
+    def release(self) -> None:
+        """Let the prefix cache evict the cache in memory."""
+        if self._held is not None:
+            self._released, self._held = weakref.ref(self._held), None
+
+    def set_durable(self, point: SavedPoint) -> None:
+        """Note the node of the store that the context became."""
+        self.digest = point.digest
+        self._lineage.note(point)
+        self._texts.note_durable(self)
+        self.release()
+
+    def _opened(self, on_layer: Callable[[], None]) -> tuple[RetrievalCache, OpenedText]:
+        if (held := self.held) is not None:
+            return held.fork(), OpenedText(self, self._lineage)
+        if not self.digest:
+            raise self._texts.unsaved_error(self.name)
+        return super()._opened(on_layer)
+
+    def emptied(self) -> tuple[RetrievalCache, OpenedText]:
+        """See `SavedText.emptied`."""
+        cache = RetrievalCache(self._texts.model, self._options)
+        cache.index.take(self._index, self.tokens)
+        return cache, OpenedText(self, SavedLineage())
+
+
+def _marked(mark: int, ids: Ids) -> Ids:
+    return np.concatenate((np.array([-mark], np.int32), ids))
 
 
 class OpenedText:
@@ -171,7 +243,13 @@ class SavedTexts:
         self._weights: WeightState | None = None
         self._marks = itertools.count(1)
         self._known: weakref.WeakValueDictionary[str, SavedText] = weakref.WeakValueDictionary()
+        self._unsaved: dict[str, UnsavedText] = {}
         self._lock = threading.Lock()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Model of the contexts."""
+        return self._loop.model
 
     @property
     def store(self) -> ContextStore:
@@ -184,8 +262,16 @@ class SavedTexts:
     def find(self, name: str, *, lost: bool = False) -> SavedText:
         """What the name means now. lost: its files cannot be used, which the store may not know. Raises
         UnknownContextError, StoreMismatchError; StoreDamagedError where its ids are damaged, too, or its files are and
-        parts of it were forgotten: who reads the ids again would not have what was saved.
+        parts of it were forgotten: who reads the ids again would not have what was saved. UnknownContextError also
+        for a context whose write failed and that was evicted.
         """
+        with self._lock:
+            unsaved = self._unsaved.get(name)
+        if unsaved is not None:
+            unsaved.lost = unsaved.lost or lost
+            if unsaved.held is None and not unsaved.digest:
+                raise self.unsaved_error(name)
+            return unsaved
         store = self.store
         named = store.resolve(name)
         lost = lost or store.known_damaged(named)  # until it is saved again
@@ -205,29 +291,66 @@ class SavedTexts:
                     self._known[chain.digest] = known
             return known
 
-    def save(
-        self, name: str, cache: RetrievalCache, opened: OpenedText | None, read_seconds: float, *, wait: bool
-    ) -> Saved:
-        """Keep what a cache holds, which nobody else changes, under a name. opened: the saved context that it
-        continues. Raises as `Context.save`.
+    def unsaved(self, name: str, ids: Ids, held: HeldCache, opened: OpenedText | None) -> UnsavedText:
+        """Return a text in memory that is to be saved under a name. opened: saved context that it continues."""
+        lineage = SavedLineage() if opened is None else opened.kept
+        with self._lock:
+            mark = next(self._marks)
+        return UnsavedText(self, name, ids, mark, held, lineage)
+
+    def set_unsaved(self, name: str, text: UnsavedText | None) -> None:
+        """Let a name mean a text that is not durable; None: what the store has under it."""
+        with self._lock:
+            if text is None:
+                self._unsaved.pop(name, None)
+            else:
+                self._unsaved[name] = text
+
+    def note_durable(self, text: UnsavedText) -> None:
+        """Note that the store has the files of a text."""
+        with self._lock:
+            self._known.setdefault(text.digest, text)
+
+    def unsaved_error(self, name: str) -> UnknownContextError:
+        """Return the error of a context whose write failed, and that was evicted."""
+        return UnknownContextError(
+            f"the context {name!r} was not written to the disk, and its text was evicted; save its text again"
+        )
+
+    def saver(self, text: UnsavedText, opened: OpenedText | None, owner: str | None, read_seconds: float) -> Saver:
+        """Return a saver of a text in memory.
+
+        Args:
+            text: the text.
+            opened: saved context that it continues.
+            owner: namespace whose requests use it without naming it; None or "": all requests.
+            read_seconds: duration of its prefill.
+        Raises as `Context.save`.
         """
-        loop, kept = self._loop, SavedLineage() if opened is None else opened.kept
-        plain = described(self._template, attended_columns(cache.batch), read_seconds, loop.model)
-        return kept.save(self.store, name, loop.model, loop.tokenizer, cache, plain, wait)
+        held = text.held
+        if held is None:
+            raise self.unsaved_error(text.name)
+        cache, kept = held.fork(), SavedLineage() if opened is None else opened.kept
+        plain = described(self._template, attended_columns(cache.batch), read_seconds, self.model)
+        plain |= {"owner": owner} if owner else {}
+        return kept.saver(self.store, text.name, self.model, self._loop.tokenizer, cache, plain)
+
+    def chain(self, text: SavedText) -> SavedChain:
+        """Return the nodes of a text. Raises StoreError and what is below it."""
+        with self._lock:
+            identity = self._of_model()
+        return saved_chain(self.store, text.name, text.digest, identity)
 
     def opened(self, text: SavedText, on_layer: Callable[[], None]) -> tuple[RetrievalCache, SavedLineage]:
         """A cache of what the text's node holds, the files mapped anew. Raises StoreError and what is below it."""
-        with self._lock:
-            identity = self._of_model()
-        chain = saved_chain(self.store, text.name, text.digest, identity)
         return open_chain(
-            chain, self._loop.model, self._config, {}, on_layer=on_layer, on_damage=text.note_damage,
+            self.chain(text), self.model, self._config, {}, on_layer=on_layer, on_damage=text.note_damage,
             whole_bytes=WHOLE_BYTES,
         )  # fmt: skip
 
     def emptied(self, chain: SavedChain) -> RetrievalCache:
         """An empty cache for the ids of a context. Raises StoreMismatchError."""
-        return emptied(chain, self._loop.model, self._config)
+        return emptied(chain, self.model, self._config)
 
     def note_damage(self, text: SavedText, error: StoreDamagedError) -> None:
         """Not to be found any more, though who has it keeps it. Counts, and tells the log, once."""

@@ -85,8 +85,8 @@ def marks_of_layer(cache: RetrievalCache, number: int) -> dict[int, PathMark]:
     return {number: path_mark(layer.hosts[0])} if isinstance(layer, RetrievalLayer) else {}
 
 
-def saving_fork(cache: RetrievalCache) -> RetrievalCache:
-    """A fork to be saved while `cache` goes on. Raises InputDataError for several rows, padding, pages or no tokens."""
+def require_savable(cache: RetrievalCache) -> None:
+    """Raise InputDataError for several rows, padding, pages or no tokens."""
     if len(cache.batch.sequences) != 1 or cache.batch.valid is not None or not cache.batch.columns:
         raise InputDataError(
             f"one sequence of tokens without padding can be saved, this cache has {len(cache.batch.sequences)}; save "
@@ -97,6 +97,11 @@ def saving_fork(cache: RetrievalCache) -> RetrievalCache:
             f"{cache.batch.exact.tokens:,} tokens of this cache lie in an engine's pages (paged_prefix_tokens), "
             "without an index, and cannot be saved; read the text with LLM.read(text, save=name)"
         )
+
+
+def saving_fork(cache: RetrievalCache) -> RetrievalCache:
+    """Return a fork to be saved while `cache` goes on. Raises as `require_savable`."""
+    require_savable(cache)
     return cache.fork()
 
 

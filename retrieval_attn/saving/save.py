@@ -204,6 +204,29 @@ class Saved:
     _error: BaseException | None = field(default=None, repr=False)
 
     @property
+    def error(self) -> BaseException | None:
+        """The exception that ended the save; None without one, and while it runs."""
+        return self._error
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Run `write` in a daemon thread. `wait` raises its exception."""
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # raised by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name=f"save-{self.name}", daemon=True)
+        self._thread.start()
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait until the save ends, at most `seconds`; None: without a limit. Return whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self.done
+
+    @property
     def done(self) -> bool:
         """Whether all of it is on the disk, or has failed."""
         return self._thread is None or not self._thread.is_alive()
@@ -346,6 +369,18 @@ class SavedLineage:
         if self._check is not None:
             self._check.wait(progress=progress)
 
+    def saver(
+        self,
+        store: ContextStore,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: RetrievalCache,
+        plain: Mapping[str, Any],
+    ) -> Saver:
+        """Return a saver of a cache that continues this lineage; `note` the point that its `run` returns."""
+        return Saver(store, name, model, tokenizer, cache, self._points, plain)
+
     def save(
         self,
         store: ContextStore,
@@ -357,7 +392,7 @@ class SavedLineage:
         wait: bool,
     ) -> Saved:
         """See `Context.save`. plain: kept beside the name. A bar shows the layers."""
-        saver = Saver(store, name, model, tokenizer, cache, self._points, plain)
+        saver = self.saver(store, name, model, tokenizer, cache, plain)
         self.saving = saver.saved
         if wait:
             with saving_bar(name, len(cache.layers), show=True) as bar:

@@ -253,7 +253,7 @@ async def _requests(
         )  # fmt: skip
     before = 0
     if most is None and context is not None:
-        before = int((await service.contexts.named(context)).plain.get("tokens", 0))
+        before = (await service.contexts.named(context)).tokens
     caller = caller_of(http)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = []

@@ -46,7 +46,7 @@ async def models(request: Request) -> Response:
     service = service_of(request)
     found = [_record(service, service.settings.name, service.created)]
     for one in await service.contexts.listed():
-        found.append(_record(service, f"{service.settings.name}@{one.name}", int(one.saved_at)))
+        found.append(_record(service, f"{service.settings.name}@{one.name}", int(one.created)))
     return JSONResponse({"object": "list", "data": found})
 
 
@@ -55,7 +55,7 @@ async def model(name: str, request: Request) -> Response:
     """Describe a model."""
     service = service_of(request)
     context = service.context_of(name, None)
-    created = service.created if context is None else int((await service.contexts.named(context)).saved_at)
+    created = service.created if context is None else int((await service.contexts.named(context)).created)
     return JSONResponse(_record(service, name, created))
 
 

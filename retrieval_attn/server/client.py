@@ -8,31 +8,25 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
+from retrieval_attn.engine.background_saves import SAVE_SECONDS, SaveState
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.errors import AdmissionError, ContextLengthError, InputDataError
 from retrieval_attn.server.failure import EngineLostError, ended_error
 
-__all__ = ["EngineClient", "Item", "KEEPERS", "LocalEngine", "OPENERS", "Put", "Submitted", "WrittenContext", "keep"]
+__all__ = ["EngineClient", "Item", "KEEPERS", "LocalEngine", "OPENERS", "Put", "Submitted", "keep"]
 
 HELD_TOKENS = 64
-"""Tokens generated while the text is saved: a running request keeps it in the prefix cache. Cancelled afterwards."""
-
-
-class WrittenContext(NamedTuple):
-    """Result of a save. tokens: of the whole context. nbytes: written by this save."""
-
-    digest: str
-    tokens: int
-    nbytes: int
+"""Tokens generated until the save begins: a running request keeps the text in the prefix cache. Cancelled then."""
 
 
 def keep(
     engine: Engine, name: str, ids: tuple[int, ...], context: str | None = None, namespace: str | None = ""
-) -> WrittenContext:
-    """Prefill a text and save it. context: saved context that the text continues; then only the text is written.
+) -> int:
+    """Prefill a text and begin to save it; return the tokens of the whole context.
 
-    Raises as `Engine.submit` and `Engine.save`, and errors of the prefill.
+    Requests can name it then; `Engine.unsaved` has its state until it is durable. context: saved context that the text
+    continues; then only the text is written. Raises as `Engine.submit` and `Engine.save`, and errors of the prefill.
     """
     request = Request(
         (ids, ids[-1:]), HELD_TOKENS, stop_ids=frozenset(), namespace=namespace, owner=namespace or "", context=context
@@ -43,10 +37,9 @@ def keep(
             for _ in ticket:
                 break  # prefilled, and in the prefix cache as long as the request runs
             try:
-                saved = engine.save(name, ids, namespace=namespace, context=context, wait=False).wait()
+                return engine.save(name, ids, namespace=namespace, context=context, wait=False).tokens
             except InputDataError as error:  # evicted by other requests
                 raise AdmissionError(f"The text was prefilled, but evicted before it was saved: {error}") from error
-            return WrittenContext(saved.digest, saved.tokens, saved.nbytes)
         finally:
             ticket.cancel()
     except (ContextLengthError, AdmissionError) as error:
@@ -82,8 +75,16 @@ class EngineClient(Protocol):
     async def submit(self, request: Request, put: Put) -> Submitted:
         """Submit a request. Raises as `Engine.submit`, and EngineLostError."""
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> WrittenContext:
-        """Prefill a text, from the start or after a saved context, and save it under a name. Raises as `keep`."""
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> int:
+        """Prefill a text, from the start or after a saved context, and save it under a name. Return and raise as
+        `keep`.
+        """
+
+    async def unsaved(self) -> list[SaveState]:
+        """Return the states of contexts that are not durable. Raises EngineLostError."""
+
+    async def cancel_save(self, name: str) -> bool:
+        """Cancel the write of a context, as `Engine.cancel_save`. Raises EngineLostError."""
 
     async def stats(self) -> dict[str, Any]:
         """Return `Engine.stats` as plain values. Raises EngineLostError."""
@@ -150,7 +151,7 @@ class LocalEngine:
         ticket.listen(lambda item: self._inbox.add(put, item))
         return Submitted(ticket.id, ticket.cancel)
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> WrittenContext:
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> int:
         """See `EngineClient`."""
         loop = asyncio.get_running_loop()
         try:
@@ -160,6 +161,14 @@ class LocalEngine:
                 raise ended_error() from error
             raise
 
+    async def unsaved(self) -> list[SaveState]:
+        """See `EngineClient`."""
+        return self._engine.unsaved
+
+    async def cancel_save(self, name: str) -> bool:
+        """See `EngineClient`."""
+        return await asyncio.to_thread(self._engine.cancel_save, name)
+
     async def stats(self) -> dict[str, Any]:
         """See `EngineClient`."""
         return plain_stats(self._engine)
@@ -167,7 +176,7 @@ class LocalEngine:
     async def close(self, *, drain: bool) -> None:
         """See `EngineClient`."""
         self._closing = True
-        await asyncio.to_thread(self._engine.close, drain=drain)
+        await asyncio.to_thread(self._engine.close, drain=drain, save_seconds=SAVE_SECONDS)
         self._keepers.shutdown(wait=False)
         self._openers.shutdown(wait=False)
 

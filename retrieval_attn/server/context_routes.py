@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from retrieval_attn.engine.ids import int32_row
 from retrieval_attn.server.admission import QueuedPrompt
+from retrieval_attn.server.contexts import ContextState
 from retrieval_attn.server.failure import ApiError, document_from
 from retrieval_attn.server.permissions import AdminRoute
 from retrieval_attn.server.protocol import (
@@ -25,7 +26,6 @@ from retrieval_attn.server.protocol import (
     MoreBody,
 )
 from retrieval_attn.server.service import Service, caller_of, service_of
-from retrieval_attn.store import NamedContext
 
 __all__ = ["router"]
 
@@ -45,7 +45,7 @@ async def listed(request: HttpRequest) -> Response:
 
 @router.post("", response_model=None, responses=RECORD)
 async def make(body: KeepBody, request: HttpRequest) -> Response:
-    """Prefill a text or a conversation and save it under a name; replace an existing context of that name."""
+    """Prefill a text or a conversation and begin to save it under a name; replace an existing context of that name."""
     prompts = service_of(request).prompts
     text, messages = body.text, body.messages
     with document_from("text" if messages is None else "messages"):
@@ -60,7 +60,7 @@ async def make(body: KeepBody, request: HttpRequest) -> Response:
 async def upload(
     request: HttpRequest, name: Annotated[str, Form(pattern=NAME_PATTERN)], file: Annotated[UploadFile, File()]
 ) -> Response:
-    """Prefill a text file in UTF-8 and save it under a name; replace an existing context of that name."""
+    """Prefill a text file in UTF-8 and begin to save it under a name; replace an existing context of that name."""
     data = await file.read()
     try:
         text = data.decode("utf-8-sig")
@@ -83,7 +83,7 @@ async def one(name: Name, request: HttpRequest) -> Response:
 
 @router.delete("/{name}", response_model=None, responses=ERRORS | {200: {"model": Deleted}})
 async def remove(name: Name, request: HttpRequest) -> Response:
-    """Delete a context; running requests keep using it."""
+    """Delete a context and cancel its write; running requests keep using it."""
     await service_of(request).contexts.remove(name)
     return JSONResponse({"id": name, "object": "context", "deleted": True})
 
@@ -123,13 +123,15 @@ def _turns(messages: list[Message]) -> list[dict[str, Any]]:
     return [message.turn for message in messages]
 
 
-def _record(service: Service, context: NamedContext) -> dict[str, Any]:
-    tokens = context.plain.get("tokens", 0)
+def _record(service: Service, context: ContextState) -> dict[str, Any]:
+    error = {} if context.error is None else {"error": context.error}
     return {
         "id": context.name,
         "object": "context",
         "model": f"{service.settings.name}@{context.name}",
-        "tokens": tokens if isinstance(tokens, int) else 0,
+        "tokens": context.tokens,
         "bytes": context.nbytes,
-        "created": int(context.saved_at),
+        "created": int(context.created),
+        "durable": context.durable,
+        **error,
     }

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from retrieval_attn.engine.background_saves import SaveState
 from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
 from retrieval_attn.server.client import EngineClient
-from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.failure import ApiError, EngineLostError
 from retrieval_attn.store import ContextStore, NamedContext
 
-__all__ = ["Contexts", "StorePool"]
+__all__ = ["ContextState", "Contexts", "StorePool"]
 
 STORE_THREADS = 8
 MAX_STORE_JOBS = 64
+LOOK_SECONDS = 0.05
+"""Between two looks at whether a context is durable."""
 
 Result = TypeVar("Result")
 
@@ -41,6 +45,38 @@ class StorePool:
         self._jobs -= 1
 
 
+class ContextState(NamedTuple):
+    """State of a context that requests can use.
+
+    Attributes:
+        tokens: its tokens.
+        nbytes: bytes of its files; of a context that is not durable, those written so far.
+        created: seconds since 1970.
+        durable: whether its files are on the disk and its name is committed.
+        error: message of the error that ended the write of a context that is not durable.
+    """
+
+    name: str
+    tokens: int
+    nbytes: int
+    created: float
+    durable: bool
+    error: str | None = None
+
+    @classmethod
+    def stored(cls, context: NamedContext) -> ContextState:
+        """Return the state of a context of the store."""
+        tokens = context.plain.get("tokens", 0)
+        return cls(
+            context.name, tokens if isinstance(tokens, int) else 0, context.nbytes, context.saved_at, durable=True
+        )
+
+    @classmethod
+    def unsaved(cls, save: SaveState) -> ContextState:
+        """Return the state of a context that is not durable."""
+        return cls(save.name, save.tokens, save.nbytes, save.created, durable=False, error=save.error)
+
+
 class Contexts:
     """Contexts of a store, which is read on each call: other processes change it too."""
 
@@ -51,44 +87,73 @@ class Contexts:
         self._store, self._client, self._template = store, client, template
         self._pool = StorePool()
 
-    async def listed(self) -> list[NamedContext]:
+    async def listed(self) -> list[ContextState]:
         """Return the contexts that requests can use, sorted by name."""
-        return [one for one in await self._in_thread(self._store.list) if one.plain.get("template") == self._template]
+        unsaved = {one.name: ContextState.unsaved(one) for one in await self._unsaved()}
+        stored = [one for one in await self._in_thread(self._store.list) if one.plain.get("template") == self._template]
+        found = {one.name: ContextState.stored(one) for one in stored} | unsaved
+        return [found[name] for name in sorted(found)]
 
-    async def named(self, name: str) -> NamedContext:
+    async def named(self, name: str) -> ContextState:
         """Return one context. Raises UnknownContextError, StoreError."""
-        return await self._in_thread(lambda: self._store.resolve(name))
+        for one in await self._unsaved():
+            if one.name == name:
+                return ContextState.unsaved(one)
+        return ContextState.stored(await self._in_thread(lambda: self._store.resolve(name)))
 
-    async def make(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str) -> NamedContext:
-        """Prefill a text, from the start or after a saved context, and save it. Raises as `EngineClient.keep`."""
-        kept = await self._client.keep(name, ids, context, namespace)
+    async def make(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str) -> ContextState:
+        """Prefill a text, from the start or after a saved context, and begin to save it.
+
+        Raises as `EngineClient.keep`.
+        """
+        tokens = await self._client.keep(name, ids, context, namespace)
         try:
             return await self.named(name)
-        except UnknownContextError:  # removed by another client after it was saved
-            return NamedContext(name, kept.digest, (kept.digest,), {"tokens": kept.tokens}, time.time(), kept.nbytes)
+        except UnknownContextError:  # removed by another client
+            return ContextState(name, tokens, 0, time.time(), durable=False)
 
-    async def fork(self, name: str, new: str) -> NamedContext:
-        """Give a context a second name. Raises UnknownContextError, StoreError; ApiError 409 for a name in use."""
+    async def fork(self, name: str, new: str) -> ContextState:
+        """Give a context a second name when it is durable.
 
-        def fork() -> NamedContext:
+        Raises UnknownContextError, StoreError; ApiError 409 for a name in use.
+        """
+        while any(one.name == name and one.error is None for one in await self._unsaved()):
+            await asyncio.sleep(LOOK_SECONDS)
+        used = {one.name for one in await self._unsaved()}
+
+        def fork() -> ContextState:
             found = self._store.resolve(name)
-            if new in {one.name for one in self._store.list()}:
+            if new in used or new in {one.name for one in self._store.list()}:
                 raise ApiError(
                     409, f"There is a context {new!r} already; delete it, or give another name.", param="name"
                 )
             self._store.name(new, found.digest, found.plain)
-            return self._store.resolve(new)
+            return ContextState.stored(self._store.resolve(new))
 
         return await self._in_thread(fork)
 
     async def remove(self, name: str) -> None:
-        """Delete a name and the nodes that only it needs. Raises UnknownContextError, StoreError."""
+        """Delete a name and the nodes that only it needs; cancel its write. Raises UnknownContextError, StoreError."""
+        cancelled = False
+        with contextlib.suppress(EngineLostError):
+            cancelled = await self._client.cancel_save(name)
 
         def remove() -> None:
-            self._store.remove(name)
+            try:
+                self._store.remove(name)
+            except UnknownContextError:
+                if not cancelled:
+                    raise
             self._store.gc()
 
         await self._in_thread(remove)
+
+    async def _unsaved(self) -> list[SaveState]:
+        """Return the contexts that are not durable; none without an engine."""
+        try:
+            return await self._client.unsaved()
+        except EngineLostError:
+            return []
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         try:

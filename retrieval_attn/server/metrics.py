@@ -82,6 +82,8 @@ class Metrics:
         self._up = self._gauge("engine_up", "1 while the engine answers")
         self._engine = {key: Following(self._counter(name, text)) for key, (name, text) in ENGINE.items()}
         self._damaged = Following(self._counter("damaged_blocks", "Blocks of saved contexts with a wrong checksum"))
+        self._saves = self._gauge("context_saves_running", "Contexts whose files are not durable yet")
+        self._saves_failed = Following(self._counter("context_save_failures", "Failed writes of saved contexts"))
         tiers = {key: self._counter(name, text, "tier") for key, (name, text) in TIERS.items()}
         self._tiers = {
             (name, tier): Following(counter.labels(tier))
@@ -128,6 +130,8 @@ class Metrics:
             self._waiting.set(stats["waiting"])
             self._utilization.set(stats["slot_utilization"])
             self._damaged.follow(stats["damaged_blocks"])
+            self._saves.set(stats["saves_running"])
+            self._saves_failed.follow(stats["saves_failed"])
             for name, counter in self._engine.items():
                 counter.follow(stats[name])
             for (name, tier), counter in self._tiers.items():

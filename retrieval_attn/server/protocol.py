@@ -489,7 +489,11 @@ class ModelList(AnswerBody):
 
 
 class ContextRecord(AnswerBody):
-    """A saved context. bytes: of all its files, those that others share too. created: seconds since 1970."""
+    """A saved context.
+
+    bytes: size of its files, shared ones included; until it is durable, bytes written so far. created: seconds since
+    1970. durable: its files are synced to the disk and its name is committed. error: reason why its write failed.
+    """
 
     id: str
     object: Literal["context"]
@@ -497,6 +501,8 @@ class ContextRecord(AnswerBody):
     tokens: int
     bytes: int
     created: int
+    durable: bool
+    error: str | None = None
 
 
 class ContextList(AnswerBody):

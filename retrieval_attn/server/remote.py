@@ -12,9 +12,10 @@ import subprocess
 from dataclasses import asdict
 from typing import Any
 
+from retrieval_attn.engine.background_saves import SAVE_SECONDS, SaveState
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import RetrievalAttentionError
-from retrieval_attn.server.client import Put, Submitted, WrittenContext
+from retrieval_attn.server.client import Put, Submitted
 from retrieval_attn.server.engine_process import Child
 from retrieval_attn.server.failure import EngineLostError, ended_error
 from retrieval_attn.server.ipc import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
@@ -175,15 +176,23 @@ class RemoteEngine:
         number, name = await process.ask({"do": "submit", "request": request_of(request)}, put)
         return Submitted(name, lambda: process.tell({"do": "cancel", "id": number}))
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> WrittenContext:
+    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> int:
         """See `EngineClient`."""
         plain = {"do": "keep", "name": name, "ids": ids_of(ids), "context": context, "namespace": namespace}
         try:
-            return WrittenContext(*(await self._there().ask(plain))[1])
+            return int((await self._there().ask(plain))[1])
         except RetrievalAttentionError as error:
             if self._closing:
                 raise ended_error() from error
             raise
+
+    async def unsaved(self) -> list[SaveState]:
+        """See `EngineClient`."""
+        return [SaveState(*state) for state in (await self._there().ask({"do": "unsaved"}))[1]]
+
+    async def cancel_save(self, name: str) -> bool:
+        """See `EngineClient`."""
+        return bool((await self._there().ask({"do": "cancel_save", "name": name}))[1])
 
     async def stats(self) -> dict[str, Any]:
         """See `EngineClient`."""
@@ -199,9 +208,10 @@ class RemoteEngine:
             process.tell({"do": "close", "drain": drain})
         if self._running is not None:
             if process is not None and not drain:
-                await asyncio.wait({self._running}, timeout=END_SECONDS)
+                seconds = END_SECONDS + SAVE_SECONDS
+                await asyncio.wait({self._running}, timeout=seconds)
                 if not self._running.done():
-                    log.error("engine process did not end within %g s; killing it", END_SECONDS)
+                    log.error("engine process did not end within %g s; killing it", seconds)
                     process.child.kill()
             if self._process is None:
                 self._running.cancel()

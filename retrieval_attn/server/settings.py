@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -132,6 +133,7 @@ class EngineSpec:
             paged_prefix_tokens=self.paged_prefix_tokens,
             cache_generated=self.cache_generated,
         )
+        threading.Thread(target=engine.clean_store, name="retrieval_attn-gc", daemon=True).start()
         if self.warm_tokens:
             engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False)
         return llm, engine

@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from retrieval_attn.engine.background_saves import SAVE_SECONDS
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, RequestHandle
 from retrieval_attn.server.client import KEEPERS, OPENERS, keep, plain_stats
@@ -62,7 +63,7 @@ class Worker:
                 if frame["do"] == "submit":
                     self._submitting[frame["id"]] = False
                 self._pool(frame).submit(self._answer, frame)
-        self._engine.close(drain=drain)
+        self._engine.close(drain=drain, save_seconds=SAVE_SECONDS)
         self._outgoing.put(None)
         self._writer.join()
 
@@ -83,6 +84,10 @@ class Worker:
             return self._submit(frame)
         if frame["do"] == "keep":
             return keep(self._engine, frame["name"], ids_from(frame["ids"]), frame["context"], frame["namespace"])
+        if frame["do"] == "unsaved":
+            return self._engine.unsaved
+        if frame["do"] == "cancel_save":
+            return self._engine.cancel_save(frame["name"])
         return plain_stats(self._engine)
 
     def _submit(self, frame: Plain) -> str:

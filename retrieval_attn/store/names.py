@@ -23,6 +23,7 @@ _DESCRIBED: dict[str, Check] = {
     "tokens": is_count,
     "read_seconds": lambda value: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,
     "model": is_text,
+    "owner": is_text,
 }
 """What lists of contexts show, where it was saved."""
 _FIELDS: dict[str, Check] = {

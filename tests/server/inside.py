@@ -24,6 +24,7 @@ from retrieval_attn.server.client import LocalEngine
 from retrieval_attn.server.run import Started, http_config, service_for
 from retrieval_attn.server.service import Service
 from retrieval_attn.server.settings import Facts, Settings
+from retrieval_attn.store import OS_DISK, ContextStore, Disk
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import tiny_model
 from tools.engine_schedules import CONFIG
@@ -32,13 +33,17 @@ from tools.engine_schedules import CONFIG
 class Inside:
     """A server in a thread of this process."""
 
-    def __init__(self, folder: Path, keys: Keys | None = None, *, send_bytes: int = 0, **limits: Any) -> None:
-        """send_bytes: of a connection's buffer in the kernel; 0: the system's. limits: of `Settings`."""
+    def __init__(
+        self, folder: Path, keys: Keys | None = None, *, send_bytes: int = 0, disk: Disk = OS_DISK, **limits: Any
+    ) -> None:
+        """send_bytes: of a connection's buffer in the kernel; 0: the system's. disk: of the engine's store. limits: of
+        `Settings`.
+        """
         self._keys = keys or Keys(())
         self.model: Any = tiny_model("llama")
         tokenizer = number_tokenizer(self.model.get_input_embeddings().weight.shape[0])
         llm: Any = SimpleNamespace(model=self.model, tokenizer=tokenizer, config=CONFIG)
-        self.engine = Engine(llm, store=folder)
+        self.engine = Engine(llm, store=ContextStore(folder, disk=disk))
         self.service: Service | None = None
         self.app: FastAPI | None = None
         self._tokenizer, self._folder = tokenizer, folder

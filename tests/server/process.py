@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,19 @@ ANSWER = "7391846"
 def document(repeats: int = 40) -> str:
     """A text with one number in its middle, 23 tokens and a few more for each of the repeats."""
     return WORDS * (repeats // 2) + NEEDLE + WORDS * (repeats - repeats // 2)
+
+
+def saved(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    """Save a context and return its record when it is durable."""
+    reply = http.post("/v1/contexts", json=body)
+    assert reply.status_code == 200, reply.text
+    end = time.monotonic() + 60
+    while not (record := http.get(f"/v1/contexts/{body['name']}").json())["durable"]:
+        assert time.monotonic() < end and "error" not in record, record
+        time.sleep(0.02)
+    assert record["tokens"] == reply.json()["tokens"]
+    found: dict[str, Any] = record
+    return found
 
 
 class Served:

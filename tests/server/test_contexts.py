@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import retrieval_attn as ra
-from tests.server.process import ANSWER, QUESTION, Served, document, serving
+from tests.server.process import ANSWER, QUESTION, Served, document, saved, serving
 
 
 @pytest.fixture
@@ -35,15 +35,8 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def made(http: httpx.Client, **body: Any) -> dict[str, Any]:
-    reply = http.post("/v1/contexts", json=body)
-    assert reply.status_code == 200, reply.text
-    found: dict[str, Any] = reply.json()
-    return found
-
-
 def test_a_text_is_saved_listed_asked_and_removed(http: httpx.Client) -> None:
-    record = made(http, name="book", text=document())
+    record = saved(http, name="book", text=document())
     assert record["tokens"] > 800 and record["bytes"] > 0 and record["model"] == "bundled@book"
     assert http.get("/v1/contexts/book").json() == record
     assert record in http.get("/v1/contexts").json()["data"]
@@ -63,11 +56,11 @@ def test_a_text_is_saved_listed_asked_and_removed(http: httpx.Client) -> None:
 
 def test_an_answer_is_that_of_the_text_itself(http: httpx.Client) -> None:
     """A saved context asked is the document with the question behind it."""
-    made(http, name="same", text=document(30))
-    saved = asked(http, model="bundled@same", logprobs=True)
+    saved(http, name="same", text=document(30))
+    named = asked(http, model="bundled@same", logprobs=True)
     messages = [{"role": "system", "content": document(30)}, {"role": "user", "content": QUESTION}]
     plain = asked(http, messages=messages, logprobs=True)
-    assert saved["choices"] == plain["choices"]
+    assert named["choices"] == plain["choices"]
 
 
 def test_files_and_conversations(http: httpx.Client) -> None:
@@ -75,7 +68,7 @@ def test_files_and_conversations(http: httpx.Client) -> None:
     assert reply.status_code == 200, reply.text
     assert ANSWER in text_of(asked(http, model="bundled@file"))
     turns = [{"role": "user", "content": document()}]
-    talk = made(http, name="talk", messages=turns)
+    talk = saved(http, name="talk", messages=turns)
     assert ANSWER in text_of(asked(http, model="bundled@talk"))
     assert talk["tokens"] == reply.json()["tokens"]
     marked = http.post(
@@ -88,14 +81,14 @@ def test_files_and_conversations(http: httpx.Client) -> None:
 
 def test_more_is_read_behind_a_context_and_saved_with_it(http: httpx.Client) -> None:
     """Only what is new is written: both records share the first one's bytes."""
-    first = made(http, name="first", text=document(60))
+    first = saved(http, name="first", text=document(60))
     reply = http.post(
         "/v1/contexts/first/save", json={"name": "second", "text": "\nThe special magic Oslo number is: 5550123."}
     )
     assert reply.status_code == 200, reply.text
     second = reply.json()
     assert first["tokens"] < second["tokens"] < first["tokens"] + 40
-    assert second["bytes"] < 1.6 * first["bytes"]
+    assert http.post("/v1/contexts/second/fork", json={"name": "whole"}).json()["bytes"] < 1.6 * first["bytes"]
     assert "5550123" in text_of(asked(http, "What is the special magic Oslo number?", model="bundled@second"))
     assert ANSWER in text_of(asked(http, model="bundled@second"))
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -108,7 +101,7 @@ def test_more_is_read_behind_a_context_and_saved_with_it(http: httpx.Client) -> 
 
 
 def test_a_fork_lives_on(http: httpx.Client) -> None:
-    record = made(http, name="origin", text=document())
+    record = saved(http, name="origin", text=document())
     fork = http.post("/v1/contexts/origin/fork", json={"name": "copy"}).json()
     assert {**fork, "id": "", "model": "", "created": 0} == {**record, "id": "", "model": "", "created": 0}
     assert http.post("/v1/contexts/origin/fork", json={"name": "copy"}).status_code == 409
@@ -149,7 +142,7 @@ def test_saved_contexts_are_there_after_a_restart(needle_model_path: Path, tmp_p
     other.read(document(4), progress=False).save("other", store=tmp_path / "store")
     arguments = ("--store", str(tmp_path / "store"), "--warm-up", "0")
     with serving(*arguments, preloaded=True) as first, first.client() as http:
-        record = made(http, name="book", text=document())
+        record = saved(http, name="book", text=document())
         before = asked(http, model="bundled@book")
         assert first.end() == 0
     with serving(*arguments, preloaded=True) as second, second.client() as http:

@@ -27,7 +27,7 @@ from retrieval_attn.server import remote
 from retrieval_attn.server.client import LocalEngine
 from retrieval_attn.server.settings import EngineSpec
 from retrieval_attn.server.worker import Worker
-from tests.server.process import ANSWER, END_SECONDS, QUESTION, Served, document, runs, serving
+from tests.server.process import ANSWER, END_SECONDS, QUESTION, Served, document, runs, saved, serving
 
 CHAT = "/v1/chat/completions"
 
@@ -61,7 +61,7 @@ def test_it_answers_and_is_started_again_when_it_crashes(apart: Served, served: 
         assert http.post(CHAT, json=talk(logprobs=True, top_logprobs=2)).json()["choices"] == expected
         assert http.post(CHAT, json=talk(max_tokens=10**6)).status_code == 400
         assert http.post(CHAT, json=talk(model="bundled@nobody")).json()["error"]["code"] == "context_not_found"
-        saved = http.post("/v1/contexts", json={"name": "book", "text": document()}).json()
+        record = saved(http, name="book", text=document())
         first = pid_of(apart, 0)
         body = talk(max_tokens=60_000, temperature=2, stream=True)
         with http.stream("POST", CHAT, json=body) as stream:
@@ -83,7 +83,7 @@ def test_it_answers_and_is_started_again_when_it_crashes(apart: Served, served: 
             time.sleep(0.05)
         found = http.post(CHAT, json={**talk(model="bundled@book"), "messages": talk()["messages"][1:]}).json()
         assert ANSWER in found["choices"][0]["message"]["content"]
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == saved["tokens"]
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == record["tokens"]
         second = pid_of(apart, 1)
         apart.end(signal.SIGKILL)  # however the server ends, nothing is left that holds a GPU's memory
         end = time.monotonic() + 30
@@ -220,7 +220,7 @@ class SlowEngine:
         assert self.is_listening
         self.cancelled.set()
 
-    def close(self, *, drain: bool) -> None:
+    def close(self, *, drain: bool, save_seconds: float) -> None:
         pass
 
 

@@ -448,12 +448,12 @@ class TestStore:
         inside.wait_until_it_serves()
         try:
             assert inside.service is not None
-            client, store = inside.service.client, inside.service.contexts._store
+            client, contexts = inside.service.client, inside.service.contexts
             keep = client.keep
 
             async def keep_and_lose(*given: Any) -> Any:
                 kept = await keep(*given)
-                await asyncio.to_thread(store.remove, given[0])
+                await contexts.remove(given[0])
                 return kept
 
             client.keep = keep_and_lose  # type: ignore[method-assign,assignment]

@@ -11,7 +11,7 @@ import numpy as np
 from retrieval_attn.engine.counts import Counts, TierTokens
 from retrieval_attn.server.metrics import PREFIX_CACHE, PREFIX_CACHE_EVENTS, Metrics
 from retrieval_attn.store import ContextStore
-from tests.server.process import QUESTION, document, serving
+from tests.server.process import QUESTION, document, saved, serving
 
 CHAT = "/v1/chat/completions"
 SECONDS = ("engine_step_seconds_total", "host_stall_seconds_total", "engine_host_seconds_total")
@@ -66,12 +66,12 @@ def test_steps_spills_and_tiers(tmp_path: Path) -> None:
         body = {"model": "bundled", "prompt": document(), "max_tokens": 600, "temperature": 0}
         tokens = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
         assert tokens > 512 and samples(http)["window_evictions_total"] == tokens // 512
-        saved = http.post("/v1/contexts", json={"name": "book", "text": document()}).json()
+        record = saved(http, name="book", text=document())
     with serving(*store, "--paged-prefix-tokens", "1024", preloaded=True) as served, served.client() as http:
         first = samples(http)
-        assert cached(asked(http, model="bundled@book")) == saved["tokens"]
-        assert moved(http, first, "hit_tokens") == {"device": 0, "memory": 0, "disk": saved["tokens"]}
-        assert cached(asked(http, model="bundled@book")) == saved["tokens"]
+        assert cached(asked(http, model="bundled@book")) == record["tokens"]
+        assert moved(http, first, "hit_tokens") == {"device": 0, "memory": 0, "disk": record["tokens"]}
+        assert cached(asked(http, model="bundled@book")) == record["tokens"]
         assert moved(http, first, "hits") == {"device": 0, "memory": 1, "disk": 1}
         asked(http)
         known = cached(asked(http))
@@ -96,6 +96,8 @@ def test_counters_go_on_when_an_engine_begins_anew() -> None:
     stats: dict[str, Any] = {
         "rows": 0,
         "waiting": 0,
+        "saves_running": 0,
+        "saves_failed": 0,
         "slot_utilization": 0.0,
         "shared": dict.fromkeys([*PREFIX_CACHE, *PREFIX_CACHE_EVENTS], 0),
         **Counts().plain,
@@ -129,8 +131,7 @@ def test_a_damaged_context_is_read_again(tmp_path: Path) -> None:
     names = {"keys": "host/0/keys", "index": "host/0/index/all/rows"}
     with serving(*arguments, preloaded=True) as served, served.client() as http:
         records = {
-            name: http.post("/v1/contexts", json={"name": name, "text": document(30 + 10 * number)}).json()
-            for number, name in enumerate((*names, "ids"))
+            name: saved(http, name=name, text=document(30 + 10 * number)) for number, name in enumerate((*names, "ids"))
         }
         before = {name: asked(http, model=f"bundled@{name}", logprobs=True) for name in names}
     for name, array in names.items():

@@ -18,7 +18,9 @@ class TierTokens(NamedTuple):
 
 
 class Counts:
-    """Counts of one engine. Any thread may read them and call `note_damage`; the engine's thread calls the rest.
+    """Counts of one engine.
+
+    Any thread may read them and call `note_damage` and `note_content_hit`; the engine's thread calls the rest.
 
     Attributes:
         steps: decode steps.
@@ -30,10 +32,13 @@ class Counts:
         host_stall: upper bound of the seconds of steps in which the device was idle: `host`, and the time outside
             forwards and graph replays.
         hits, hit_tokens: requests with a cached prefix, and its tokens, by tier.
+        content_hits, content_hit_tokens: requests that continue a saved context without naming it, and the tokens that
+            they share with it.
     """
 
     def __init__(self) -> None:
         self.steps = self.rows = self.window_evictions = self.damaged = 0
+        self.content_hits = self.content_hit_tokens = 0
         self.seconds = self.host = self.host_stall = 0.0
         self.hits, self.hit_tokens = TierTokens(), TierTokens()
         self._lock = threading.Lock()
@@ -65,6 +70,12 @@ class Counts:
         with self._lock:
             self.damaged += blocks
 
+    def note_content_hit(self, tokens: int) -> None:
+        """Count a request whose first `tokens` tokens are those of a saved context that it does not name."""
+        with self._lock:
+            self.content_hits += 1
+            self.content_hit_tokens += tokens
+
     @property
     def plain(self) -> dict[str, Any]:
         """Counts as JSON values. host_seconds are part of host_stall_seconds, and these of step_seconds."""
@@ -77,6 +88,8 @@ class Counts:
             "hits": self.hits._asdict(),
             "hit_tokens": self.hit_tokens._asdict(),
             "damaged_blocks": self.damaged,
+            "content_hits": self.content_hits,
+            "content_hit_tokens": self.content_hit_tokens,
         }
 
 

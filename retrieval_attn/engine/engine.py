@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -33,12 +33,12 @@ from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.prefill_worker import PrefillWorker
-from retrieval_attn.engine.prefix_handle import PrefixEntry, text_mark
+from retrieval_attn.engine.prefix_handle import CROP_TOKENS, PrefixEntry, crop_end, text_mark
 from retrieval_attn.engine.radix_cache import PrefixCacheStats, RadixCache
 from retrieval_attn.engine.request import Reason, Request, RequestHandle
 from retrieval_attn.engine.request_needs import RequestNeeds
 from retrieval_attn.engine.running_request import RunningRequest
-from retrieval_attn.engine.saved_text import ContextPrefetcher, SavedTexts
+from retrieval_attn.engine.saved_text import ContextPrefetcher, SavedText, SavedTexts
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.engine.warm_up import DRAWS, WarmUp, WarmUps
@@ -56,6 +56,7 @@ from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.reclaim import register
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.staging import host_format
 from retrieval_attn.runner.full_attention import release_full_kv
@@ -81,6 +82,7 @@ class RequestAdmission:
         tree: RadixCache | None,
         paged: PagedKVPool | None,
         empty: RetrievalCache,
+        counts: Counts,
     ) -> None:
         """Store what requests share.
 
@@ -91,9 +93,10 @@ class RequestAdmission:
             tree: prefix cache; None: off.
             paged: pages of paged prefixes; None: off.
             empty: cache without tokens, which checks lengths and says whether entries can be cropped.
+            counts: counts of the engine.
         """
         self._loop, self._outputs, self._saved = loop, outputs, saved
-        self._tree, self._exact = tree, paged
+        self._tree, self._exact, self._counts = tree, paged, counts
         self._require_room, self._crops = empty.require_room, empty.crops_anywhere
 
     def row(self, request: Request, handle: RequestHandle, before: RunningRequest | None = None) -> RunningRequest:
@@ -102,20 +105,59 @@ class RequestAdmission:
         raises.
         """
         require_known(request.draw, self._loop.vocabulary)
-        saved = None if request.context is None else self._saved.find(request.context, lost=before is not None)
-        held = 0 if saved is None else saved.tokens - saved.forgotten_tokens
+        shared, held = 0, 0
+        saved: SavedText | None = None
+        if request.context is not None:
+            saved = self._saved.find(request.context, lost=before is not None)
+            held = saved.tokens - saved.forgotten_tokens
+        elif before is None and request.prompt_logprobs is None:
+            saved, shared = self._found_by_content(request.parts, request.namespace)
+            if shared:
+                self._counts.note_content_hit(shared)
         self._require_room(held + request.prompt_tokens + request.max_tokens)
         paged = self._exact is not None and saved is None and request.prompt_logprobs is None
         pages = PageAllocation(self._exact, request.parts) if self._exact is not None and paged else None
-        return RunningRequest(request, handle, self._loop, self._outputs, saved, pages, before, self._crops)
+        return RunningRequest(request, handle, self._loop, self._outputs, saved, pages, before, self._crops, shared)
 
-    def whole_ids(self, document: Sequence[int], context: str | None) -> list[int]:
-        """The ids by which the tree has a text now; context: the name of the saved one that it continues. Raises as
-        `row` for that.
+    def _found_by_content(self, parts: Sequence[Sequence[int]], namespace: str | None) -> tuple[SavedText | None, int]:
+        """Return the saved context that shares more tokens with a prompt than the prefix cache has of it, and the
+        number of these; None and 0 if there is none.
         """
-        before: Sequence[int] = () if context is None else self._saved.find(context).ids.tolist()
-        model, tokens = self._loop.model, len(document) + max(0, len(before) - 1)
-        return [*text_mark(model, weight_state(model), tokens).tolist(), *before, *document]
+        if self._tree is None or self._exact is not None:
+            return None, 0
+        known: int | None = None
+        ends = list(itertools.accumulate(map(len, parts)))
+        for text, tokens in self._saved.matches(parts, namespace):
+            if known is None:
+                mark = text_mark(self._loop.model, weight_state(self._loop.model), ends[-1])
+                ids = np.concatenate((mark, *map(int32_row, parts)))
+                known = self._tree.match(ids, namespace, again=True).length - len(mark)
+            end = tokens if tokens in ends or not self._crops else crop_end(tokens, ends)
+            fits = end == text.tokens or (self._crops and end < text.tokens)
+            rope = length_rope(self._loop.model)
+            same = rope is None or rope.factors(text.tokens) == rope.factors(ends[-1])
+            if end < known + CROP_TOKENS:
+                break
+            if fits and same:
+                return text, end
+        return None, 0
+
+    def whole_ids(
+        self, document: Sequence[int], context: str | None, namespace: str | None
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield ids by which the tree may have a text now, with the number of marks before them.
+
+        context: name of the saved context that it continues; None: also as the continuation of one that it does not
+        name. Raises as `row` for a named one.
+        """
+        model = self._loop.model
+        saved = None if context is None else self._saved.find(context)
+        tokens = len(document) + (0 if saved is None else saved.tokens)
+        mark = text_mark(model, weight_state(model), tokens).tolist()
+        yield len(mark) + (saved is not None), [*mark, *(() if saved is None else saved.ids.tolist()), *document]
+        if saved is None and document:
+            for text, _ in self._saved.matches((document, document[-1:]), namespace):
+                yield len(mark) + 1, [*mark, int(text.ids[0]), *document]
 
     def context_ids(self, document: Sequence[int], context: str | None) -> Ids:
         """Return the token ids of a text with those of the saved context that it continues. Raises as `row`."""
@@ -124,7 +166,7 @@ class RequestAdmission:
 
     def job(self, number: str, row: RunningRequest) -> RequestNeeds:
         """The row as the scheduler sees it."""
-        request, opened = row.request, 0 if row.lost else row.prompt_tokens - row.request.prompt_tokens
+        request, opened = row.request, row.opened_tokens
         # a row that may be read again has all of its text for itself then
         alone = self._tree is None or request.prompt_logprobs is not None or row.changes_factors
         known = 0 if self._tree is None or alone else row.sharing.known_tokens(self._tree)
@@ -137,7 +179,8 @@ def retry_without_damaged(
     row: RunningRequest, error: BaseException, intake: RequestAdmission, enter: Callable[[RunningRequest], None]
 ) -> bool:
     """Whether another row has the request from now on, which reads what this one found in damaged files. Once."""
-    if not isinstance(error, StoreDamagedError) or row.request.context is None or row.before is not None:
+    kind = StoreError if row.request.context is None else StoreDamagedError
+    if not isinstance(error, kind) or row.context is None or row.before is not None:
         return False
     try:
         enter(intake.row(row.request, row.handle, row))
@@ -244,7 +287,9 @@ class Engine:
         )
         self._device_bytes = self._most_device_bytes()
         self._outputs = OutputQueue()
-        self._admission = RequestAdmission(self._loop, self._outputs, self._saved, self._tree, self._exact, self._empty)
+        self._admission = RequestAdmission(
+            self._loop, self._outputs, self._saved, self._tree, self._exact, self._empty, self._counts
+        )
         self._saves = BackgroundSaves(self._saved)
         self._stepper = Stepper(self._loop.model, self._limits, self._outputs, self._fail, self._counts)
         self._expected = ContextPrefetcher(lambda: self._saved.store, self._limits.host_bytes)
@@ -272,7 +317,7 @@ class Engine:
 
     def _enter(self, row: RunningRequest) -> None:
         number = row.handle.id if row.before is None else str(next(self._numbers))
-        job, context = self._admission.job(number, row), None if row.lost else row.request.context
+        job, context = self._admission.job(number, row), None if row.lost else row.context
         with self._changed:
             self._require_open()
             self._scheduler.submit(job, time.monotonic())
@@ -307,23 +352,31 @@ class Engine:
         """
         check_name(name)
         document = self._template.context_ids(text) if isinstance(text, str) else text
-        ids = self._admission.whole_ids(document, context)
-        match = (self._tree or RadixCache()).match([*ids, 0], namespace, leased=True)
-        assert match.lease is not None
-        with match.lease:
-            node = match.node
-            if match.length != len(ids) or match.tokens != len(node) or not isinstance(node.held, PrefixEntry):
-                raise InputDataError(
-                    f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
-                    "prefix_cache_bytes, or read it with LLM.read(text, save=name)."
-                )
-            entry, seconds = node.held, node.rebuild_seconds
+        tree = self._tree or RadixCache()
+        for marks, ids in self._admission.whole_ids(document, context, namespace):
+            match = tree.match([*ids, 0], namespace, leased=True, again=True)
+            assert match.lease is not None
+            with match.lease:
+                node = match.node
+                if match.length != len(ids) or not isinstance(node.held, PrefixEntry):
+                    continue
+                entry = node.held.part(len(ids) - marks)
+                if entry is not None:
+                    lease, seconds = tree.lease(node), node.rebuild_seconds
+                    break
+        else:
+            raise InputDataError(
+                f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
+                "prefix_cache_bytes, or read it with LLM.read(text, save=name)."
+            )
+        try:
             entry.require_savable()
-            assert self._tree is not None
-            text = self._saved.unsaved(name, self._admission.context_ids(document, context), entry, entry.opened)
-            lease = self._tree.lease(node)
-        make = functools.partial(self._saved.saver, text, entry.opened, namespace, seconds)
-        saved = self._saves.add(BackgroundSave(text, lease, make))
+            unsaved = self._saved.unsaved(name, self._admission.context_ids(document, context), entry, entry.opened)
+        except BaseException:
+            lease.release()
+            raise
+        make = functools.partial(self._saved.saver, unsaved, entry.opened, namespace, seconds)
+        saved = self._saves.add(BackgroundSave(unsaved, lease, make))
         if not wait:
             return saved
         try:

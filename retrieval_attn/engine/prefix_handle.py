@@ -29,7 +29,7 @@ from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
 from retrieval_attn.saving.layers import require_savable
 
-__all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "text_mark"]
+__all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "text_mark"]
 
 
 class PrefixEntry:
@@ -57,6 +57,12 @@ class PrefixEntry:
     def can_fork(self, tokens: int) -> bool:
         """Return whether a request can continue after the first `tokens` tokens."""
         return self._cache.can_keep(tokens)
+
+    def part(self, tokens: int) -> PrefixEntry | None:
+        """Return an entry of the first `tokens` tokens; itself for all of them. None if the cache cannot be cropped."""
+        if tokens == self._cache.get_seq_length():
+            return self
+        return PrefixEntry(self.fork(tokens), Sizes(), Sizes(), self.opened) if self.can_fork(tokens) else None
 
     def require_savable(self) -> None:
         """Raise InputDataError if the entry cannot be saved."""
@@ -99,6 +105,21 @@ def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
 
 CROP_TOKENS = 64
 """Tokens that a cropped entry must save beyond one that ends with a part: cropping reads a window back."""
+
+
+def crop_end(matched: int, ends: Sequence[int]) -> int:
+    """Return where to crop a cached prefix after `matched` equal ids, fewer than the prompt has.
+
+    At the end of a part if one is near, because the prompt alone is prefilled in these parts; else so that the rest of
+    the part is not short enough to be decoded through the index. ends: ends of the prompt's parts.
+    """
+    part = bisect_right(ends, matched)
+    start = ends[part - 1] if part else 0
+    if part and matched - start < CROP_TOKENS:
+        return start
+    return min(matched, ends[part] - DECODE_TOKENS - 1)
+
+
 LAST_TOKENS = 512
 """Prefilled tokens of a prompt's last part from which on it becomes an entry."""
 
@@ -183,7 +204,7 @@ class PrefixHandle:
         assert match.lease is not None
         with match.lease:
             self._matched = match.length
-            node, end = match.node, self._crop_end(match.length)
+            node, end = match.node, crop_end(match.length, self.ends)
             while end <= node.start and node.parent is not None:
                 node = node.parent
             while node.parent is not None and end >= least:
@@ -191,18 +212,6 @@ class PrefixHandle:
                     return tree.lease(node), end
                 node, end = node.parent, node.start
         return None
-
-    def _crop_end(self, matched: int) -> int:
-        """Return where to crop after `matched` equal ids.
-
-        At the end of a part if one is near, because the prompt alone is prefilled in these parts; else so that the
-        rest of the part is not short enough to be decoded through the index.
-        """
-        part = bisect_right(self.ends, matched)
-        start = self.ends[part - 1] if part else 0
-        if part and matched - start < CROP_TOKENS:
-            return start
-        return min(matched, self.ends[part] - DECODE_TOKENS - 1)
 
     def put(
         self, tree: RadixCache, whole: RetrievalCache, done: int, opened: OpenedText | None, seconds: float
@@ -222,6 +231,29 @@ class PrefixHandle:
             self.claim.done(lease.node)
             self.claim = None
         self._continue(lease, len(ids), whole)
+
+    def put_opened(
+        self, tree: RadixCache, whole: RetrievalCache, text: Ids, opened: OpenedText, seconds: float
+    ) -> RetrievalCache:
+        """Insert a saved context that was opened; return a fork of the tokens with which the prompt begins.
+
+        Args:
+            tree: prefix cache.
+            whole: cache of the whole context.
+            text: ids of the context, with its mark.
+            opened: the context.
+            seconds: duration of the opening.
+        """
+        ids = np.concatenate((self.ids[: self.marks - 1], text))
+        lease = self._insert(tree, ids, PrefixEntry, whole, opened=opened, namespace=None, seconds=seconds)
+        if self.claim is not None:
+            self.claim.done(lease.node)
+            self.claim = None
+        entry, end = lease.node.held, self.ends[0]
+        assert isinstance(entry, PrefixEntry)
+        cache = entry.fork(end - self.marks)
+        self._continue(lease, end, cache)
+        return cache
 
     def put_answer(
         self,

@@ -34,7 +34,8 @@ class Request:
         namespace: prefixes are shared within it, as by requests with one API key; None: by all requests.
         owner: account of fair queueing.
         context: name of a saved context of the engine's store that the prompt continues. It is opened once for all
-            requests that name it, of any namespace.
+            requests that name it, of any namespace. A prompt that begins with the tokens of a saved context continues
+            it without naming it, if that was saved in the same namespace or in none.
         min_tokens: tokens before which neither a stop token nor a stop string ends the answer.
         prompt_logprobs: 0 to 20: return the log-probability of each prompt token, and of as many of the likeliest
             tokens in its place; the prompt is then prefilled without the prefix cache. None: do not.

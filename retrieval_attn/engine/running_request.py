@@ -52,13 +52,17 @@ class RunningRequest:
     def __init__(
         self, request: Request, handle: RequestHandle, loop: AnswerLoop, outputs: OutputQueue, saved: SavedText | None =
         None, pages: PageAllocation | None = None, before: RunningRequest | None = None, crops: bool = False,
+        shared: int = 0,
     ) -> None:  # fmt: skip
         """loop: of the model that answers. outputs: takes what the handle is told. saved: what the prompt begins with.
+        shared: tokens of the request that are those of the saved context; 0: it names the context and continues it.
         pages: for parts of it that are attended to exactly; None: none are. before: had the same request, and keys that
         were found damaged: what it told is not told again. crops: prefix-cache entries may be cropped at any token.
         """
         self.request, self.handle = request, handle
-        self.prompt_tokens = request.prompt_tokens + (0 if saved is None else saved.tokens)
+        self._begun = 0 if saved is None else shared or saved.tokens  # tokens of the saved context
+        self.prompt_tokens = request.prompt_tokens + self._begun - shared
+        self.context = None if saved is None else saved.name
         self.cache: RetrievalCache | None = None
         self.logits: Tensor | None = None
         self.read: ChunkedPrefill | PrefillRequest | None = None
@@ -83,7 +87,7 @@ class RunningRequest:
         self._opening: Opening[tuple[RetrievalCache, OpenedText]] | None = None
         self._opened: OpenedText | None = None
         # arrays, once: a list of 128K ids takes milliseconds to compare
-        parts = [*([] if saved is None else [saved.ids]), *map(int32_row, request.parts)]
+        parts = [*([] if saved is None else [saved.ids[: 1 + self._begun]]), *_behind(request.parts, shared)]
         if request.prompt_logprobs is not None:
             parts = _score_pieces(np.concatenate(parts), loop.vocabulary)
         self._scores: list[TokenScore] = []  # of the prompt's tokens but the first one, as far as it is read
@@ -117,6 +121,11 @@ class RunningRequest:
     def shared_tokens(self) -> int:
         """Of the prompt, those that the tree holds for it, whoever read them."""
         return self.sharing.held_tokens
+
+    @property
+    def opened_tokens(self) -> int:
+        """Tokens of the prompt that a saved context brings without prefill."""
+        return 0 if self.lost else self._begun
 
     @property
     def has_to_wait(self) -> bool:
@@ -255,7 +264,7 @@ class RunningRequest:
     def _contradiction(self) -> StoreDamagedError:
         """Return the error of an answer that differs, after a retry without damaged files, from tokens already sent."""
         assert self.before is not None
-        sent, name = len(self.before.tokens), self.request.context
+        sent, name = len(self.before.tokens), self.before.context
         return StoreDamagedError(
             f"The saved context {name!r} has damaged files, found after {sent} tokens of this answer were sent; "
             "without the damage the answer differs. Send the request again: the context's text was prefilled again."
@@ -298,10 +307,15 @@ class RunningRequest:
         opening, self._opening = self._opening, None
         cache, self._opened = opening.result()
         cache.in_batch = True
-        self._done, self.cached_tokens = 1, self._saved.tokens
-        self._brought = self._saved.tokens
-        cache.require_room(self.request.prompt_tokens + self.request.max_tokens)
-        self._go_on(cache, tree)
+        self._done, self.cached_tokens = 1, self._begun
+        self._brought = self._begun
+        cache.require_room(max(0, self.prompt_tokens - self._saved.tokens) + self.request.max_tokens)
+        if tree is None or self._begun == self._saved.tokens:
+            self._go_on(cache, tree)
+            return
+        seal(cache)
+        seconds = time.perf_counter() - self._part_began
+        self.cache = self.sharing.put_opened(tree, cache, self._saved.ids, self._opened, seconds)
 
     def _go_on(self, whole: RetrievalCache, tree: RadixCache | None) -> None:
         """A fork goes on, shared or not: what comes next lies in segments of its own, and is searched as such."""
@@ -320,6 +334,16 @@ class RunningRequest:
         self._done = bisect_right(ends, held)
         self._inside = held - (ends[self._done - 1] if self._done else 0)
         self.cached_tokens = held - self.sharing.marks
+
+
+def _behind(parts: Sequence[Sequence[int]], tokens: int) -> list[Ids]:
+    """Return the parts of a prompt without its first `tokens` tokens."""
+    found: list[Ids] = []
+    for part in map(int32_row, parts):
+        if len(part) > tokens:
+            found.append(part[tokens:])
+        tokens = max(0, tokens - len(part))
+    return found
 
 
 def _score_pieces(ids: Ids, vocabulary: int) -> list[Ids]:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.sequence import attended_columns
+from retrieval_attn.attention.sequence import Forgotten, attended_columns
 from retrieval_attn.config import Config
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.gate import ReadCancelled
-from retrieval_attn.engine.ids import Ids
-from retrieval_attn.errors import StoreDamagedError, UnknownContextError
+from retrieval_attn.engine.ids import Ids, common, int32_row
+from retrieval_attn.engine.node import Namespace
+from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.model.weights import WeightState, weight_state
 from retrieval_attn.saving.save import (
@@ -33,10 +36,22 @@ from retrieval_attn.saving.save import (
     find_saved,
     open_chain,
     saved_chain,
+    saved_options,
 )
-from retrieval_attn.store import ContextStore, Shelf
+from retrieval_attn.store import ContextStore, NamedContext, Shelf
+from retrieval_attn.store.record import canonical
 
-__all__ = ["ContextPrefetcher", "OpenedText", "Opening", "SavedText", "SavedTexts", "UnsavedText"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "ContextPrefetcher",
+    "OpenedText",
+    "Opening",
+    "SavedIndex",
+    "SavedMatch",
+    "SavedText",
+    "SavedTexts",
+    "UnsavedText",
+]
 
 log = logging.getLogger(__name__)
 
@@ -228,6 +243,143 @@ class OpenedText:
         self._kept.require_whole()
 
 
+BLOCK_TOKENS = 64
+"""Shortest common prefix of a prompt and a saved context that is found."""
+SETTLED_NS = 1_000_000_000
+"""Age from which a folder's modification time tells all its changes apart."""
+
+
+class SavedMatch(NamedTuple):
+    """A saved context that shares its first tokens with a prompt.
+
+    Attributes:
+        name: name of the context.
+        digest: its last node.
+        tokens: length of the common prefix.
+    """
+
+    name: str
+    digest: str
+    tokens: int
+
+
+class _Indexed(NamedTuple):
+    """Token ids of a context, by nodes. owner: namespace that may use it; "": every one."""
+
+    digest: str
+    owner: str
+    pieces: tuple[Ids, ...]
+
+    @property
+    def block(self) -> bytes:
+        """First tokens, by which the context is found; less than a block for a short context."""
+        return _head(self.pieces)
+
+    def common(self, ids: Ids) -> int:
+        """Return the length of the common prefix."""
+        done = 0
+        for piece in self.pieces:
+            found = common(piece, ids[done:])
+            done += found
+            if found < len(piece):
+                break
+        return done
+
+
+class SavedIndex:
+    """Token ids of the contexts of a store that were read with the options of an engine. Thread-safe.
+
+    Contexts that were read with other options are left out: their answers would not be those of a fresh prefill. So are
+    contexts with forgotten tokens.
+    """
+
+    def __init__(self, store: Callable[[], ContextStore], config: Config) -> None:
+        """store: returns the store. config: options of the engine."""
+        self._store = store
+        self._options = json.loads(canonical(saved_options(config, Forgotten()), "options"))
+        self._contexts: dict[str, _Indexed] = {}
+        self._by_block: dict[bytes, list[str]] = {}
+        self._left_out: dict[str, str] = {}
+        self._version: int | None = None
+        self._told = ""
+        self._lock = threading.Lock()
+
+    def match(self, parts: Sequence[Sequence[int]], namespace: Namespace) -> list[SavedMatch]:
+        """Return the contexts that begin as a prompt does, for at least BLOCK_TOKENS tokens, the longest match first.
+
+        parts: token ids of the prompt; the last id does not count, because its logits start the answer. namespace: of
+        the request: contexts of other namespaces are left out.
+        """
+        with self._lock:
+            self._refresh()
+            if not self._contexts:
+                return []
+            names = self._by_block.get(_head(parts), ())
+            candidates = {name: self._contexts[name] for name in names}
+        allowed = {name: one for name, one in candidates.items() if one.owner in ("", namespace)}
+        if not allowed:
+            return []
+        ids = np.concatenate([int32_row(part) for part in parts])[:-1]
+        found = [SavedMatch(name, one.digest, one.common(ids)) for name, one in allowed.items()]
+        return sorted(found, key=lambda match: (-match.tokens, match.name))
+
+    def _refresh(self) -> None:
+        """Follow the store's names; an unreadable store has none."""
+        try:
+            version = self._store().names_version
+            if version is not None and version == self._version:
+                return
+            named = {} if version is None else {one.name: one for one in self._store().list()}
+        except StoreError as error:
+            if str(error) != self._told:
+                self._told = str(error)
+                log.warning("saved contexts cannot be found by content: %s", error)
+            version, named = None, {}
+        for name in [name for name, one in self._contexts.items() if _digest(named, name) != one.digest]:
+            self._remove(name)
+        self._left_out = {name: digest for name, digest in self._left_out.items() if _digest(named, name) == digest}
+        for name, one in named.items():
+            if name not in self._contexts and name not in self._left_out:
+                self._add(one)
+        settled = version is not None and time.time_ns() - version > SETTLED_NS
+        self._version = version if settled else None
+
+    def _add(self, named: NamedContext) -> None:
+        try:
+            nodes = self._store().chain(named.digest, ids_only=True)
+            pieces = tuple(node.ids for node in nodes)
+        except StoreError as error:  # removed meanwhile, or damaged: requests that name it get the error
+            log.debug("the context %r is not found by content: %s", named.name, error)
+            pieces, nodes = (), []
+        owner = named.plain.get("owner", "")
+        found = _Indexed(named.digest, str(owner), pieces)
+        if len(found.block) < 4 * BLOCK_TOKENS or any(node.options != self._options for node in nodes):
+            self._left_out[named.name] = named.digest
+            return
+        self._contexts[named.name] = found
+        self._by_block.setdefault(found.block, []).append(named.name)
+
+    def _remove(self, name: str) -> None:
+        block = self._contexts.pop(name).block
+        self._by_block[block].remove(name)
+        if not self._by_block[block]:
+            del self._by_block[block]
+
+
+def _digest(named: dict[str, NamedContext], name: str) -> str | None:
+    return named[name].digest if name in named else None
+
+
+def _head(parts: Sequence[Sequence[int]] | Sequence[Ids]) -> bytes:
+    """Return the first BLOCK_TOKENS ids of a prompt as bytes, or all of a shorter one."""
+    head: list[int] = []
+    for part in parts:
+        head += list(part[: BLOCK_TOKENS - len(head)])
+        if len(head) == BLOCK_TOKENS:
+            break
+    return np.asarray(head, np.int32).tobytes()
+
+
 class SavedTexts:
     """Saved contexts of one store for one model, each with one mark while anybody has it. Any thread may ask."""
 
@@ -244,6 +396,7 @@ class SavedTexts:
         self._marks = itertools.count(1)
         self._known: weakref.WeakValueDictionary[str, SavedText] = weakref.WeakValueDictionary()
         self._unsaved: dict[str, UnsavedText] = {}
+        self._index = SavedIndex(lambda: self.store, config)
         self._lock = threading.Lock()
 
     @property
@@ -290,6 +443,19 @@ class SavedTexts:
                     known = SavedText(self, chain, next(self._marks), lost=lost)
                     self._known[chain.digest] = known
             return known
+
+    def matches(self, parts: Sequence[Sequence[int]], namespace: str | None) -> Iterator[tuple[SavedText, int]]:
+        """Yield the saved contexts that begin as a prompt does, and the lengths of the common prefixes, longest first.
+
+        Contexts that cannot be opened are left out, and those of other namespaces. parts: token ids of the prompt.
+        """
+        for match in self._index.match(parts, namespace):
+            try:
+                text = self.find(match.name)
+            except StoreError:  # of another model or template, damaged, or removed meanwhile
+                continue
+            if not text.lost and text.digest == match.digest:
+                yield text, match.tokens
 
     def unsaved(self, name: str, ids: Ids, held: HeldCache, opened: OpenedText | None) -> UnsavedText:
         """Return a text in memory that is to be saved under a name. opened: saved context that it continues."""

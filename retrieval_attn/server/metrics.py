@@ -37,6 +37,8 @@ ENGINE = {
         "host_stall_seconds",
         "Upper bound of the seconds of decode steps in which the device was idle or stalled on the host",
     ),
+    "content_hits": ("saved_context_hits", "Requests that continue a saved context without naming it"),
+    "content_hit_tokens": ("saved_context_hit_tokens", "Prompt tokens of saved contexts that were not named"),
     "window_evictions": ("window_evictions", "Evictions of a full window's oldest block to the host"),
 }
 TIERS = {

@@ -143,6 +143,15 @@ class ContextStore:
         self._layout.exists()
         return readable_names(self._layout)
 
+    @property
+    def names_version(self) -> int | None:
+        """Modification time of the names in ns; None without any. Raises StoreError."""
+        with guarded("read", self._layout.contexts):
+            try:
+                return self._layout.disk.stat(self._layout.contexts).st_mtime_ns
+            except FileNotFoundError:
+                return None
+
     def remove(self, name: str) -> None:
         """Forget a name; `gc` then removes what no other name needs. Raises UnknownContextError."""
         check_name(name)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.engine import saved_text
+from retrieval_attn.engine.engine import Engine
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.saving import save as late_check
 from retrieval_attn.saving.save import DeferredVerify
@@ -92,3 +97,46 @@ def test_pages_are_locked_before_an_exact_question(needle_model_path: Path, tmp_
         assert locked and set(locked) == {not options}
         texts.append(context.ask(QUESTION, question_attention="exact", max_new_tokens=12).text)
     assert len(set(texts)) == 1
+
+
+def test_an_engine_that_decodes_gets_most_of_the_time(chain: list[SavedNode], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all is compared in the end, however long it decodes."""
+    monkeypatch.setattr(late_check, "FIRST_SECONDS", 0.0)
+    pieces: list[float] = []
+    whole = SavedNode.check
+
+    def slow(self: SavedNode, file: str, stop: Any) -> None:
+        for _ in range(3):
+            pieces.append(time.monotonic())
+            time.sleep(0.01)
+            stop()
+        whole(self, file, stop)
+
+    monkeypatch.setattr(SavedNode, "check", slow)
+    check = DeferredVerify(chain[:1])
+    while check.compared < check.files:
+        check.give_way()
+        time.sleep(0.001)
+    gaps = sorted(after - before for before, after in itertools.pairwise(pieces))
+    assert gaps[len(gaps) // 2] >= 0.01 * (1 + late_check.IDLE_FACTOR)
+    check.require_whole()
+
+
+def test_rows_on_an_opened_context_slow_the_comparison_down(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of their tokens says so."""
+    monkeypatch.setattr(saved_text, "WHOLE_BYTES", 0)
+    calls: list[float] = []
+    give_way = DeferredVerify.give_way
+
+    def counted(self: DeferredVerify) -> None:
+        calls.append(time.monotonic())
+        give_way(self)
+
+    monkeypatch.setattr(DeferredVerify, "give_way", counted)
+    ra.Context(*loaded, ra.Config()).read(needle_text(1_500), progress=False).save("book", store=tmp_path)
+    llm: Any = SimpleNamespace(model=loaded[0], tokenizer=loaded[1], config=ra.Config())
+    with Engine(llm, store=tmp_path) as engine:
+        found = engine.ask_saved("book", QUESTION, max_tokens=8).result()
+    assert found.error is None and len(calls) >= len(found.tokens) + 1

@@ -133,7 +133,7 @@ class RequestAdmission:
                 ids = np.concatenate((mark, *map(int32_row, parts)))
                 known = self._tree.match(ids, namespace, again=True).length - len(mark)
             end = tokens if tokens in ends or not self._crops else crop_end(tokens, ends)
-            fits = end == text.tokens or (self._crops and end < text.tokens)
+            fits = end == text.tokens or (self._crops and text.tokens <= OPEN_FACTOR * end)
             rope = length_rope(self._loop.model)
             same = rope is None or rope.factors(text.tokens) == rope.factors(ends[-1])
             if end < known + CROP_TOKENS:
@@ -191,6 +191,10 @@ def retry_without_damaged(
     return True
 
 
+OPEN_FACTOR = 8
+"""Largest ratio of a saved context's tokens to those that a prompt shares with it: a longer one takes more memory and
+time to open than the shared tokens take to prefill.
+"""
 ROWS = 16
 """Rows of a step, unless limits say otherwise."""
 HOST_SHARE = 0.75

@@ -238,6 +238,10 @@ class OpenedText:
         """For a context that continues it: what it has more is all that a save of it writes."""
         return self._kept.fork()
 
+    def give_way(self) -> None:
+        """Leave most of the memory's bandwidth to a request that uses the context."""
+        self._kept.give_way()
+
     def require_whole(self) -> None:
         """Raise StoreDamagedError if the files were found to be damaged so far."""
         self._kept.require_whole()

@@ -63,6 +63,10 @@ FIRST_SECONDS = 0.5
 """After opening: who opens a context to ask at once is not disturbed before the question comes."""
 QUESTION_SECONDS = 2.0
 """After the beginning of a question."""
+SHARED_SECONDS = 1.0
+"""After a token of an engine's answer: checksums are compared in a share of the time."""
+IDLE_FACTOR = 7
+"""Idle time per time of comparing while an engine answers: an eighth of the memory's bandwidth is used at most."""
 
 
 class DeferredVerify:
@@ -97,6 +101,10 @@ class DeferredVerify:
         """Compare nothing for a while: a question is being read."""
         self._pause.until(QUESTION_SECONDS)
 
+    def give_way(self) -> None:
+        """Compare in a share of the time for a while: an engine decodes, without end if clients ask without end."""
+        self._pause.share(SHARED_SECONDS)
+
     def wait(self, *, progress: bool) -> None:
         """Until all was compared. Raises StoreDamagedError. progress: show a bar."""
         self._pause.end()
@@ -115,14 +123,19 @@ class DeferredVerify:
 
 
 class _Pause:
-    """A time until which nothing is done."""
+    """A time until which nothing is done, and one until which work takes a share of the time."""
 
     def __init__(self) -> None:
         self._until, self._over = 0.0, threading.Event()
+        self._shared_until, self._resumed = 0.0, time.monotonic()
 
     def until(self, seconds: float) -> None:
         """From now on, or as long as it was before; nothing after `end`."""
         self._until = max(self._until, time.monotonic() + seconds)
+
+    def share(self, seconds: float) -> None:
+        """Until then, `wait` blocks IDLE_FACTOR times as long as the work since the last `wait` took."""
+        self._shared_until = max(self._shared_until, time.monotonic() + seconds)
 
     def end(self) -> None:
         """For good: somebody waits for what is done after it."""
@@ -130,8 +143,12 @@ class _Pause:
 
     def wait(self, ended: threading.Event) -> bool:
         """Until it is over or `ended`; whether it is ended."""
+        now = time.monotonic()
+        if now < self._shared_until:
+            self.until(IDLE_FACTOR * (now - self._resumed))
         while not ended.is_set() and not self._over.is_set() and (left := self._until - time.monotonic()) > 0:
             self._over.wait(min(left, LOOK_SECONDS))
+        self._resumed = time.monotonic()
         return ended.is_set()
 
 
@@ -361,6 +378,11 @@ class SavedLineage:
         """A question is asked: what compares the files gives way to it for a while."""
         if self._check is not None:
             self._check.hold()
+
+    def give_way(self) -> None:
+        """Compare the files in a share of the time for a while: an engine decodes on the context."""
+        if self._check is not None:
+            self._check.give_way()
 
     def wait(self, *, progress: bool = False) -> None:
         """Until the files that the context was opened from were compared with their checksums: an opened context

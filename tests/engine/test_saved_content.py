@@ -46,6 +46,7 @@ def test_answers_are_those_of_a_fresh_prefill(store: ContextStore) -> None:
         (((*book[:300], *tail),), 300),
         ((book[:256], ids(30, 5), tail), 256),
         (((*book[:40], *tail),), 0),
+        (((*book[:80], *tail),), 0),  # opening 700 tokens for 80 takes longer than reading them
         ((tail, book), 0),
     ]
     expected = [alone(llm, *parts) for parts, _ in prompts]

@@ -242,6 +242,7 @@ def test_where_the_package_is_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> 
 def test_on_a_gpu_they_are_kernels_weights(checkpoint: tuple[str, Path, Any]) -> None:
     """Rows of fewer numbers than torch's layout has are filled up; logits are those of 16-bit weights, nearly."""
     pytest.importorskip("torchao", reason="torchao is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
     _, folder, model = checkpoint
     loaded = load_model(folder, device="cuda")
     linear = [one for one in model.model.modules() if isinstance(one, nn.Linear)]

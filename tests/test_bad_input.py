@@ -242,7 +242,7 @@ def test_an_untested_model_type_is_verified_once() -> None:
 
 def test_beam_search_is_sent_to_plain_generate(model: Any) -> None:
     ids = random_ids(1, 30)
-    with pytest.raises(ConfigError, match="num_beams=2 is not served by this loop"):
+    with pytest.raises(ConfigError, match="num_beams=2 is not supported by this loop"):
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -313,7 +313,7 @@ def test_what_lies_in_pages_cannot_be_saved(tmp_path: Path) -> None:
     text = ids(300, 1)
     with Engine(llm_of(), paged_prefix_tokens=400, prefix_cache_bytes=1 << 26, store=tmp_path) as engine:
         engine.submit(Request((text, ids(5, 2)), 1)).result()
-        with pytest.raises(InputDataError, match="300 tokens of this cache lie in an engine's pages"):
+        with pytest.raises(InputDataError, match="300 tokens of this cache are in pages of an engine"):
             engine.save("text", text)
 
 

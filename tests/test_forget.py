@@ -244,7 +244,7 @@ def test_rows_that_go_apart_keep_what_is_forgotten() -> None:
         ((9, 100), "a larger sink"),
         ((-1, 100), "start must lie in 0 .. 8"),
         ((8, 8), "before stop"),
-        ((8, TOKENS - 31), "window of recent ones"),
+        ((8, TOKENS - 31), "the window holds the last"),
         ((8.0, 100), "whole number"),
         ((8, True), "whole number"),
     ],
@@ -315,7 +315,7 @@ def test_what_positions_do_is_seen_and_not_assumed() -> None:
         config_of("gpt2", vocab_size=97, n_embd=48, n_layer=2, n_head=6, n_positions=4096), attn_implementation="eager"
     ).eval()
     cache = read(other, ids)
-    with pytest.raises(UnsupportedModelError, match="otherwise than by a rotary"):
+    with pytest.raises(UnsupportedModelError, match="do not depend on positions by a rotary"):
         forget_tokens(cache, other, START, STOP)
 
 

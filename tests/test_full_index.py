@@ -95,7 +95,7 @@ def test_forks_crops_and_several_rows() -> None:
 def test_nothing_is_forgotten(needle_model_path: str) -> None:
     """Many questions and a longer text keep all keys; to cut tokens out takes another index."""
     context = ra.LLM(needle_model_path, device="cpu", index="full", **SMALL).read("A dog. " * 200, progress=False)
-    with pytest.raises(ConfigError, match="none can be forgotten"):
+    with pytest.raises(ConfigError, match="cannot forget tokens"):
         context.forget(4, 100)
     context.extend("A cat. " * 80, progress=False)
     context.ask_many(["What?", "Who is it?"], max_new_tokens=4)

@@ -86,7 +86,7 @@ def test_a_replay_that_is_not_served_costs_its_token() -> None:
     two.check(5)
     work, two.replay.work = two.replay.work, lambda: None
     before = two.cache.get_seq_length()
-    with pytest.raises(BackendError, match="layer 0: the device ended without asking"):
+    with pytest.raises(BackendError, match="layer 0: the device finished without a request"):
         two.step(two.steps, 6)
     two.replay.work = work
     assert two.cache.get_seq_length() == before
@@ -111,7 +111,9 @@ def test_decoders_share_a_runtime(where: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("word, reason", [(serve.ANSWER, "gave up waiting"), (serve.REQUEST, "ended without asking")])
+@pytest.mark.parametrize(
+    "word, reason", [(serve.ANSWER, "gave up waiting"), (serve.REQUEST, "finished without a request")]
+)
 @torch.no_grad()
 def test_what_is_lost_on_the_device_costs_its_token(word: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's answer that goes elsewhere is reported after the step, a request that does not come by the step."""

@@ -45,7 +45,7 @@ def test_what_is_no_place_is_refused(gpus: int) -> None:
         ra.plan(tiny(), context=64, gpus=gpus, embedding="gpu")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="embedding must be one of"):
         ra.LLM("bundled", device="cpu", embedding=1)
-    with pytest.raises(ConfigError, match="for a model on one GPU"):
+    with pytest.raises(ConfigError, match="needs a model on one GPU"):
         ra.plan(tiny(), context=64, gpus=2, embedding="host")
 
 

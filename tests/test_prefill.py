@@ -477,7 +477,7 @@ def test_tokens_that_go_through_retrieval_are_not_repeated(small_chunks: None) -
     with retrieving(config) as model:
         cache = ra.RetrievalCache(model, config)
         model(random_ids(1, 200), past_key_values=cache)
-        with Short(model.model.layers[0].mlp, 10), pytest.raises(MemoryPlanError, match="cannot repeat"):
+        with Short(model.model.layers[0].mlp, 10), pytest.raises(MemoryPlanError, match="cannot compute a chunk again"):
             model(random_ids(1, 50), past_key_values=cache)
 
 

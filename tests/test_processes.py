@@ -53,7 +53,7 @@ def test_counts_of_threads_and_a_fork(needle_model_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "threads 1" and lines[-1] == "same True"
     assert len(lines) == 5
-    assert all("was forked from one that had computed with threads" in line for line in lines[1:4])
+    assert all("was forked from a process whose threads had computed" in line for line in lines[1:4])
 
 
 def generated(model: Any) -> list[int]:

@@ -201,9 +201,9 @@ def test_other_names_and_combinations_are_refused(folder: Path) -> None:
         ra.plan(str(folder), quantization="int2")
     with pytest.raises(ra.ConfigError, match="does not know bits"):
         ra.plan(str(folder), bits=4)  # type: ignore[call-arg]
-    with pytest.raises(ra.ConfigError, match="does not go with tensor_parallel"):
+    with pytest.raises(ra.ConfigError, match="does not work with tensor_parallel"):
         load_model(folder, tensor_parallel=True, quantization="int8")
-    with pytest.raises(ra.ConfigError, match="yet to be loaded"):
+    with pytest.raises(ra.ConfigError, match="is loaded already"):
         ra.plan(AutoModelForCausalLM.from_pretrained(folder), quantization="int8")
 
 

@@ -314,7 +314,7 @@ def _make_layers(
             layers.append(StateLayer(**layer_kwargs))
         else:
             raise UnsupportedModelError(
-                f"Layer {number} of {text_config.model_type} is of type {layer_type!r}; retrieval attention serves "
+                f"Layer {number} of {text_config.model_type} is of type {layer_type!r}; retrieval attention supports "
                 "full_attention, sliding_attention and linear_attention layers."
             )
     for layer in reversed(layers):

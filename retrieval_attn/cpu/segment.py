@@ -385,8 +385,8 @@ def _reserve(shape: tuple[int, int, int], fmt: Format, expected: int) -> npt.NDA
         buffer = mapped(max(1, nbytes) + (HUGE_PAGE if huge else 0), "host keys and values", huge)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryPlanError(
-            f"{nbytes} bytes of host memory for {shape[1]} tokens of one layer cannot be had ({error}); "
-            "free memory or read less text"
+            f"{nbytes / 2**20:.1f} MiB of host memory are needed for {shape[1]} tokens of one layer, but the "
+            f"allocation failed ({error}); free memory or read a shorter text"
         ) from error
     offset = -buffer.ctypes.data % HUGE_PAGE if huge else 0
     return buffer[offset : offset + nbytes].view(fmt.dtype).reshape(shape)

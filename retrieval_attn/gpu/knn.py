@@ -172,10 +172,12 @@ def _check(queries: Tensor, keys: Tensor, kk: int, memory: int) -> None:
             raise ConfigError(f"{name}={value!r} must be a whole number >= 1")
     if queries.ndim != 3 or keys.ndim != 3 or queries.shape[2] != keys.shape[2]:
         raise ShapeError(
-            f"queries (q_heads, m, head_dim) and keys (kv_heads, n, head_dim) needed, got {tuple(queries.shape)} and "
+            f"queries must be (q_heads, m, head_dim) and keys (kv_heads, n, head_dim), got {tuple(queries.shape)} and "
             f"{tuple(keys.shape)}"
         )
     if not keys.shape[0] or queries.shape[0] % keys.shape[0]:
-        raise ShapeError(f"{queries.shape[0]} query heads cannot share {keys.shape[0]} key heads; give a multiple")
+        raise ShapeError(
+            f"the number of query heads must be a multiple of the {keys.shape[0]} key heads, got {queries.shape[0]}"
+        )
     if queries.device != keys.device:
-        raise ShapeError(f"queries and keys must lie on one device, got {queries.device} and {keys.device}")
+        raise ShapeError(f"queries and keys must be on one device, got {queries.device} and {keys.device}")

@@ -116,8 +116,8 @@ def allocator_share(limit: int, memory: DeviceMemory) -> float:
     room = min(limit, memory.total) - memory.context - LATER_CONTEXT
     if room <= 0:
         raise MemoryPlanError(
-            f"a limit of {limit / GIB:.2f} GiB leaves nothing beside the {(memory.context + LATER_CONTEXT) / GIB:.2f} "
-            "GiB of the CUDA context; raise gpu_memory, or end the other processes on this device"
+            f"the CUDA context needs {(memory.context + LATER_CONTEXT) / GIB:.2f} GiB, which leaves nothing of the "
+            f"limit of {limit / GIB:.2f} GiB; raise gpu_memory, or end the other processes on this device"
         )
     return room / memory.total
 

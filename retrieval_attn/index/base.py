@@ -264,7 +264,9 @@ class KeyIndex(SearchedInSteps, ABC):
         copy on write are. Raises ConfigError if this kind cannot be saved, InputDataError for a state that does not
         fit the keys.
         """
-        raise ConfigError(f"an index of kind {cls.kind!r} cannot be loaded; build it from its keys")
+        raise ConfigError(
+            f"an index of kind {cls.kind!r} cannot be restored from a saved state; build it from its keys"
+        )
 
     @classmethod
     def search_heads(
@@ -347,6 +349,6 @@ def check_training(
     if lists.size and (int(lists.min()) < -1 or int(lists.max()) >= num_keys):
         raise ShapeError(
             f"lists must name keys 0 .. {num_keys - 1} or -1, got {int(lists.min())} to {int(lists.max())}; "
-            "they belong to other keys"
+            "pass the lists of these keys"
         )
     return queries, np.require(lists, requirements=("C", "A"))

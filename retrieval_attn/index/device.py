@@ -152,7 +152,7 @@ class HostCodes:
         return ids
 
 
-NOT_FINITE = "keys to be coded must be finite; leave the others out or use index='flat'"
+NOT_FINITE = "keys to be coded must be finite, got NaN or infinity; remove these keys or use index='flat'"
 
 
 @register
@@ -272,7 +272,9 @@ class DeviceIndex(RunsIndex):
         rescore, known = state.get("rescore"), _space_and_rows(own, len(keys), dim)
         finer = _space_and_rows(more, len(keys), dim) if more else (None, None)
         if known is None or finer is None or not isinstance(rescore, int):
-            raise InputDataError(f"the state is not one of codes of {len(keys)} keys of {dim}; build the index again")
+            raise InputDataError(
+                f"the saved state is not one of codes of {len(keys)} keys with head_dim={dim}; build the index again"
+            )
         rows = CodeRows(known[1], finer[1])
         codes = _coder(coder).restored(known[0], fmt, rows, finer[0])
         return cls(KeyRuns(keys, fmt), codes, (known[0], finer[0]), rescore)

@@ -250,7 +250,7 @@ class FlatIndex(RunsIndex):
     ) -> FlatIndex:
         measured = state.get("measured")
         if state.get("codes") not in ("none", "int8") or not isinstance(measured, int | None):
-            raise InputDataError("the state is not one of a flat index; build the index again from its keys")
+            raise InputDataError("the saved state is not one of a flat index; build the index again from its keys")
         codes = None
         if state["codes"] == "int8" and fmt is Format.INT8:
             codes = _no_codes(keys[:0] if trusted else keys, fmt, 0)
@@ -270,7 +270,9 @@ class FlatIndex(RunsIndex):
         """All heads in one kernel call where their keys lie evenly in one array, else one call per head."""
         flats = [index for index in indexes if isinstance(index, FlatIndex)]
         if len(flats) != len(indexes) or not flats:
-            raise ConfigError("search_heads of flat needs at least one index, and only flat ones")
+            raise ConfigError(
+                f"search_heads of flat needs at least one index of kind flat, got {[index.kind for index in indexes]}"
+            )
         queries = check_queries("queries", queries, 3)
         heads, _, dim = queries.shape
         if heads != len(flats) or any(dim != flat.head_dim for flat in flats):
@@ -331,7 +333,7 @@ def _no_codes(keys: npt.NDArray[np.int8], fmt: Format, start: int) -> Codes:
 def check_rescore(rescore: object) -> None:
     """Raise ConfigError unless `rescore` is a whole number >= 1."""
     if isinstance(rescore, bool) or not isinstance(rescore, int | np.integer) or rescore < 1:
-        raise ConfigError(f"rescore={rescore!r} must be a whole number >= 1: keys scored exactly per key wanted")
+        raise ConfigError(f"rescore={rescore!r} must be a whole number >= 1, the candidates per retrieved key")
 
 
 def rescore_count(rescore: int, k: int) -> int:

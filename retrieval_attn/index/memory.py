@@ -41,7 +41,9 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[A
     try:
         buffer = mapped(nbytes + step, "index arrays") if huge else np.empty(nbytes + step, np.uint8)
     except (MemoryError, OSError, OverflowError, ValueError) as error:
-        raise MemoryPlanError(f"{nbytes} bytes of host memory cannot be had ({error}); free memory") from error
+        raise MemoryPlanError(
+            f"{nbytes / 2**20:.1f} MiB of host memory are needed, but the allocation failed ({error}); free memory"
+        ) from error
     offset = -int(buffer.__array_interface__["data"][0]) % step
     return buffer[offset : offset + nbytes].view(kind).reshape(shape)
 

@@ -42,7 +42,9 @@ class KeyRuns:
                 f"keys must be (n, {self.head_dim}) as the index is, got {(len(keys), self.fmt.dim_of(keys))}"
             )
         if self.length + len(keys) > MAX_KEYS:
-            raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {self.length + len(keys)}; use two")
+            raise ShapeError(
+                f"an index holds at most {MAX_KEYS} keys, got {self.length + len(keys)}; split them over two indexes"
+            )
 
     def add(self, keys: npt.NDArray[Any]) -> None:
         """Append a view of keys (n, head_dim). Raises ShapeError as `check` does."""
@@ -57,7 +59,7 @@ class KeyRuns:
     def cut(self, length: int) -> None:
         """Forget all ids >= length. Raises ConfigError for length < 0."""
         if length < 0:
-            raise ConfigError(f"length={length} must be >= 0")
+            raise ConfigError(f"length={length} must be >= 0 keys")
         self.arrays = self.within(length)
         self.length = min(length, self.length)
 

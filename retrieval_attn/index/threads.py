@@ -42,8 +42,8 @@ def refuse_forked() -> None:
     """Raise BackendError in a process that was forked from one that computed."""
     if _process.forked:
         raise BackendError(
-            f"Process {os.getpid()} was forked from one that had computed with threads, and threads do not survive a "
-            "fork: torch would wait for them for ever. Fork before the first context is read, or start processes "
+            f"Process {os.getpid()} was forked from a process whose threads had computed; threads do not survive a "
+            "fork, and torch would block forever. Fork before the first context is read, or start processes "
             'with multiprocessing.get_context("spawn").'
         )
 
@@ -75,7 +75,7 @@ def check_threads(threads: int | None) -> None:
     options = vars(numba.config)  # set at import from the environment
     if options["DISABLE_JIT"]:
         raise ConfigError(
-            "searches are compiled by Numba, and NUMBA_DISABLE_JIT is set; unset it before the first import"
+            "searches need compilation by Numba, but NUMBA_DISABLE_JIT is set; unset it before the first import"
         )
     most: int = options["NUMBA_NUM_THREADS"]
     if threads is None:

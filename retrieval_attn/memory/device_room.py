@@ -53,8 +53,8 @@ class IndexChoice:
         self.config, self.spec = config, IndexSpec.of(config.index, config.index_options)
         if config.retrieve == "auto" and self.spec.keeps_codes(_ANY_DIM):
             raise ConfigError(
-                f"retrieve='auto' gives each head keys of its own, and index={config.index!r} names as many for all of "
-                "them; use retrieve=100, or another index, such as 'auto'"
+                f"retrieve='auto' retrieves a different number of keys for each head, but index={config.index!r} needs "
+                "one number for all heads; use retrieve=100, or another index, such as 'auto'"
             )
         self._decided = False
 

@@ -68,8 +68,8 @@ def require_host_room(model_config: Any, config: Config, tokens: int, batch: int
         parts = ", ".join(f"{item.name} {show_bytes(item.bytes)} ({item.detail})" for item in items)
         raise MemoryPlanError(
             f"reading {batch} x {tokens:,} tokens needs {show_bytes(needed)} of host memory, {show_bytes(available)} "
-            f"is free: {parts}. Read less, free memory, store keys with host_dtype='int8', or set {VARIABLE} if this "
-            "machine is given memory only as it uses it"
+            f"is free: {parts}. Read a shorter text, free memory, store keys with host_dtype='int8', or set "
+            f"{VARIABLE} if this machine reports less memory than a process can get"
         )
 
 

@@ -138,7 +138,8 @@ def plan(
 
     if unknown := sorted(set(weights) - set(WeightOptions.__annotations__)):
         raise ConfigError(
-            f"plan does not know {', '.join(unknown)}; beside its own it takes dtype, quantization and embedding."
+            f"plan does not know {', '.join(unknown)}; in addition to its arguments it takes dtype, quantization and "
+            "embedding."
         )
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

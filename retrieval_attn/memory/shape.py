@@ -100,7 +100,9 @@ def model_shape(source: Any, dtype: Any = None, quantization: str | None = None)
 
     if isinstance(source, nn.Module):
         if quantization is not None:
-            raise ConfigError("quantization is for a model that is yet to be loaded; this one is. Leave it out.")
+            raise ConfigError(
+                "quantization applies when a model is loaded, but this model is loaded already; leave it out."
+            )
         return _of_model(unwrapped(source), dtype)
     config = load_config(source)
     key = _key_of(config, dtype) if config is source and quantization is None else None
@@ -375,7 +377,7 @@ def embedding_place(place: Any, *, alone: bool) -> Place:
     if place not in get_args(Place):
         raise ConfigError(f"embedding must be one of {', '.join(get_args(Place))}; got {place!r}.")
     if place == "host" and not alone:
-        raise ConfigError("embedding='host' was given, but it is for a model on one GPU; leave it out.")
+        raise ConfigError("embedding='host' needs a model on one GPU, but this plan has several; leave it out.")
     found: Place = place
     return found if alone else "device"
 

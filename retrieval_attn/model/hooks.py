@@ -145,7 +145,7 @@ class KVView:
 
     def _touched(self, *args: object) -> Any:
         raise UnsupportedModelError(
-            "The model indexed or computed with cached keys or values, which live on the host. Either its "
+            "The model indexed or computed with cached keys or values, which are in host memory. Either its "
             'attn_implementation is not "retrieval" (call retrieval_attn.enable(model)), or it transforms its keys '
             "after the cache and cannot run with a RetrievalCache."
         )
@@ -154,7 +154,8 @@ class KVView:
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedModelError(
-            f"The model used .{name} of cached keys or values, which live on the host. Either its attn_implementation "
+            f"The model used .{name} of cached keys or values, which are in host memory. Either its "
+            "attn_implementation "
             'is not "retrieval" (call retrieval_attn.enable(model)), or this model cannot run with a RetrievalCache.'
         )
 
@@ -230,12 +231,12 @@ def _checked_spec(module: nn.Module, attention_mask: MaskSpec | Tensor | None) -
         )
     if attention_mask.unsupported is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} asks for the mask {attention_mask.unsupported}; a RetrievalCache serves "
+            f"{type(module).__name__} asks for the mask {attention_mask.unsupported}; a RetrievalCache supports "
             "causal and sliding-window masks with padding only. Use another cache for this model."
         )
     if getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(
-            f"{type(module).__name__} is bidirectional (is_causal=False); retrieval attention serves causal "
+            f"{type(module).__name__} is bidirectional (is_causal=False); retrieval attention supports causal "
             "decoders only. Use another attn_implementation for it."
         )
     return attention_mask
@@ -265,7 +266,9 @@ def _plain_attention(
         out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scale, is_causal=is_causal, **kwargs)
         return out
     if mask is not None and mask.dtype != torch.bool:
-        raise UnsupportedModelError("Soft-cap and sink models need a boolean mask here, got an additive one.")
+        raise UnsupportedModelError(
+            "Models with a soft-cap or attention sinks need a boolean mask, got an additive one; pass a padding mask."
+        )
     causal = mask is None and query.shape[2] == key.shape[2]
     part = attend(query, key, value, scale=scale, causal=causal, mask=mask, softcap=softcap)
     if s_aux is not None:

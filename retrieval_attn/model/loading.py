@@ -132,7 +132,9 @@ def load_model(
         options |= grouped_options(model_config, place)
     if quantization is not None:
         if tensor_parallel:
-            raise ConfigError("quantization does not go with tensor_parallel; use device_map, or whole weights.")
+            raise ConfigError(
+                f"quantization={quantization!r} does not work with tensor_parallel; use device_map, or leave it out."
+            )
         options["quantization_config"] = loading_config(quantization, model_config, place)
     if not alone:
         options |= _spread(device, device_map, tensor_parallel)
@@ -163,13 +165,17 @@ def _without_hooks(model: Any) -> Any:
 def _spread(device: str, device_map: str | Mapping[str, Any] | None, tensor_parallel: bool) -> dict[str, Any]:
     """What from_pretrained takes to spread a model, see `load_model`."""
     if device_map is not None and tensor_parallel:
-        raise ConfigError("device_map and tensor_parallel were both given; share layers or heads, not both.")
+        raise ConfigError(
+            "device_map and tensor_parallel were both given, but only one can split a model; leave one out."
+        )
     if device != "auto":
-        raise ConfigError(f"device={device!r} is one device, but the model was to be spread; leave device out.")
+        raise ConfigError(
+            f"device={device!r} names one device, but device_map or tensor_parallel uses several; leave device out."
+        )
     if tensor_parallel:
         return {"distributed_config": _tensor_parallel()}
     if importlib.util.find_spec("accelerate") is None:
-        raise ConfigError("device_map is done by accelerate, which is not installed; `pip install accelerate`.")
+        raise ConfigError("device_map needs the package accelerate, which is not installed; `pip install accelerate`.")
     return {"device_map": device_map if isinstance(device_map, str) else dict(device_map or {})}
 
 

@@ -34,8 +34,8 @@ class Padding:
         """
         if self._mask.shape[1] < stop:
             raise CacheMismatchError(
-                f"attention_mask covers {self._mask.shape[1]} tokens, but the cache holds {start} and "
-                f"{stop - start} more arrive; pass a mask over all {stop} columns, or a fresh cache."
+                f"attention_mask covers {self._mask.shape[1]} tokens, but the cache holds {start} tokens and "
+                f"gets {stop - start} more; pass a mask over all {stop} tokens, or a fresh cache."
             )
         if stop - start == 1:
             return None
@@ -45,7 +45,7 @@ class Padding:
         agrees = bool(before.all()) if seen is None else torch.equal(before, seen[:, :start])
         if not agrees:
             raise CacheMismatchError(
-                f"attention_mask marks other padding in the first {start} columns than the cache was filled with; "
+                f"attention_mask marks other padding in the first {start} tokens than the cache was filled with; "
                 "pass the mask of the earlier turns unchanged, or a fresh cache."
             )
         part = self._cpu[:, start:stop]

@@ -90,8 +90,8 @@ def require_same(before: WeightState, now: WeightState, what: str) -> None:
         changed = "weights changed in place, or moved to other memory"
         back = "Load the weights that it was read with into a new model"
     raise CacheMismatchError(
-        f"{what} with other weights than the model has now: its {changed}. Keys of one state of a model mean nothing "
-        f"to another. {back}, or read the text again."
+        f"{what} with other weights than the model has now: its {changed}. Cached keys depend on the weights that "
+        f"computed them. {back}, or read the text again."
     )
 
 

@@ -438,8 +438,8 @@ def _taken(heads: int, tokens: int, key_bytes: int, device: torch.device) -> Ten
 
 def _no_room(error: BaseException) -> MemoryPlanError:
     return MemoryPlanError(
-        f"no room on the device for the codes of all keys ({error}): give index_options={{'key_bytes': 32}} or fewer, "
-        "or keep the index on the host (index='auto')"
+        f"the device has too little free memory for the codes of all keys ({error}); use "
+        f"index_options={{'key_bytes': 32}} or fewer, or keep the index on the host (index='auto')"
     )
 
 

@@ -138,8 +138,9 @@ def host_rows(heads: int, tokens: int, key_bytes: int, device: torch.device) -> 
     array = aligned_empty((heads, tokens, key_bytes), np.uint8)
     if device.type == "cuda" and array.nbytes and (reason := lock_array(array)):
         raise MemoryPlanError(
-            f"{array.nbytes} bytes of host memory that the device would read cannot be page-locked ({reason}): "
-            "`ulimit -l` shows a limit; raise it. For codes, index='device' does without finer ones"
+            f"{array.nbytes / 2**20:.1f} MiB of host memory must be page-locked for the GPU to read them, but locking "
+            f"failed ({reason}); raise the limit that `ulimit -l` shows, or use index='device', which has no finer "
+            "codes"
         )
     return torch.from_numpy(array)
 
@@ -162,9 +163,15 @@ def as_device(rows: Tensor, device: torch.device) -> Tensor:
     try:
         seen = torch.as_tensor(_Address(rows), device=device)
     except (RuntimeError, ValueError) as error:
-        raise MemoryPlanError(f"the driver does not show host memory to {device}: {error}") from error
+        raise MemoryPlanError(
+            f"{device} cannot map host memory ({error}); index='device' without int8_rows and embedding='device' do "
+            "not need it"
+        ) from error
     if seen.data_ptr() != rows.data_ptr():
-        raise MemoryPlanError(f"the driver shows host memory to another device than {device}")
+        raise MemoryPlanError(
+            f"host memory is mapped to another device than {device}; index='device' without int8_rows and "
+            "embedding='device' do not need it"
+        )
     return seen
 
 

@@ -299,8 +299,8 @@ class HostWork:
             raise type(error)(f"Layer {self._number}: {error}") from error
         except MemoryError as error:
             raise MemoryPlanError(
-                f"Layer {self._number}: the host ran out of memory while keys were copied or indexed ({error}); read "
-                "less text, store keys with host_dtype='int8' or take a machine with more memory"
+                f"Layer {self._number}: the host ran out of memory while keys were copied or indexed ({error}); read a "
+                "shorter text, store keys with host_dtype='int8' or use a machine with more memory"
             ) from error
         except CancelledError:
             raise

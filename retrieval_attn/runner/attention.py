@@ -69,6 +69,6 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         ) from error
     if text_attention(model) != name:
         raise UnsupportedModelError(
-            f"{type(model).__name__} kept attn_implementation={text_attention(model)!r} when asked for "
-            f"{name!r}; its attention cannot be replaced."
+            f"{type(model).__name__} must take attn_implementation={name!r}, but it kept {text_attention(model)!r}; "
+            "use a model class with transformers' attention interface."
         )

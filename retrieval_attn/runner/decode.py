@@ -332,7 +332,7 @@ class DecodeSteps:
                 if self._graph == "auto":
                     self._eager = True  # on a CPU a graph gains nothing: nothing to report
                     return
-                raise CaptureError(f"the model runs on {input_device(self._model)}, a graph needs a CUDA device")
+                raise CaptureError(f"a graph needs a CUDA device, the model runs on {input_device(self._model)}")
             self.launcher = bind(self._model, self._cache, runtime)
         except (CaptureError, BackendError) as error:
             self._fail(str(error))

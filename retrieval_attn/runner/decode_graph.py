@@ -314,7 +314,7 @@ class DecodeGraph:
     ) -> Tensor:
         """Record the attention of layer `number` of the attention layers. retrieving: the layer retrieves."""
         if query.shape[2] != 1:
-            raise CaptureError(f"a decode step has one new token per row, the model brought {query.shape[2]}")
+            raise CaptureError(f"a captured decode step takes one new token per row, got {query.shape[2]}")
         slot, max_coded_keys = self.decoder.slots[number], None
         if self.kind.retrieves and retrieving:
             if not slot.hosts:
@@ -323,7 +323,9 @@ class DecodeGraph:
                 _plan(number, slot.hosts, self._asks[number], _layers(self.rows, range(self.size)))
                 self.decoder.upload_tables()
             if slot.hosts[0].scoring != scoring:
-                raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
+                raise CaptureError(
+                    f"layer {slot.number} must keep its scale and soft-cap, but they differ between two steps"
+                )
             max_coded_keys = self.kind.max_coded_keys
         paged = None
         if self.kind.prefix_depth and retrieving:
@@ -411,7 +413,7 @@ def _together(counts: Sequence[_Ask | None]) -> Retrieve:
         return tuple(budgets[0] if one is None else next(own) for one in counts)
     if len(numbers) == 1 and not budgets and None not in given:
         return numbers.pop()
-    raise CaptureError("the rows retrieve different numbers of keys, or all of them")
+    raise CaptureError("all rows of a graph must retrieve the same number of keys, got different numbers or all keys")
 
 
 class _GraphCache(Cache):
@@ -440,7 +442,10 @@ class _GraphCache(Cache):
     ) -> tuple[Any, Any]:
         """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
         if layer_idx >= len(self.layers):
-            raise CacheMismatchError(f"These rows have no keys for layer {layer_idx}, where the model stores some.")
+            raise CacheMismatchError(
+                f"The model writes keys of layer {layer_idx}, but the caches of these rows have {len(self.layers)} "
+                "layers; create the caches for this model."
+            )
         layer: Any = self.layers[layer_idx]
         keys, values = layer.update(key_states, value_states)
         return keys, values
@@ -482,7 +487,7 @@ class _GraphLayer(CacheLayerMixin, AttendingLayer):
         if self.pending is None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends to another layer's keys without storing its own; models that share "
-                "keys and values between layers are not served."
+                "keys and values between layers are not supported. Use the model with its own attention and cache."
             )
         new, self.pending = self.pending, None
         scoring = Scoring(scale, softcap)

@@ -53,11 +53,14 @@ def forget_tokens(cache: RetrievalCache, model: PreTrainedModel, start: int, sto
     layers: list[CacheLayer] = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
     if len(layers) < len(cache.layers):
         raise UnsupportedModelError(
-            f"Layers of this {cache.model_type} model keep a state that has taken in every token (linear attention): "
-            "it cannot forget some of them. Read the text without them in a new Context."
+            f"Layers of this {cache.model_type} model use linear attention, whose recurrent state cannot forget single "
+            "tokens. Read the text without these tokens in a new Context."
         )
     if cache.batch.valid is not None and not bool(cache.batch.valid[:, : span.stop].all()):
-        raise UnsupportedModelError("Rows with padding among the tokens to forget cannot forget them together.")
+        raise UnsupportedModelError(
+            f"Rows with padding among the first {span.stop} tokens cannot forget tokens together; forget them in a "
+            "cache of one row, or read the text without these tokens."
+        )
     if span == cache.batch.forgotten:
         return
     rotations = _rotations_of(model)
@@ -82,8 +85,9 @@ def _checked_span(cache: RetrievalCache, start: int, stop: int) -> Forgotten:
             raise ConfigError(f"{name} must be a whole number of tokens, got {value!r}.")
     if cache.config.keeps_all:
         raise ConfigError(
-            'index="full" keeps all tokens in the window of recent ones, of which none can be forgotten; make a '
-            "Context with another index to cut tokens out."
+            'index="full" keeps all tokens in the window, which cannot forget tokens; make a Context with another '
+            "index "
+            "to cut tokens out."
         )
     earlier, batch = cache.batch.forgotten, cache.batch
     tails = [one.held.tail_start for one in cache.layers if isinstance(one, RetrievalLayer) and one.held is not None]
@@ -97,8 +101,8 @@ def _checked_span(cache: RetrievalCache, start: int, stop: int) -> Forgotten:
         )
     if stop > last:
         raise ConfigError(
-            f"stop={stop} must be at most {last}: the last {batch.columns - last} of {batch.columns} tokens are in the "
-            "window of recent ones, which stay. Forget fewer, or use a smaller config.window."
+            f"stop={stop} must be at most {last}: the window holds the last {batch.columns - last} of {batch.columns} "
+            "tokens and keeps them. Forget fewer tokens, or use a smaller config.window."
         )
     if stop < earlier.stop:
         raise ConfigError(
@@ -141,19 +145,19 @@ def _rotations_of(model: PreTrainedModel) -> Rotations:
         changing = sorted(rope_types(options) & {"dynamic", "longrope"})
         if changing:
             raise UnsupportedModelError(
-                f"{text.model_type}: its rotary embedding is of type {changing[0]}, which turns by the length of the "
-                "text: tokens cannot be forgotten. Read the text without them in a new Context."
+                f"{text.model_type}: its rotary embedding is of type {changing[0]}, whose angles depend on the length "
+                "of the text, so tokens cannot be forgotten. Read the text without them in a new Context."
             )
         scaled = sorted(_named(options, _QUERY_SCALES))
         if scaled:
             raise UnsupportedModelError(
-                f"{text.model_type}: its queries grow with their position ({scaled[0]}): tokens cannot be forgotten. "
-                "Read the text without them in a new Context."
+                f"{text.model_type}: its queries are scaled by their position ({scaled[0]}), so tokens cannot be "
+                "forgotten. Read the text without them in a new Context."
             )
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise UnsupportedModelError(
-                f"{type(model).__name__} takes no position_ids: what they do cannot be seen, so tokens cannot "
-                "be forgotten. Read the text without them in a new Context."
+                f"{type(model).__name__} takes no position_ids, so the effect of a position on a key cannot be "
+                "checked and tokens cannot be forgotten. Read the text without them in a new Context."
             )
         _rotations[model] = _seen_rotations(model)
     return _rotations[model]
@@ -209,8 +213,8 @@ def _seen_rotation(model: PreTrainedModel, number: int, near: object, far: objec
         reason = f"turning them leaves a difference of {min(turned, unturned):.1e}"
     if min(turned, unturned) > PROBE_ERROR:
         raise UnsupportedModelError(
-            f"layer {number} of {type(model).__name__}: its keys depend on positions otherwise than by a rotary "
-            f"embedding ({reason}): tokens cannot be forgotten. Read the text without them in a new Context."
+            f"layer {number} of {type(model).__name__}: its keys do not depend on positions by a rotary embedding "
+            f"alone ({reason}), so tokens cannot be forgotten. Read the text without them in a new Context."
         )
     return rotation if turned < unturned else None
 

@@ -44,7 +44,7 @@ def generate(
     """
     if generation_config.num_beams != 1:
         raise ConfigError(
-            f"num_beams={generation_config.num_beams} is not served by this loop; call model.generate without "
+            f"num_beams={generation_config.num_beams} is not supported by this loop; call model.generate without "
             "custom_generate and with past_key_values=retrieval_attn.RetrievalCache(model)."
         )
     for name in ("output_attentions", "output_hidden_states"):

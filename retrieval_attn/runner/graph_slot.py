@@ -342,7 +342,7 @@ class GraphSlot:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """Raise CaptureError: the layers of the batch are recorded (`runner/decode_graph.py`), not those of a cache."""
-        raise CaptureError("a row of a batch is not recorded by itself")
+        raise CaptureError("the layers of a batch are captured together, not the layer of one row")
 
     def add_tail(self) -> None:
         """Add the tail mass estimated by replays to the layers' `tail`. Waits for the device."""
@@ -376,7 +376,9 @@ class GraphSlot:
         if window.buffers[0] is view[0]:
             return
         if window.span[1] > view[0].shape[2]:
-            raise CaptureError(f"a window of {window.span[1]} slots was given a row of {view[0].shape[2]}")
+            raise CaptureError(
+                f"a window of {window.span[1]} tokens needs a row of as many, got a row of {view[0].shape[2]} tokens"
+            )
         window.use(*view)
 
     def _spill(self, *, flush: bool = True) -> None:

@@ -310,8 +310,8 @@ class _ChunkedLayer:
             if not out_of_memory(error):
                 raise
             raise MemoryPlanError(
-                f"Layer {self._index}: out of device memory after {tokens:,} tokens were read, when the window and the "
-                "sample of queries were put away. Read with a smaller prefill_chunk; this cache cannot be used any "
+                f"Layer {self._index}: out of device memory after {tokens:,} tokens were read, while the window and "
+                "the sampled queries were stored. Read with a smaller prefill_chunk; this cache cannot be used any "
                 f"more.\n{self._stream.shortage(cache, hidden_states)}"
             ) from error
         except Exception:
@@ -384,11 +384,13 @@ class _ChunkedLayer:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if mark is None or not layer.restore(mark):
-            cure = "this layer cannot repeat a chunk. Make a new cache and read with a smaller prefill_chunk"
+            cure = "this layer cannot compute a chunk again. Make a new cache and read with a smaller prefill_chunk"
         elif self._stream.shrink(size, self._index):
             return
         else:
-            cure = "chunks do not get smaller. Read less at once, quantise the weights or take a larger GPU"
+            cure = (
+                "the chunk has its minimum size already. Read a shorter text, quantise the weights or use a larger GPU"
+            )
         arithmetic = self._stream.shortage(cache, hidden_states)
         raise MemoryPlanError(f"{needed}, and {cure}; this cache cannot be used any more.\n{arithmetic}")
 

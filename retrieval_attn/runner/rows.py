@@ -51,7 +51,10 @@ class RowsState(LinearAttentionLayer):
         self._layers = list(layers)
         states: list[dict[tuple[str, int], Any]] = [layer.confirmed_states() for layer in layers]
         if any(one.keys() != states[0].keys() for one in states):
-            raise CacheMismatchError("Some rows have a state of a linear-attention layer and others none: read first.")
+            raise CacheMismatchError(
+                "All rows need the same states of linear-attention layers, but some have none; read a prompt into each "
+                "cache first."
+            )
         plain = {name: value for name, value in vars(first).items() if name not in ("graph", "number_of_states")}
         vars(self).update({name: dict(value) if isinstance(value, dict) else value for name, value in plain.items()})
         for name, number in states[0]:
@@ -283,8 +286,8 @@ class RowsCache(Cache):
         if all(isinstance(layer, CacheLayer) for layer in layers):
             return RowsLayer(self, number, layers)
         raise UnsupportedModelError(
-            f"Layer {number} is of kinds {sorted({type(layer).__name__ for layer in layers})} in the caches of these "
-            "rows; a forward for several rows serves layers of one kind. Make the caches for one model."
+            f"Layer {number} must be of one kind in the caches of all rows, got "
+            f"{sorted({type(layer).__name__ for layer in layers})}; make the caches for one model."
         )
 
     def update(
@@ -294,8 +297,8 @@ class RowsCache(Cache):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if not isinstance(layer, RowsLayer):
             raise CacheMismatchError(
-                f"These rows have no keys for layer {layer_idx}, where the model stores some; make their caches for "
-                "this model."
+                f"The model writes keys of layer {layer_idx}, which the caches of these rows do not have; make their "
+                "caches for this model."
             )
         use_threads()
         return layer.update(key_states, value_states)
@@ -351,8 +354,8 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         """Note the new keys and values (rows, kv_heads, 1, dim) and return handles. Raises CacheMismatchError."""
         if key_states.shape[0] != len(self._layers) or key_states.shape[2] != 1:
             raise CacheMismatchError(
-                f"A forward with a RowsCache is one new token for each of its {len(self._layers)} rows, got keys "
-                f"{tuple(key_states.shape)}. Read more tokens with each row's own cache."
+                f"A forward with a RowsCache takes one new token for each of its {len(self._layers)} rows, got keys "
+                f"{tuple(key_states.shape)}; read longer prompts with the cache of one row."
             )
         self._pending = (key_states, value_states)
         return KVView(self, key_states), KVView(self, value_states)
@@ -414,7 +417,8 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         if self._pending is None:
             raise UnsupportedModelError(
                 f"Layer {self._number} ({type(module).__name__}) attends to another layer's keys without storing its "
-                "own; models that share keys and values between layers are not served."
+                "own; models that share keys and values between layers are not supported. Use the model with its own "
+                "attention and cache."
             )
         pending, self._pending = self._pending, None
         return pending

@@ -200,9 +200,13 @@ def require_supported(model: PreTrainedModel, new_cache: NewCache) -> None:
             f"{model_type} is not supported: {REFUSED[model_type]}. Use it with its own attention and cache."
         )
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{model_type} is an encoder-decoder; retrieval attention serves decoders only.")
+        raise UnsupportedModelError(
+            f"{model_type} is an encoder-decoder; retrieval attention supports causal decoders only."
+        )
     if _is_bidirectional(model, text_config):
-        raise UnsupportedModelError(f"{model_type} is bidirectional; retrieval attention serves causal decoders only.")
+        raise UnsupportedModelError(
+            f"{model_type} is bidirectional; retrieval attention supports causal decoders only."
+        )
     if getattr(text_config, "num_kv_shared_layers", None):
         raise UnsupportedModelError(f"{model_type} is not supported: {_SHARED}.")
     if not getattr(model, "_supports_sdpa", False) and not getattr(model, "_supports_attention_backend", False):

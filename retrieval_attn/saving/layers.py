@@ -89,13 +89,14 @@ def require_savable(cache: RetrievalCache) -> None:
     """Raise InputDataError for several rows, padding, pages or no tokens."""
     if len(cache.batch.sequences) != 1 or cache.batch.valid is not None or not cache.batch.columns:
         raise InputDataError(
-            f"one sequence of tokens without padding can be saved, this cache has {len(cache.batch.sequences)}; save "
-            "each in a context of its own"
+            "only a cache of one sequence with tokens and without padding can be saved, this cache has "
+            f"{len(cache.batch.sequences)} sequences of {cache.batch.columns} tokens; save each sequence in a context "
+            "of its own"
         )
     if cache.batch.exact is not None:
         raise InputDataError(
-            f"{cache.batch.exact.tokens:,} tokens of this cache lie in an engine's pages (paged_prefix_tokens), "
-            "without an index, and cannot be saved; read the text with LLM.read(text, save=name)"
+            f"{cache.batch.exact.tokens:,} tokens of this cache are in pages of an engine (paged_prefix_tokens) and "
+            "have no index, so they cannot be saved; read the text with LLM.read(text, save=name)"
         )
 
 
@@ -126,7 +127,9 @@ def layer_state(cache: RetrievalCache, number: int, since: Marks | None) -> Stat
         return plain, {"tail/key": _array(key), "tail/value": _array(value)}
     if isinstance(layer, StateLayer):
         return _linear_state(layer)
-    raise InputDataError(f"layer {number} is a {type(layer).__name__}, which cannot be saved; read the text again")
+    raise InputDataError(
+        f"layer {number} is a {type(layer).__name__}, which cannot be saved; use a context without save="
+    )
 
 
 def restored_cache(
@@ -239,7 +242,9 @@ def _array(tensor: Tensor) -> Array:
 def _tensor(array: Array, dtype: str, device: torch.device) -> Tensor:
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype) or torch.from_numpy(array).dtype != _AS_INTEGERS.get(wanted, wanted):
-        raise InputDataError(f"an array of {array.dtype} was saved as {dtype!r:.80}; save the context again")
+        raise InputDataError(
+            f"a saved array has dtype {array.dtype}, but its record says {dtype!r:.80}; save the context again"
+        )
     return sent_array(array, device).view(wanted)
 
 
@@ -257,9 +262,15 @@ def _require_edge(cache: RetrievalCache, plain: dict[str, Any], held: tuple[int,
     numbers = plain["q_heads"], edge["sinks"], edge["stop"], edge["tail_start"]
     whole = all(type(one) is int and one >= 0 for one in numbers)
     if not whole or edge["tail_start"] + tail != cache.batch.columns or not numbers[0] or numbers[0] % kv_heads:
-        raise InputDataError(f"{plain['q_heads']!r:.80} heads and {edge!r:.80} do not fit {cache.batch.columns} tokens")
+        raise InputDataError(
+            f"{plain['q_heads']!r:.80} heads and {edge!r:.80} of a saved layer do not fit its {cache.batch.columns} "
+            "tokens; save the context again"
+        )
     if edge["sinks"] != sinks or not edge["stop"] <= edge["tail_start"] <= host <= cache.batch.columns:
-        raise InputDataError(f"{edge!r:.80} does not fit {sinks} sinks and {host} tokens on the host")
+        raise InputDataError(
+            f"{edge!r:.80} of a saved layer does not fit {sinks} sinks and {host} tokens in host memory; save the "
+            "context again"
+        )
 
 
 def _require_tokens(name: str, kv: tuple[Tensor, Tensor], like: tuple[Tensor, Tensor]) -> None:
@@ -269,7 +280,9 @@ def _require_tokens(name: str, kv: tuple[Tensor, Tensor], like: tuple[Tensor, Te
         (1, like[0].shape[1], kv[0].shape[2], one.shape[3]) if kv[0].ndim == one.ndim == 4 else () for one in like
     ]
     if shapes != wanted:
-        raise InputDataError(f"the {name} of a saved layer has keys and values of {shapes}; save the context again")
+        raise InputDataError(
+            f"the {name} of a saved layer must have keys and values of {wanted}, got {shapes}; save the context again"
+        )
 
 
 def _window_arrays(parts: Sequence[Tensor]) -> dict[str, Array]:

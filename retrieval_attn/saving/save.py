@@ -457,7 +457,7 @@ class SavedChain:
         with parsed(self.nodes[-1].folder / RECORD):
             start, stop = self.nodes[-1].options["forgotten"]
             if not is_list_of(is_count)([start, stop]) or start > stop:
-                raise ValueError(f"forgotten tokens {start} to {stop}")
+                raise ValueError(f"forgotten tokens must be a range of token numbers, got {start} to {stop}")
             return Forgotten(start, stop)
 
     def ids(self) -> npt.NDArray[np.int32]:
@@ -475,8 +475,8 @@ def find_saved(store: ContextStore, name: str, identity: str, template: str, *, 
     chain = saved_chain(store, name, named.digest, identity, ids_only=ids_only)
     if named.plain.get("template") != template:
         raise StoreMismatchError(
-            f"the context {name!r} was begun with another chat template than the tokenizer has now; questions would "
-            "not continue it. Open it with that tokenizer, or read the text again"
+            f"the context {name!r} was saved with another chat template than the tokenizer has now, so questions would "
+            "not continue it; open it with the tokenizer it was saved with, or read the text again"
         )
     return chain
 
@@ -596,8 +596,8 @@ def _opened_config(node: SavedNode, config: Config, overrides: Mapping[str, Any]
     other = sorted(set(overrides) - {*RUNTIME, "retrieve"})
     if other:
         raise ConfigError(
-            f"{', '.join(other)} cannot be given for a saved context: what was saved depends on it; read the text "
-            f"again, or give some of {', '.join(RUNTIME)}, retrieve"
+            f"{', '.join(other)} cannot change for a saved context, whose data depends on it; read the text again, "
+            f"or give some of {', '.join(RUNTIME)}, retrieve"
         )
     with _saved_options(node.folder / RECORD):
         saved = Config.from_dict(node.plain["config"])
@@ -618,7 +618,10 @@ def _saved_options(path: Path) -> Iterator[None]:
         with parsed(path):
             yield
     except ConfigError as error:
-        raise StoreMismatchError(f"the context was saved with options of another release ({error})") from error
+        raise StoreMismatchError(
+            f"the context was saved with options that this release does not have ({error}); read the text again, or "
+            "open it with the release that saved it"
+        ) from error
 
 
 def _files(node: SavedNode) -> list[tuple[int, str]]:

@@ -81,7 +81,9 @@ def restore_clusters(path: SequenceKV, plain: Mapping[str, Any] | None, arrays: 
         return
     if plain["known"]:
         if path.clusters is None:
-            raise InputDataError("the clusters of a saved path are those of one saved before, which has none")
+            raise InputDataError(
+                "the saved clusters refer to those of an earlier record, which has none; save the context again"
+            )
         shared = path.clusters.shared
     else:
         shared = _shared(path, plain, arrays, "clusters/")
@@ -90,7 +92,9 @@ def restore_clusters(path: SequenceKV, plain: Mapping[str, Any] | None, arrays: 
     path.clusters = PathClusters(shared, path.fmt, _cluster_span(plain["span"], tokens), sums)
     if plain.get("late_span") is not None:
         if shared.late is None:
-            raise InputDataError("a saved path has tokens in clusters that it has not; save the context again")
+            raise InputDataError(
+                "a saved sequence has tokens in late clusters, but no late clusters; save the context again"
+            )
         sums = _sums(path, arrays, "clusters/late/", shared.late.clusters)
         path.clusters.restored_late(_cluster_span(plain["late_span"], tokens), sums)
     _restore_members(path, shared, plain["members"], arrays, "members/")
@@ -133,7 +137,7 @@ def _shared(path: SequenceKV, plain: Mapping[str, Any], arrays: Mapping[str, Any
     late = None if plain["late"] is None else _shared(path, plain["late"], arrays, f"{prefix}late/")
     probes, offsets, means, distances = (arrays.get(f"{prefix}{name}") for name in _SHARED)
     if probes is None or offsets is None:
-        raise InputDataError("the clusters of a saved path lack their probes; save the context again")
+        raise InputDataError("the saved clusters of a sequence have no probes or offsets; save the context again")
     clusters = probes.shape[1] if probes.ndim == 3 else 0
     heads = path.num_kv_heads
     _require(probes, (heads, clusters, path.head_dim), "probes")
@@ -153,7 +157,9 @@ def _samples(path: SequenceKV, told: Any, packed: npt.NDArray[Any], clusters: in
     shape = packed.shape
     whole = type(number) is int and number > 0 and known == clusters and packed.ndim == 4 and shape[3] % PAIR == 0
     if not whole or shape[1] * shape[3] != columns_for(clusters * number):
-        raise InputDataError(f"{told!r:.80} samples of {clusters} clusters do not fit {shape}; save the context again")
+        raise InputDataError(
+            f"saved samples {told!r:.80} of {clusters} clusters do not fit an array of {shape}; save the context again"
+        )
     _require(packed, (path.num_kv_heads, shape[1], path.head_dim, shape[3]), "samples", "<u2")
     return SampledKeys(packed, clusters, number)
 
@@ -219,10 +225,14 @@ def _restore_members(
     spans = path.spans
     for number, (span, low, high) in enumerate(pieces):
         if type(span) is not int or not 0 <= span < len(spans):
-            raise InputDataError(f"saved clusters are of span {span!r:.80}, there are {len(spans)}")
+            raise InputDataError(
+                f"saved clusters belong to span {span!r:.80}, but there are {len(spans)}; save the context again"
+            )
         segment, members = spans[span].segment, arrays[f"{prefix}{number}"]
         if members.dtype != "u1":
-            raise InputDataError(f"members of saved clusters must be bytes, got {members.dtype}")
+            raise InputDataError(
+                f"members of saved clusters must be uint8, got {members.dtype}; save the context again"
+            )
         shared.restore(segment, _cluster_span([low, high], segment.length), members)
 
 
@@ -274,7 +284,9 @@ def path_state(path: SequenceKV, since: int, mark: PathMark | None = None) -> St
     """
     spans = path.spans
     if not 0 <= since <= min(len(spans), len(spans if mark is None else mark.spans)):
-        raise ConfigError(f"since={since} must lie in 0 .. {len(spans)}, spans of the path that were saved before")
+        raise ConfigError(
+            f"since={since} must be from 0 to {len(spans)}, the number of spans; give the number of spans saved before"
+        )
     plain: dict[str, Any] = {"shape": _shape(path), "before": [], "spans": []}
     arrays: dict[str, npt.NDArray[Any]] = {}
     for number, span in enumerate(spans):
@@ -305,12 +317,17 @@ def path_from_states(states: Sequence[State], path: SequenceKV, coder: HeadCoder
     for plain, arrays in states:
         try:
             if plain["shape"] != _shape(path):
-                raise InputDataError(f"the saved path has {plain['shape']}, not {_shape(path)}; open it as saved")
+                raise InputDataError(
+                    f"the saved sequence has shape {plain['shape']}, the model needs {_shape(path)}; open it with the "
+                    "model and options it was saved with"
+                )
             own = {name: np.asarray(array) for name, array in arrays.items()}  # kernels know no other kind of array
             by_place = _by_place(own)
             before = path.spans[: len(plain["before"])]
             if len(before) < len(plain["before"]):
-                raise InputDataError(f"{len(plain['before'])} saved spans must come first, got {len(before)}")
+                raise InputDataError(
+                    f"{len(plain['before'])} spans must be restored before, got {len(before)}; save the context again"
+                )
             spans = [
                 _before(span, told, by_place.get(f"before-{number}", {}), coder)
                 for number, (span, told) in enumerate(zip(before, plain["before"], strict=True))
@@ -318,14 +335,19 @@ def path_from_states(states: Sequence[State], path: SequenceKV, coder: HeadCoder
             for number, told in enumerate(plain["spans"]):
                 spans.append(_span(told, by_place.get(str(number), {}), path, coder))
             if any(span.length > span.segment.length for span in spans):
-                raise InputDataError(f"saved spans are longer than their keys: {[span.length for span in spans]}")
+                raise InputDataError(
+                    f"saved spans of {[span.length for span in spans]} tokens are longer than their keys; save the "
+                    "context again"
+                )
             path.set_spans(spans)
             restore_clusters(path, plain["clusters"], own)
             path.budgets = None if plain["budgets"] is None else HeadBudgets(tuple(plain["budgets"]))
         except RetrievalAttentionError:
             raise
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise InputDataError(f"the state is not one of a path ({error!r}); save the context again") from error
+            raise InputDataError(
+                f"the saved state of a sequence is incomplete or malformed ({error!r}); save the context again"
+            ) from error
 
 
 def _shape(path: SequenceKV) -> list[Any]:
@@ -405,7 +427,10 @@ def _span(told: Mapping[str, Any], arrays: Arrays, path: SequenceKV, coder: Head
     keys, values = arrays["keys"], arrays["values"]
     wanted = (path.num_kv_heads, told["held"])
     if (keys.shape[:2], path.fmt.dim_of(keys), path.fmt.dim_of(values)) != (wanted, path.head_dim, path.value_dim):
-        raise InputDataError(f"saved keys and values must be of {wanted} heads and tokens, got {keys.shape}")
+        raise InputDataError(
+            f"saved keys and values must have {wanted[0]} heads and {wanted[1]} tokens, got shape {keys.shape}; save "
+            "the context again"
+        )
     heads = _heads(told, arrays, keys, path.fmt, coder)
     return Span(restored_segment(keys, values, path.fmt, told["first"], heads), told["length"])
 

@@ -126,18 +126,18 @@ def _places(table: Any, data_bytes: int) -> dict[str, _Place]:
     places: dict[str, _Place] = {}
     for entry in table if isinstance(table, list) else [None]:
         if not isinstance(entry, list) or len(entry) != 4:
-            raise ValueError("its table of arrays is none")
+            raise ValueError("its table of arrays is malformed")
         name, kind, shape, offset = entry
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in places:
-            raise ValueError(f"an array has the name {name!r:.80}")
+            raise ValueError(f"an array has the invalid or repeated name {name!r:.80}")
         dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
         if dtype is None or not is_list_of(is_count)(shape) or len(shape) > _MAX_DIMS:
-            raise ValueError(f"array {name} is of type {kind!r:.80} and shape {shape!r:.80}")
+            raise ValueError(f"array {name} has the invalid type {kind!r:.80} or shape {shape!r:.80}")
         nbytes = math.prod(shape) * dtype.itemsize
         if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 62:  # NumPy refuses empty ones, too
-            raise ValueError(f"array {name} is of shape {shape!r:.80}")
+            raise ValueError(f"array {name} has the invalid shape {shape!r:.80}")
         if not is_count(offset) or offset % LINE or offset + nbytes > data_bytes:
-            raise ValueError(f"array {name} lies outside of it")
+            raise ValueError(f"array {name} is outside of the file")
         places[name] = _Place(dtype, tuple(shape), offset, nbytes)
     return places
 
@@ -251,7 +251,7 @@ class BundleFile:
         data = self._bytes()
         prefix = data[: _PREFIX.size].tobytes()
         if len(prefix) < _PREFIX.size or prefix[:8] != MAGIC:
-            raise self._damage("it does not begin as a bundle")
+            raise self._damage("its first bytes are not those of a bundle")
         _, version, header_bytes, data_bytes, header_crc, prefix_crc = _PREFIX.unpack(prefix)
         if crc32c(prefix[:-4]) != prefix_crc:
             raise self._damage("the checksum of its beginning differs")
@@ -277,7 +277,7 @@ class BundleFile:
             fields = parse_json(header.tobytes())
             places = _places(fields.get("arrays"), data_bytes)
         except ValueError as error:
-            raise self._damage(f"its header cannot be: {error}") from error
+            raise self._damage(f"its header is malformed: {error}") from error
         if not is_fields(fields.get("plain")):
             raise self._damage("its header has no values")
         self._plain = fields["plain"]

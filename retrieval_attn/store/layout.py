@@ -90,7 +90,7 @@ class StoreLayout:
                 return False
         found = text.removeprefix(_KIND).removesuffix("\n")
         if text != f"{_KIND}{found}\n" or not found.isdecimal():
-            raise damaged(path, f"it must say '{_KIND}{VERSION}', it says {text!r:.80}")
+            raise damaged(path, f"it must contain '{_KIND}{VERSION}', it contains {text!r:.80}")
         if found != str(VERSION):
             raise StoreMismatchError(
                 f"the store {self.root} has version {found}, this program knows version {VERSION}; "
@@ -234,10 +234,10 @@ def read_record(disk: Disk, path: Path, fields: Mapping[str, Check]) -> dict[str
         raise damaged(path, str(error)) from error
     if type(record.get("format")) is int and record["format"] != FORMAT:
         raise StoreMismatchError(
-            f"{path} has format {record['format']}, this program knows format {FORMAT}; use the program that saved it"
+            f"{path} has format {record['format']}, this release reads format {FORMAT}; use the release that saved it"
         )
     checks = {"format": lambda value: type(value) is int, **fields}
     wrong = [name for name, check in checks.items() if name not in record or not check(record[name])]
     if wrong:
-        raise damaged(path, f"no program writes these fields of it so: {', '.join(wrong)}")
+        raise damaged(path, f"these fields are missing or malformed: {', '.join(wrong)}")
     return record

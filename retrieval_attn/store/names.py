@@ -90,7 +90,7 @@ def read_name(layout: StoreLayout, name: str) -> NamedContext:
     if record["name"] != name:
         raise StoreDamagedError(f"{path} is damaged: it was saved as {record['name']!r}; move it back")
     if record["chain"][-1] != record["digest"]:
-        raise damaged(path, f"its chain of nodes ends with another than {record['digest']}")
+        raise damaged(path, f"the last node of its chain is {record['chain'][-1]}, not {record['digest']}")
     fields = {field: record[field] for field in NamedContext._fields}
     return NamedContext(**{**fields, "chain": tuple(record["chain"])})
 

@@ -92,12 +92,12 @@ def chain_of(layout: StoreLayout, digest: str) -> list[dict[str, Any]]:
     known = {digest}
     while (parent := records[-1]["parent"]) is not None:
         if parent in known:
-            raise damaged(layout.node(records[-1]["digest"]) / RECORD, f"node {parent} comes before itself")
+            raise damaged(layout.node(records[-1]["digest"]) / RECORD, f"node {parent} is its own ancestor")
         known.add(parent)
         try:
             records.append(read_node(layout, parent))
         except UnknownContextError as error:
-            raise UnknownContextError(f"node {digest} continues another that is gone: {error}") from error
+            raise UnknownContextError(f"node {digest} continues a node that is missing: {error}") from error
     return records[::-1]
 
 
@@ -158,7 +158,7 @@ class SavedNode:
         self.nbytes: int = record["nbytes"]
         self._ids: npt.NDArray[np.int32] | None = None
         if IDS not in self._files:
-            raise damaged(layout.node(digest) / RECORD, "it names no token ids")
+            raise damaged(layout.node(digest) / RECORD, "it lists no file of token ids")
 
     def _opened(self) -> tuple[dict[str, Any], dict[str, BundleFile]]:
         """The record and the files, all of one time: others may remove the node meanwhile, and save it again."""

@@ -52,12 +52,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not isinstance(value, dict):
-        raise ValueError("it holds no record")
+        raise ValueError("it contains no record")
     return value
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"it has the number {text}")
+    raise ValueError(f"it contains the number {text}, which is not finite")
 
 
 def _finite(text: str) -> float:
@@ -104,7 +104,7 @@ def decode(data: bytes) -> dict[str, Any]:
     at = len(_BEGIN) + 8
     text = data[at + len(_MIDDLE) : -len(_END)]
     if not data.startswith(_BEGIN) or data[at : at + len(_MIDDLE)] != _MIDDLE or not data.endswith(_END):
-        raise ValueError("it is not a whole record")
+        raise ValueError("it is not a complete record")
     if data[len(_BEGIN) : at] != b"%08x" % crc32c(text):
         raise ValueError("its checksum differs")
     return parse_json(text)

@@ -122,7 +122,7 @@ class Shelf:
     def __init__(self, store: ContextStore, *, ram_bytes: int) -> None:
         """ram_bytes: maximum size of saved contexts in the page cache. Raises ConfigError if it is negative."""
         if ram_bytes < 0:
-            raise ConfigError(f"ram_bytes must not be negative, got {ram_bytes}; use bytes")
+            raise ConfigError(f"ram_bytes must be 0 bytes or more, got {ram_bytes}")
         self._store, self._ram_bytes = store, ram_bytes
         self.entries: dict[str, TierEntry] = {}
         """Groups by digest, as of the last `refresh`."""
@@ -150,7 +150,7 @@ class Shelf:
         """
         with self._wake:
             if self._closed:
-                raise StoreError("this shelf is closed; make another")
+                raise StoreError("this shelf is closed; create a new one")
             self._queue = tuple(names)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="context-shelf", daemon=True)

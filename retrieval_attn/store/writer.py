@@ -112,7 +112,9 @@ class NodeWriter:
             self._add(IDS, Bundle({}, {IDS: self._ids}))
             unfinished = [file for file, seal in self._files.items() if not seal.nbytes]
             if unfinished:
-                raise StoreError(f"node {self.digest[:12]} is not whole: {', '.join(unfinished)} was not written")
+                raise StoreError(
+                    f"node {self.digest[:12]} cannot be published before {', '.join(unfinished)} is written"
+                )
             with guarded("write", self._folder):
                 write_file(disk, self._folder / RECORD, self._record(plain))
                 disk.fsync_folder(self._folder)

@@ -56,7 +56,7 @@ class EmulatedPolling:
         """One call more; returns its number."""
         number = len(self.calls)
         if number == MAX_CALLS:
-            raise CaptureError(f"a step has more than {MAX_CALLS} layers that search")
+            raise CaptureError(f"a captured step can have at most {MAX_CALLS} layers that search on the host")
         self.calls.append(call)
         self._asked.append(np.zeros(0, np.int32))
         self.server.add(

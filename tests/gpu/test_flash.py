@@ -240,7 +240,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     query, key, value = tensors("cpu", torch.float32, 2, 16, 3, 5)
     with pytest.raises(ShapeError, match="not both"):
         attend(query, key, value, scale=1.0, causal=True, mask=torch.ones(3, 5, dtype=torch.bool))
-    with pytest.raises(ShapeError, match="do not belong"):
+    with pytest.raises(ShapeError, match="do not match"):
         attend(query, key[..., :8], value, scale=1.0)
     with pytest.raises(ShapeError, match="share"):
         attend(query[:, :3], key, value, scale=1.0)

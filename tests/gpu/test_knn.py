@@ -110,7 +110,7 @@ def test_nothing_and_what_is_not_finite() -> None:
 
 def test_bad_input_is_refused() -> None:
     queries, keys = torch.zeros(3, 1, 4), torch.zeros(2, 5, 4)
-    with pytest.raises(ShapeError, match="3 query heads cannot share 2"):
+    with pytest.raises(ShapeError, match="multiple of the 2 key heads, got 3"):
         nearest_keys(queries, keys, 2)
     with pytest.raises(ShapeError, match="head_dim"):
         nearest_keys(queries, keys[:1, :, :3], 2)

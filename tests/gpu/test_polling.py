@@ -147,7 +147,7 @@ def test_a_device_that_ends_early_ends_the_serving() -> None:
     with pytest.raises(ZeroDivisionError):
         chain.run(2)
     chain.replay.work = lambda: None
-    with pytest.raises(BackendError, match="ended without asking.*graph=False"):
+    with pytest.raises(BackendError, match="finished without a request.*graph=False"):
         chain.run(2)
     chain.replay.work = work
     chain.check(3)
@@ -316,7 +316,8 @@ def test_a_lost_answer_is_reported_in_time(cuda: CudaRuntime, monkeypatch: pytes
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "polls, limit, reason", [(40_000_000, 0.5, "did not ask within 0.5 s"), (100_000, 8.0, "ended without asking")]
+    "polls, limit, reason",
+    [(40_000_000, 0.5, "no request of the device within 0.5 s"), (100_000, 8.0, "finished without a request")],
 )
 def test_a_lost_request_is_reported_in_time(
     cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch, polls: int, limit: float, reason: str

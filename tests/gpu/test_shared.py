@@ -349,20 +349,20 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     before = plan.work.clone(), plan.levels.clone(), list(plan.nodes)
     node = forest.nodes[0]
     for wrong, reason in (
-        ([node, node], "over more than 1"),
-        ([SharedNode([1], 64, [3])], "below 3"),
-        ([SharedNode([1], 64, [1, 1])], "different"),
-        ([SharedNode([1], 65, [1])], "take 2 pages"),
-        ([SharedNode(list(range(65)), 65 * 64, [1])], "room for 64"),
+        ([node, node], "more than 1 nodes"),
+        ([SharedNode([1], 64, [3])], "from 0 to 2"),
+        ([SharedNode([1], 64, [1, 1])], "distinct"),
+        ([SharedNode([1], 65, [1])], "need 2 pages"),
+        ([SharedNode(list(range(65)), 65 * 64, [1])], "the plan has 64"),
     ):
         with pytest.raises(ShapeError, match=reason):
             plan.write(wrong)
     assert torch.equal(before[0], plan.work) and torch.equal(before[1], plan.levels) and before[2] == plan.nodes
-    with pytest.raises(ShapeError, match="the plan is for"):
+    with pytest.raises(ShapeError, match="the plan needs queries"):
         shared_partials(forest.query[:2], forest.pool, plan, scale=SCALE)
     with pytest.raises(ShapeError, match="needs pages"):
         shared_partials(forest.query, PagedKeys(forest.pool.key[:1], forest.pool.value[:1]), plan, scale=SCALE)
-    with pytest.raises(ShapeError, match="take 2 pages"):
+    with pytest.raises(ShapeError, match="need 2 pages"):
         write_pages(forest.pool, [0], forest.spans[0].key, forest.spans[0].value)
     for rows, heads in ((0, (4, 2)), (1, (3, 2)), (1, (2, 0))):
         with pytest.raises(ConfigError, match="a plan needs"):

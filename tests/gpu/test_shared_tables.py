@@ -58,5 +58,5 @@ def test_what_is_written_to_all_tables_is_one_copy(monkeypatch: pytest.MonkeyPat
 def test_a_table_of_its_own_is_written_as_a_whole() -> None:
     writer = TableWriter(torch.zeros(3, 2, dtype=torch.int64))
     for rows, first in (([[1, 2]], 0), ([[1, 2]] * 3, 1)):
-        with pytest.raises(BackendError, match="written as a whole"):
+        with pytest.raises(BackendError, match="must be written at once"):
             writer.write(rows, first)

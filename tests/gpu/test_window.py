@@ -67,7 +67,7 @@ def test_a_window_moves_into_buffers_and_out_again() -> None:
     key.zero_()
     assert held(window) == [0, 10, 11, 12] and window.room == 4
     for shape in ((2, 1, 4, 3), (2, 2, 9, 3), (1, 1, 9, 3), (2, 1, 9, 4)):
-        with pytest.raises(ShapeError, match="slots used, cannot use"):
+        with pytest.raises(ShapeError, match="used slots cannot move to"):
             window.use(torch.zeros(shape), torch.zeros(shape))
 
 

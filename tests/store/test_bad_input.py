@@ -78,7 +78,7 @@ def test_a_parent_that_is_gone(store: ContextStore) -> None:
         lambda digest: store.name("x", digest, {}),
         lambda digest: save(store, "y", parent=digest),
     ):
-        with pytest.raises(UnknownContextError, match=f"node {turn} continues another that is gone: .* no node {root}"):
+        with pytest.raises(UnknownContextError, match=f"node {turn} continues a node that is missing: .* {root}"):
             use(turn)
     [damage] = [one for one in store.verify(["turn"])]
     assert damage.node == root and damage.names == ("turn",)
@@ -211,7 +211,7 @@ def test_records_of_a_newer_program(store: ContextStore) -> None:
     digest = save(store, "book")
     change_record(folder_of(store, digest) / "node.json", format=3)
     for use in (store.get, store.chain):
-        with pytest.raises(StoreMismatchError, match="has format 3, this program knows format 2"):
+        with pytest.raises(StoreMismatchError, match="has format 3, this release reads format 2"):
             use(digest)
     change_record(store.folder / "contexts" / "book.json", format=3)
     with pytest.raises(StoreMismatchError, match="has format 3"):

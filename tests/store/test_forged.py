@@ -214,7 +214,7 @@ def test_a_chain_that_is_a_circle(store: ContextStore) -> None:
     digest = save(store, "book", parent=root, ids=IDS[:9])
     path = folder_of(store, root) / "node.json"
     path.write_bytes(encode({**decode(path.read_bytes()), "parent": digest}))
-    with pytest.raises(StoreDamagedError, match="comes before itself"):
+    with pytest.raises(StoreDamagedError, match="is its own ancestor"):
         store.chain(digest)
     assert not store.continues(digest)
 

@@ -140,7 +140,7 @@ def test_a_damaged_context_does_not_stop_the_others(store: ContextStore, caplog:
 
 
 def test_what_cannot_be(store: ContextStore) -> None:
-    with pytest.raises(ConfigError, match="must not be negative"):
+    with pytest.raises(ConfigError, match="must be 0 bytes or more"):
         Shelf(store, ram_bytes=-1)
     shelf = Shelf(store, ram_bytes=1)
     assert shelf.apply(["a"]) == ([], [], 0)  # a store that does not exist yet

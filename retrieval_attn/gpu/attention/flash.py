@@ -445,7 +445,7 @@ def attend(
     _check(query, key, value, causal, mask)
     names = BACKENDS if backends is None else backends
     if unknown := [name for name in names if name not in BACKENDS]:
-        raise ConfigError(f"Unknown attention backends {unknown}; there are {', '.join(BACKENDS)}.")
+        raise ConfigError(f"Unknown attention backends {', '.join(unknown)}; use some of {', '.join(BACKENDS)}.")
     queries, keys = query.shape[2], key.shape[2]
     if keys == 0 or queries == 0:
         return empty_partial(query, value.shape[3])
@@ -470,13 +470,17 @@ def _check(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor
         )
     if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         raise ShapeError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not belong "
-            "together: batch, key count and head_dim must agree."
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not match: batch, "
+            "number of keys and head_dim must be equal."
         )
     if query.shape[1] % key.shape[1]:
-        raise ShapeError(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly.")
+        raise ShapeError(
+            f"The number of query heads must be a multiple of the {key.shape[1]} key heads, got {query.shape[1]}."
+        )
     if not query.device == key.device == value.device:
-        raise ShapeError(f"attend needs one device, got {query.device}, {key.device} and {value.device}.")
+        raise ShapeError(
+            f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
+        )
     if causal and mask is not None:
         raise ShapeError("attend takes causal or a mask, not both; put the causal part into the mask.")
 

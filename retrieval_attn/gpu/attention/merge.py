@@ -53,7 +53,7 @@ def merge(parts: Sequence[Partial]) -> Partial:
         if part.out.shape != first.out.shape or part.lse.shape != first.out.shape[:-1]:
             raise ShapeError(
                 f"partials must share one shape, got out {tuple(part.out.shape)} with lse "
-                f"{tuple(part.lse.shape)} beside out {tuple(first.out.shape)}."
+                f"{tuple(part.lse.shape)} after out {tuple(first.out.shape)}."
             )
     kernels = kernels_for(first.out, "attention.merge_triton")
     if kernels is not None and not any(part.out.requires_grad for part in parts):

@@ -88,7 +88,8 @@ class WindowCache:
             same = (mine.shape[:2], mine.shape[3], mine.dtype) == (given.shape[:2], given.shape[3], given.dtype)
             if not same or given.shape[2] < high:
                 raise ShapeError(
-                    f"a window of {tuple(mine.shape)}, {high} slots used, cannot use {tuple(given.shape)}."
+                    f"a window of {tuple(mine.shape)} with {high} used slots cannot move to a buffer of "
+                    f"{tuple(given.shape)}."
                 )
             given[:, :, low:high] = mine[:, :, low:high]
         self._key, self._value, self._places = key, value, None
@@ -128,14 +129,16 @@ class WindowCache:
         Raises ShapeError if there are more.
         """
         if self.tail_len > capacity:
-            raise ShapeError(f"a tail of {self.tail_len} tokens needs more room than for {capacity}.")
+            raise ShapeError(
+                f"a window of {self.tail_len} tokens cannot shrink to {capacity}; drop its oldest tokens first."
+            )
         if self._capacity > capacity:
             self._resize(self._tail, capacity)
 
     def drop_oldest(self, count: int) -> None:
         """Forget the `count` oldest tokens of the tail (they are on the host by now)."""
         if count < 0 or count > self.tail_len:
-            raise ShapeError(f"cannot drop {count} of {self.tail_len} tail tokens.")
+            raise ShapeError(f"count must be from 0 to the {self.tail_len} tokens of the window, got {count} to drop.")
         if count == 0:
             return
         high = self.span[1]
@@ -150,7 +153,9 @@ class WindowCache:
     def truncate(self, count: int) -> None:
         """Forget the `count` newest tokens of the tail."""
         if count < 0 or count > self.tail_len:
-            raise ShapeError(f"cannot remove {count} of {self.tail_len} tail tokens.")
+            raise ShapeError(
+                f"count must be from 0 to the {self.tail_len} tokens of the window, got {count} to remove."
+            )
         self.tail_len -= count
         if self.valid is not None:
             self.valid = self.valid[:, : self.sink_len + self.tail_len]

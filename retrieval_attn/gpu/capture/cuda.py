@@ -35,7 +35,9 @@ class CudaRuntime:
             try:
                 self.exchange = PollingExchange(device, server_of)
             except Exception as error:
-                raise BackendError(f"graphs cannot call the host here: {first_line(error)}") from error
+                raise BackendError(
+                    f"CUDA graphs cannot exchange data with the host on this device: {first_line(error)}"
+                ) from error
             self._open_pool()
 
     def queries(self, count: int) -> Shared:

@@ -64,7 +64,9 @@ def page_locked(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(count, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
         size = count * dtype.itemsize
-        raise CaptureError(f"{size} bytes of page-locked memory cannot be had: {first_line(error)}") from error
+        raise CaptureError(
+            f"{size / 2**20:.1f} MiB of page-locked memory are needed, but the allocation failed: {first_line(error)}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -42,14 +42,18 @@ class DriverFunctions:
                 return
             except OSError as error:
                 tried.append(f"{name}: {error}")
-        raise BackendError(f"CUDA's driver cannot be loaded: {'; '.join(tried)}")
+        raise BackendError(
+            f"a CUDA graph with host attention needs the CUDA driver, which cannot be loaded: {'; '.join(tried)}"
+        )
 
     def address(self, name: str) -> int:
         """Address of the function `name`. Raises BackendError if there is none."""
         function = getattr(self._library, name, None)
         address = None if function is None else ctypes.cast(function, ctypes.c_void_p).value
         if address is None:
-            raise BackendError(f"CUDA's driver has no {name}")
+            raise BackendError(
+                f"a CUDA graph with host attention needs {name}, which this CUDA driver lacks; install a newer driver"
+            )
         return address
 
 
@@ -71,7 +75,7 @@ seconds; steps that were given up on an H100 took some three in all, so one take
 LIMIT_SECONDS = 10.0
 """How long the thread waits for a request."""
 HOST_LINE, DEVICE_LINE = 8, 32  # words of 64 and 32 bits: flags lie on cache lines of their own
-HINT = "The model decodes without this exchange with graph=False"
+HINT = "Use graph=False to decode without this exchange"
 
 
 class Functions(NamedTuple):
@@ -118,9 +122,12 @@ def serve(server: Server, launch: Callable[[], None], calls: Sequence[HostCall],
     if interrupt is not None:
         raise interrupt
     if code:
-        reasons = {-1: f"the device did not ask within {limit_seconds:g} s", -2: "the device ended without asking"}
+        reasons = {
+            -1: f"no request of the device within {limit_seconds:g} s",
+            -2: "the device finished without a request",
+        }
         reason = reasons.get(code, f"CUDA error {code}")
-        raise BackendError(f"{calls[server.served].name}: {reason} while its queries were awaited. {HINT}.")
+        raise BackendError(f"{calls[server.served].name}: {reason}. {HINT}.")
 
 
 def failure_of(report: int, generation: int, calls: Sequence[HostCall], server: Server) -> str | None:
@@ -220,7 +227,7 @@ class PollingCalls:
     def begin(self, call: HostCall) -> int:
         number = len(self.calls)
         if number == MAX_CALLS:
-            raise CaptureError(f"a step has more than {MAX_CALLS} layers that search")
+            raise CaptureError(f"a captured step can have at most {MAX_CALLS} layers that search on the host")
         self.calls.append(call)
         request = self._host[(number + 1) * HOST_LINE :]
         self.server.add(

@@ -84,8 +84,8 @@ class ClusterMass:
         """
         if clusters & (clusters - 1) or not MIN_CLUSTERS <= clusters <= MAX_CLUSTERS:
             raise BackendError(
-                f"clusters={clusters} must be a power of 2 from {MIN_CLUSTERS} to {MAX_CLUSTERS}: kernels are made "
-                "for these; give one of them"
+                f"clusters={clusters} must be a power of 2 from {MIN_CLUSTERS} to {MAX_CLUSTERS}, the sizes that "
+                "the kernels support"
             )
         self.clusters, self.value_dim, self.dtype = clusters, value_dim, dtype
         self.entries: list[ClusterEntry | None] = [None] * entries
@@ -146,8 +146,8 @@ class ClusterMass:
         turns = list(scratch.turns(batch * search.kv_heads, q_heads // search.kv_heads))
         if len(turns) != 1:
             raise BackendError(
-                f"the scores of {batch * q_heads} queries were not kept: scratch memory has room for "
-                f"{scratch.queries}; estimate each turn in `after`"
+                f"the scores of {batch * q_heads} queries are needed, but scratch memory holds {scratch.queries}; "
+                "estimate each turn in `after`"
             )
         self.after(search, query, scoring, into)(scratch, turns[0])
         return into

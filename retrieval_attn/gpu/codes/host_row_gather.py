@@ -79,8 +79,8 @@ class HostRowGather:
         """
         if not shape.readable:
             raise BackendError(
-                f"rows of {shape.head_dim} and {shape.value_dim} numbers are no multiples of {WIDE} bytes; the host "
-                "must attend to such keys"
+                f"int8 rows must be multiples of {WIDE} bytes, got {shape.head_dim} and {shape.value_dim} bytes; use "
+                "int8_rows=False, which lets the CPU attend"
             )
         self.shape = shape
         self.entries: list[GatherEntry | None] = [None] * entries
@@ -108,15 +108,18 @@ class HostRowGather:
         ):
             if array.dtype != dtype or array.shape != (tokens, width) or not array.is_contiguous():
                 raise BackendError(
-                    f"rows must be contiguous, {tokens} of {width} numbers in {dtype}, got {tuple(array.shape)} in "
+                    f"rows must be a contiguous array ({tokens}, {width}) of {dtype}, got {tuple(array.shape)} of "
                     f"{array.dtype}"
                 )
             offset = array.data_ptr() - self.table.data_ptr()
             if offset % unit:
-                raise BackendError(f"rows and steps must begin on multiples of {WIDE} and {STEP_BYTES} bytes")
+                raise BackendError(
+                    f"rows and steps must start at multiples of {WIDE} and {STEP_BYTES} bytes, got an offset of "
+                    f"{offset} bytes"
+                )
             begins.append(offset // unit)
         if not 0 <= entry.ids <= tokens:
-            raise BackendError(f"there are {entry.ids} ids, but {tokens} rows")
+            raise BackendError(f"ids must be at most {tokens}, the number of rows, got {entry.ids}")
         return [*begins, entry.ids, entry.least]
 
     def forget(self, own: slice = slice(None)) -> None:

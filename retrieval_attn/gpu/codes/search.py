@@ -251,7 +251,7 @@ class CodedHeads:
         here = self.table.data_ptr()
         rows = [(0,) * TABLE_WORDS if entry is None else _words(*entry, here) for entry in entries]
         if any(row[0] % ALIGNED for row in rows):
-            raise BackendError(f"codes must begin on multiples of {ALIGNED} bytes")
+            raise BackendError(f"codes must start at multiples of {ALIGNED} bytes; copy them to aligned memory")
         return rows
 
 
@@ -413,7 +413,9 @@ def _finer_of(entry: CodeRange) -> CodeRange:
     """The finer codes of an entry's keys. Raises BackendError where there are none."""
     codes, count = entry
     if codes.finer is None:
-        raise BackendError("keys are to be searched by finer codes, too, and have none; build the index again")
+        raise BackendError(
+            "a search with finer codes needs finer codes of all keys, but these keys have none; build the index again"
+        )
     return codes.finer, count
 
 

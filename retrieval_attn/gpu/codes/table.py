@@ -108,8 +108,8 @@ class TableWriter:
         """Write as many rows as the table has. Raises BackendError for fewer."""
         if first or len(rows) != len(self._table):
             raise BackendError(
-                f"a table of {len(self._table)} rows is written as a whole, got {len(rows)} rows from {first} on; "
-                "take one of `SharedTables` to write some"
+                f"all {len(self._table)} rows of this table must be written at once, got {len(rows)} rows from row "
+                f"{first}; use a table of `SharedTables` to write some"
             )
         numbers = torch.tensor(rows, dtype=torch.int64).view(self._table.shape)
         if self._waits:

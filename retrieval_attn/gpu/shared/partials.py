@@ -86,7 +86,7 @@ def write_pages(pool: PagedKeys, pages: Ids, key: Tensor, value: Tensor, first: 
     """
     tokens = first + key.shape[1]
     if len(pages) != pages_for(tokens):
-        raise ShapeError(f"{tokens} tokens take {pages_for(tokens)} pages, got {len(pages)}.")
+        raise ShapeError(f"{tokens} tokens need {pages_for(tokens)} pages, got {len(pages)} pages.")
     start = 0
     for begin, stop in runs(pages):
         count = min((stop - begin) * PAGE_TOKENS - first, key.shape[1] - start)
@@ -137,7 +137,7 @@ def shared_partials(
     """
     shape = plan.shape
     if query.ndim != 4 or query.shape[:3] != (shape.rows, shape.q_heads, 1):
-        raise ShapeError(f"the plan is for queries ({shape.rows}, {shape.q_heads}, 1, dim), got {tuple(query.shape)}.")
+        raise ShapeError(f"the plan needs queries ({shape.rows}, {shape.q_heads}, 1, dim), got {tuple(query.shape)}.")
     dim, value_dim = pool.dims
     if (pool.key.shape[0], pool.key.shape[2], dim) != (shape.kv_heads, PAGE_TOKENS, query.shape[3]):
         raise ShapeError(

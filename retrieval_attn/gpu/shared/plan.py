@@ -235,13 +235,20 @@ class SharedPlan:
     ) -> None:
         shape = self.shape
         if rows.min() < 0 or rows.max() >= shape.rows or len(np.unique(rows)) != len(rows):
-            raise ShapeError(f"rows of a node must be different numbers below {shape.rows}, got {rows.tolist()}.")
+            raise ShapeError(
+                f"rows of a node must be distinct numbers from 0 to {shape.rows - 1}, got {rows.tolist()}."
+            )
         if node.tokens < 0 or len(pages) != pages_for(node.tokens) or pages.min() < 0:
             raise ShapeError(
-                f"{node.tokens} tokens of a node take {pages_for(node.tokens)} pages of {PAGE_TOKENS} tokens "
-                f"with numbers of at least 0, got {len(pages)} pages."
+                f"{node.tokens} tokens of a node need {pages_for(node.tokens)} pages of {PAGE_TOKENS} tokens, numbered "
+                f"from 0, got {len(pages)} pages."
             )
         if int(depth[rows].max()) >= shape.levels:
-            raise ShapeError(f"a row lies over more than {shape.levels} nodes; make the plan with more levels.")
+            raise ShapeError(
+                f"a row has more than {shape.levels} nodes, the levels of the plan; make a plan with more levels."
+            )
         if used + len(pages) > shape.pages:
-            raise ShapeError(f"the nodes have {used + len(pages)} pages or more, the plan has room for {shape.pages}.")
+            raise ShapeError(
+                f"the nodes need at least {used + len(pages)} pages, the plan has {shape.pages}; make a plan with more "
+                "pages."
+            )

@@ -122,7 +122,7 @@ def encode_more(codes: Codes, keys: npt.NDArray[Any], fmt: Format, start: int) -
     if dim != len(codes.mean):
         raise ShapeError(f"keys must be (n, {len(codes.mean)}) as the codes are, got {(length, dim)}")
     if not 0 <= start <= len(codes.codes):
-        raise ShapeError(f"start={start} must be 0 to {len(codes.codes)}, the rows there are")
+        raise ShapeError(f"start={start} must be from 0 to {len(codes.codes)}, the number of coded keys")
     stored = one_layout(kernel_view(keys, fmt)[None])
     check_finite(_channel_statistics(stored, length)[2], start)
     if start + length > len(codes.codes):
@@ -171,7 +171,9 @@ def codes_from_state(state: Mapping[str, Any], length: int, head_dim: int, trust
         array = state.get(name)
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
             given = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else "nothing"
-            raise InputDataError(f"{name} of the codes must be {np.dtype(dtype)} {shape}, got {given}; build it again")
+            raise InputDataError(
+                f"{name} of the codes must be {np.dtype(dtype)} {shape}, got {given}; build the index again"
+            )
         if not np.isfinite(array).all() or (name == "scale" and (array < 0).any()):
             raise InputDataError(f"{name} of the codes must be finite numbers, scale >= 0; build the index again")
         arrays.append(array)
@@ -204,7 +206,7 @@ def check_finite(bad: tuple[int, int], start: int) -> None:
     if count:
         raise NotFiniteError(
             f"keys to be coded must be finite, got {count} with NaN or infinity, the first at id {start + first}; "
-            "leave them out or use index='flat' without codes"
+            "remove them or use index='flat' without codes"
         )
 
 

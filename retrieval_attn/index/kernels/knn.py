@@ -60,7 +60,10 @@ def training_lists(
     if isinstance(kk, bool) or not isinstance(kk, int | np.integer) or kk < 1:
         raise ConfigError(f"kk={kk!r} must be a whole number >= 1")
     if len(codes.codes) < len(keys) or len(codes.mean) != fmt.dim_of(keys):
-        raise ShapeError(f"codes of {len(keys)} keys of {fmt.dim_of(keys)} needed, got {codes.codes.shape}")
+        raise ShapeError(
+            f"codes must cover {len(keys)} keys with head_dim={fmt.dim_of(keys)}, got codes of {codes.codes.shape[0]} "
+            f"keys with head_dim={len(codes.mean)}"
+        )
     heads, each, dim = checked.shape
     lists = np.full((heads, each, int(kk)), -1, np.int32)
     if not lists.size or not len(keys):

@@ -259,8 +259,8 @@ def graph_from_state(state: Mapping[str, Any], head_dim: int, num_keys: int, tru
     )
     if not fits:
         raise InputDataError(
-            f"a saved graph does not fit {num_keys} keys of {head_dim} (shapes or numbers in it are wrong); "
-            "load it with its own keys, or build the index again"
+            f"a saved graph does not fit {num_keys} keys with head_dim={head_dim} (wrong shapes or ids); restore it "
+            "with the keys it was saved with, or build the index again"
         )
     arrays = [usable(array) for array in (codes, adjacency, ids, entries, counts)]
     coded = Codes(arrays[0], np.array(mean), np.array(scale))

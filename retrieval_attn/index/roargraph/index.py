@@ -107,7 +107,7 @@ class RoarGraphIndex(RunsIndex):
         """
         check_rows("keys", keys, fmt, 2)
         if len(keys) > MAX_KEYS:
-            raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {len(keys)}; use two")
+            raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {len(keys)}; split them over two indexes")
         queries, lists = check_training(training.queries, training.lists, fmt.dim_of(keys), len(keys))
         _check_finite(keys, fmt, 0)
         if len(keys) < EXACT_BELOW or not len(keys):
@@ -192,7 +192,7 @@ class RoarGraphIndex(RunsIndex):
     def truncate(self, length: int) -> bool:
         """Forget all ids >= length. Always possible; costs a pass over the graph."""
         if length < 0:
-            raise ConfigError(f"length={length} must be >= 0")
+            raise ConfigError(f"length={length} must be >= 0 keys")
         if length < len(self):
             if self._head is not None:
                 self._head = graph_head.without_keys_from(self._head, length)
@@ -262,5 +262,5 @@ def _check_finite(keys: npt.NDArray[Any], fmt: Format, first: int) -> None:
         if bad.any():
             raise NotFiniteError(
                 f"keys must be finite, got {int(bad.sum())} with NaN or infinity, the first at id "
-                f"{first + start + int(bad.argmax())}; leave them out or use index='flat'"
+                f"{first + start + int(bad.argmax())}; remove them or use index='flat'"
             )

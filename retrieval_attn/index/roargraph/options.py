@@ -50,5 +50,5 @@ class GraphOptions:
             return cls(**plain)
         except TypeError as error:
             raise ConfigError(
-                f"options of a saved graph are not known here ({error}); build the index again"
+                f"a saved graph has options that this release does not have ({error}); build the index again"
             ) from error

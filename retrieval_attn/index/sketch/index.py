@@ -163,7 +163,9 @@ class SketchIndex(RunsIndex):
             raise ConfigError("sketch needs finite training queries, got none; pass queries (heads, m, head_dim)")
         sample = to_float32(keys[:: max(1, len(keys) // SAMPLED_KEYS)], fmt)
         if not np.isfinite(sample).all():
-            raise NotFiniteError("keys to be sketched must be finite; leave the others out or use index='flat'")
+            raise NotFiniteError(
+                "keys of a sketch must be finite, got NaN or infinity; remove these keys or use index='flat'"
+            )
         known = sample if len(sample) else np.eye(dim, dtype=np.float32)
         sides = learn_projection(rows, known, dim)
         variances = (known.astype(np.float64) @ sides[1].T.astype(np.float64)).var(axis=0)
@@ -320,7 +322,9 @@ class SketchIndex(RunsIndex):
     ) -> SketchIndex:
         measured = state.get("measured", len(keys))
         if not isinstance(measured, int):
-            raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
+            raise InputDataError(
+                "the saved state is not one of a sketch over these keys; build the index again from its keys"
+            )
         index = cls(KeyRuns(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys), trusted))
         index._measured = measured
         return index

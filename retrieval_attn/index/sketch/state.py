@@ -84,7 +84,9 @@ def restored_arguments(
         or not 0 <= whole <= total
         or not (old or _is_layout(narrow, front_rank))
     ):
-        raise InputDataError("the state is not one of a sketch over such keys; build the index again from its keys")
+        raise InputDataError(
+            "the saved state is not one of a sketch over these keys; build the index again from its keys"
+        )
     expected: dict[str, tuple[type, tuple[int, ...]]] = {
         "ids": (np.int32, (blocks * BLOCK,)),
         "leaf_blocks": (np.uint8, (coded, numbers * BLOCK)),
@@ -117,7 +119,7 @@ def restored_arguments(
         or (ids[total * BLOCK :] >= 0).any()
         or (ids[: whole * BLOCK] < 0).any()
     ):
-        raise InputDataError(f"the ids of the sketch are not those of {num_keys} keys; build the index again")
+        raise InputDataError(f"the ids of the saved sketch do not cover {num_keys} keys; build the index again")
     own = usable if trusted else _padded
     ids = usable(ids) if trusted else _padded(ids, PAIR, -1)
     steps = BlockSteps(*(np.array(arrays[name]) for name in BlockSteps._fields))

@@ -81,7 +81,7 @@ class Binding:
             if isinstance(layer, RetrievalLayer):
                 layer.finish_index()
         if signature(self.model, self.cache, self.runtime) != self.decoder.signature:
-            raise CaptureError("the cache's shapes or the model's weights changed")
+            raise CaptureError("the shapes of the cache or the weights of the model changed after the capture")
         for row, (slot, (_, layer)) in enumerate(zip(self.decoder.slots, attending(self.cache), strict=True)):
             bound = GraphLayer(self, slot, layer)
             self.layers[row : row + 1] = [bound]  # before it changes anything: `unbind` undoes what is listed
@@ -102,7 +102,7 @@ class Binding:
         for layer in full:
             layer.layer.spill()
         if any(layer.window.buffers[0] is not layer.slot.key for layer in full):
-            raise WindowsGrownError("windows have outgrown the graph's memory")
+            raise WindowsGrownError("windows are longer than the buffers that the graph was captured with")
         self._replan(full)
 
     def upload_spans(self) -> None:
@@ -251,7 +251,9 @@ class GraphLayer:
             if stop > start
         }
         if len(counts) > 1 or None in counts:
-            raise CaptureError(f"the rows retrieve different numbers of keys ({counts}), or all of them")
+            raise CaptureError(
+                f"all rows of a graph must retrieve the same number of keys, got {counts} (None: all keys)"
+            )
         retrieve = next((number for number in counts if number is not None), None)
         if retrieve is not None:
             rows = list(itertools.starmap(HostRow, zip(held.hosts, held.ranges, strict=True)))
@@ -266,7 +268,7 @@ class GraphLayer:
         Raises CaptureError for more than one token per row.
         """
         if query.shape[2] != 1:
-            raise CaptureError(f"a decode step has one new token per row, the model brought {query.shape[2]}")
+            raise CaptureError(f"a captured decode step takes one new token per row, got {query.shape[2]}")
         owner, slot, scoring, max_coded_keys, paged = self._owner, self.slot, Scoring(scale, softcap), None, None
         if owner.kind.prefix_depth and isinstance(self.layer, RetrievalLayer):
             paged = owner.decoder.paged(slot.number, query, scoring)
@@ -276,7 +278,9 @@ class GraphLayer:
                 self.plan()
                 owner.decoder.upload_tables()
             if slot.hosts[0].scoring != scoring:
-                raise CaptureError(f"layer {slot.number} changes its scale or soft-cap from step to step")
+                raise CaptureError(
+                    f"layer {slot.number} must keep its scale and soft-cap, but they differ between two steps"
+                )
             max_coded_keys = owner.max_coded_keys
         options: dict[str, Any] = {"max_coded_keys": max_coded_keys, "padded": owner.kind.padded, "paged": paged}
         return slot.record(query, (key, value), scoring, sinks, **options)

@@ -99,7 +99,9 @@ def capture(binding: Recordable, token: Tensor, position: Tensor) -> CapturedSte
             known = 1e-4 if binding.model.dtype == torch.float32 else 1e-2
             tolerance = known * float(seen[0].nan_to_num(0.0, 0.0, 0.0).abs().max())  # a row may not be finite
             if not torch.allclose(seen[0], seen[1], rtol=0, atol=tolerance, equal_nan=True):
-                raise CaptureError("the model computes with the number of cached tokens on the CPU")
+                raise CaptureError(
+                    "the model reads the number of cached tokens on the CPU, which a graph would repeat unchanged"
+                )
             restart()
             return CapturedStep(runtime.capture(record), outputs[0])
         except RetrievalAttentionError:

@@ -210,7 +210,8 @@ class HostStep:
                     self._bind(apart, rows_of, changed)
                 return
         raise CaptureError(
-            f"layer {self._number}: its index has no compiled search, or the step would need too much memory"
+            f"layer {self._number}: the index kind has no compiled search, or its memory for a captured step exceeds "
+            "the limit"
         )
 
     def _bind(self, apart: list[CodedPieces], rows_of: list[list[int]], changed: Collection[int] | None) -> None:
@@ -379,7 +380,7 @@ def _layouts(rows: Sequence[HostRow | None]) -> list[list[list[int]]]:
 
 def held_by(layer: RetrievalLayer) -> LayerKV:
     if layer.held is None:
-        raise CaptureError("the cache holds no tokens yet")
+        raise CaptureError("the cache is empty; a graph is captured after the first tokens were read")
     return layer.held
 
 

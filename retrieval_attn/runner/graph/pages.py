@@ -43,7 +43,7 @@ class StepPages:
         Raises CaptureError for a prefix in the pages of another engine.
         """
         if any(one is not None and one.layers is not self.layers for one in prefixes):
-            raise CaptureError("rows of a batch lie in pages of several engines")
+            raise CaptureError("the rows of a batch must use the pages of one engine, got pages of several")
         if levels == self._levels and self._written.are(prefixes):
             return
         if levels not in self._plans:

@@ -139,5 +139,5 @@ def slot_buffers(layer: RetrievalLayer | SlidingLayer, rows: int | None = None) 
 def window_of(layer: RetrievalLayer | SlidingLayer) -> WindowCache:
     """The layer's window. Raises CaptureError where there is none yet."""
     if layer.window is None:
-        raise CaptureError("the cache holds no tokens yet")
+        raise CaptureError("the cache is empty; a graph is captured after the first tokens were read")
     return layer.window

@@ -143,7 +143,10 @@ class GraphState:
         for name, which in replaced:
             getattr(self.layer, name)[which] = self._buffers[name, which]
         if replaced:
-            raise CaptureError(f"layer {self._number} makes its {replaced[0][0]} anew at every step")
+            raise CaptureError(
+                f"layer {self._number} allocates a new tensor for its {replaced[0][0]} in every step; a graph needs "
+                "one address"
+            )
 
     @ordinary_tensors
     def unbind(self) -> None:

@@ -81,7 +81,7 @@ def token_scores(logits: Tensor, ids: Tensor, count: int) -> list[TokenScore]:
 
 
 class AnswerLoop:
-    """What answers of one model have in common: reading token ids, decoding, cutting at stops, counting costs."""
+    """Share the steps of all answers of one model: read token ids, decode, cut at stop strings and count costs."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -144,9 +144,9 @@ class AnswerLoop:
         progress: bool = False,
         read_done: Callable[[], object] | None = None,
     ) -> PromptState:
-        """As `read`, until the keys are on the host and indexed, and the first answer waits for nothing that is made
-        once; with a bar if `progress`. read_done: called when the model has read, and before the rest is waited for.
-        Raises MemoryPlanError where host memory runs out, too.
+        """Read as `read` does, then block until all keys are on the host and indexed and the first answer compiles and
+        captures nothing; show a bar if `progress`. read_done: called after the model has read, before the rest is
+        awaited. Raises MemoryPlanError if host memory runs out, too.
         """
         with host_shortage(f"read {batch.ids.shape[1]:,} tokens"):
             return self._read_whole(cache, batch, progress, read_done)
@@ -256,7 +256,7 @@ class AnswerLoop:
         return criteria
 
     def _processors(self, sampling: Sampling, batch: PromptRows, ends: set[int]) -> LogitsProcessorList:
-        """What changes scores before a token is chosen: penalties and biases, then the filters of a temperature."""
+        """Return the processors of scores: penalties and biases, then the filters of a temperature."""
         draw = SamplingParams(
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,

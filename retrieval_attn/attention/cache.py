@@ -366,7 +366,7 @@ def seal(cache: RetrievalCache, *, coded: bool = True) -> None:
 
 
 def own_tensors(cache: RetrievalCache) -> Iterator[Tensor]:
-    """Of its `device_nbytes`, what a fork has a copy of: sinks, windows and states."""
+    """Yield the tensors of `device_nbytes` that a fork copies: sinks, windows and states."""
     for layer in cache.layers:
         if isinstance(layer, StateLayer):
             yield from (state for _, state in layer.states())

@@ -102,8 +102,8 @@ def beside_codes_bytes(paths: Sequence[SequenceKV]) -> int:
 
 
 class _SegmentClusters:
-    """What a device holds of a segment's clusters: members (kv_heads, capacity) uint8, of which those of the tokens
-    [first, first + length) are known, and mean values (kv_heads, MAX_CLUSTERS, value_dim).
+    """Clusters of a segment on a device: members (kv_heads, capacity) uint8, filled for the tokens [first, first +
+    length), and mean values (kv_heads, MAX_CLUSTERS, value_dim).
     """
 
     def __init__(self, mean_values: np.ndarray[Any, Any], first: int, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class _SegmentClusters:
 
     @property
     def entries(self) -> list[ClusterEntry]:
-        """Of each head: the same objects until the members lie elsewhere."""
+        """The entry of each head: the same objects until the members move to other memory."""
         if not self._entries:
             self._entries = [ClusterEntry(*one) for one in zip(self.members, self.mean_values, strict=True)]
         return self._entries
@@ -161,7 +161,7 @@ def segment_of(path: SequenceKV, piece: SearchRange) -> Segment:
 
 
 def reach_entries(path: SequenceKV, one: CodedPieces, least: int) -> list[GatherEntry] | None:
-    """Of each key-value head, the coded keys of a path that was taken apart; none without codes.
+    """Return the coded keys of each key-value head of a path that was split by `take_apart`; [] without codes.
 
     None: they have no such rows, or none yet, and the host must attend to them. least: as in `GatherEntry`.
     """

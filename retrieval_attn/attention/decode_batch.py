@@ -86,7 +86,7 @@ class StepPlans:
         self.host_seconds = 0.0
 
     def ask(self, key: Hashable, asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> _Found | None:
-        """What each row gets, in one step; None where no step serves them. Raises what went wrong with any of them.
+        """Return the results of the rows from one step; None if no step supports them. Raises the error of any row.
 
         queries (rows, q_heads, head_dim) float32. key: of rows that may go together.
         """
@@ -104,7 +104,7 @@ class StepPlans:
 
 
 class _Found(NamedTuple):
-    """What rows of a step got, a row each: out (rows, q_heads, 1, value_dim), lse and the share that is estimated.
+    """Results of the rows of a step, one row each: out (rows, q_heads, 1, value_dim), lse and the estimated share.
 
     costs: of each row.
     """
@@ -182,7 +182,7 @@ class _KeptStep:
 
 
 def _wanted(asks: Items[RowAsks], queries: np.ndarray, scoring: Scoring) -> tuple[object, ...]:
-    """What the plan of a step of these paths depends on."""
+    """Return the values that the plan of a step of these paths depends on."""
     rows = [(one.span, one.top_k, one.host.plan_stamp()) for one in asks]
     return rows, queries.shape, scoring, asks[0].host.threads
 
@@ -323,7 +323,7 @@ def _answers(
     scoring: Scoring,
     errors: dict[int, Exception],
 ) -> tuple[_Found | None, list[HostPartial | None]]:
-    """What rows get from their hosts' parts, in one step, or, where that is None, each; None for one that failed."""
+    """Compute the hosts' parts of all rows in one step, or of each row if that returns None; None for a failed row."""
     problem: Exception | None = None
     if len(asks) > 1:
         try:

@@ -53,19 +53,19 @@ class CodedRange:
 
     @property
     def pieces(self) -> list[SearchRange]:
-        """Of the path, as a step takes them."""
+        """Pieces of the path, as a step takes them."""
         return self.parts.pieces
 
     @property
     def codes(self) -> list[CodeRange | None]:
-        """Of each key-value head."""
+        """Codes of each key-value head."""
         return self.parts.codes
 
 
 def coded_range(
     path: SequenceKV, start: int, stop: int, k: int, spec: IndexSpec, estimated: bool = False
 ) -> CodedRange | None:
-    """What the codes on the device say of tokens [start, stop); None where they do not serve a search for the best k.
+    """Return tokens [start, stop) with their codes on the device; None if no search for the best k can use these.
 
     Not where a path has codes of several segments, either. spec: of the path's indexes. estimated: whether what is not
     attended to is.
@@ -78,7 +78,7 @@ def coded_range(
 
 
 class QuestionShape(NamedTuple):
-    """What the memory of a question's chunks is made for."""
+    """The sizes that the memory of a question's chunks is allocated for."""
 
     device: torch.device
     q_heads: int

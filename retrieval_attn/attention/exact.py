@@ -50,7 +50,7 @@ class ExactPass:
         self.filled += count
 
     def answer(self, query: Tensor, start: int, scale: float, softcap: float | None) -> Partial:
-        """What the newest chunk's queries see; the chunk began at token `start` of the pass and is stored."""
+        """Attend with the queries of the newest chunk, which began at token `start` of the pass and is stored."""
         key, value = (tensor[:, :, : self.filled] for tensor in self.new)
         own = self._own(query, key, value, start, scale, softcap)
         if self.past.empty:
@@ -103,11 +103,11 @@ class ExactPass:
         return key[row][:, first], value[row][:, first]
 
     def mark(self) -> tuple[int, Tensor | None]:
-        """What `restore` needs to forget the chunks that follow."""
+        """Return the state that `restore` needs to undo later chunks."""
         return self.filled, self.valid
 
     def restore(self, mark: tuple[int, Tensor | None]) -> None:
-        """As it was when `mark` was made: rows beyond it are written again by the next chunk."""
+        """Restore the state of `mark`; the next chunk overwrites the rows after it."""
         self.filled, self.valid = mark
 
     def _store(self, key: Tensor, value: Tensor, start: int) -> None:

@@ -135,7 +135,7 @@ class HostAttention:
         return Partial(out, lse)
 
     def _ask(self, k: int | HeadBudgets | None, group: list[PathRows], stats: LayerStats) -> list[HostPartial]:
-        """What the host attends to for some paths, k keys per query. Adds to `stats`, but for the time."""
+        """Attend on the host for several paths, k keys per query. Adds the counts to `stats`, but not the time."""
         answers = attend_paths(
             [one.host for one in group],
             [self._host_queries(one) for one in group],

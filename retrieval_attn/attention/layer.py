@@ -258,7 +258,7 @@ class CacheLayer(HandleLayer):
             self.batch.commit(self.ahead)
 
     def mark(self) -> object:
-        """What `restore` needs to undo the chunks that follow; None where that cannot be done."""
+        """Return the state that `restore` needs to undo later chunks; None if they cannot be undone."""
         return None
 
     def restore(self, mark: object) -> bool:
@@ -336,7 +336,7 @@ class CacheLayer(HandleLayer):
 
 
 class LayeredCache(Cache):
-    """What layer-major prefill asks of a cache. on_layer: called after each decoder layer of a forward, or None.
+    """Cache methods of layer-major prefill. on_layer: called after each decoder layer of a forward, or None.
 
     on_chunk: called before each chunk of each decoder layer, of which a short forward has one, or None. on_end: called
     behind the last of several, before what ends the layer's pass, or None.

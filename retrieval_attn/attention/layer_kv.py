@@ -45,7 +45,7 @@ class TailSize(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> TailSize:
-        """As the options say."""
+        """Return the sizes that the options give."""
         return cls(MAX_KEYS if config.keeps_all else config.window, config.spill, config.keeps_all)
 
     def slots(self, tail: int) -> int:

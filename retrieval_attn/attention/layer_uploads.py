@@ -25,7 +25,7 @@ class LayerUploads:
     def walk(
         self, stretches: Items[UploadSpan], dtype: torch.dtype | None, *, last: bool, cut: Cutter = UploadSpan.of
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """What `Uploads.walk` gives, or without CUDA `as_blocks`.
+        """Yield the blocks of `Uploads.walk`, or without CUDA those of `as_blocks`.
 
         last: whether the layer walks no more in this pass; the next layer's keys, cut by `cut`, are then sent ahead.
         """
@@ -49,7 +49,7 @@ class LayerUploads:
         return self._batch.uploads[self._device]
 
     def _next(self, cut: Cutter) -> list[UploadSpan]:
-        """What the next layer that keeps its tokens on the host will ask for on the same device."""
+        """Return the spans that the next layer with tokens on the host will upload to the same device."""
         later = [number for sequence in self._batch.sequences for number in sequence.kv if number > self._number]
         if not later or self._batch.devices.get(min(later)) != self._device:
             return []

@@ -51,18 +51,18 @@ class PagedLayers:
         self._lock = threading.Lock()
 
     def layer(self, number: int) -> PagedKeys:
-        """Of a layer whose tokens have come."""
+        """Return the pages of a layer that has tokens."""
         return self._layers[number]
 
     @property
     def any_layer(self) -> PagedKeys | None:
-        """Of some layer whose tokens have come; None: of none."""
+        """Pages of any layer that has tokens; None if no layer has."""
         return next(iter(self._layers.values()), None)
 
     def write(
         self, number: int, span: PagedSpan, key: Tensor, value: Tensor, dtype: torch.dtype, first: int = 0
     ) -> None:
-        """Of the span's keys and values (1, kv_heads, tokens, dim) those from token `first` on, in one layer.
+        """Write the keys and values (1, kv_heads, tokens, dim) of a span from token `first` on, in one layer.
 
         dtype: of the tokens. int8: they may come as they are stored, (1, kv_heads, tokens, width).
         """

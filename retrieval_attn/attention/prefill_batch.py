@@ -93,7 +93,7 @@ def runs_of(paths: Items[list[PathPart]]) -> list[Run]:
 
 
 def in_order(groups: Items[Group], counts: Items[int]) -> Partial:
-    """What groups of rows got, for the queries of one row behind another's, with the rows in order, each in one group.
+    """Join results of groups of rows in the order of rows, one row's queries after the other; each row is in one group.
 
     counts: queries of each row.
     """
@@ -162,7 +162,7 @@ class RowRead(NamedTuple):
 
 
 class PrefillTokens(NamedTuple):
-    """Of all rows, side by side: query (1, q_heads, tokens, head_dim), key and value (1, kv_heads, tokens, dim)."""
+    """Tokens of all rows joined: query (1, q_heads, tokens, head_dim), key and value (1, kv_heads, tokens, dim)."""
 
     query: Tensor
     key: Tensor

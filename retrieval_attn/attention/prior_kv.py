@@ -79,7 +79,7 @@ class PriorKV:
         return None if self._exact is None else self._exact.attend(self._number, query, Scoring(scale, softcap))
 
     def _attend_paths(self, query: Tensor, value_dim: int, scale: float, softcap: float | None, last: bool) -> Partial:
-        """What lies on the host, behind what is forgotten."""
+        """Attend to the tokens on the host after the forgotten ones."""
         at_once = max(1, QUERIES_AT_ONCE // query.shape[2])
         groups = [
             (one, rows[start : start + at_once]) for one, rows in self._paths for start in range(0, len(rows), at_once)
@@ -108,7 +108,7 @@ class PriorKV:
     def _walk(
         self, asked: Items[tuple[UploadSpan, Tensor]], scale: float, softcap: float | None, last: bool, cut: Cutter
     ) -> list[Partial]:
-        """What each query (1, q_heads, n, head_dim) gets of its stretch, block by block."""
+        """Attend with each query (1, q_heads, n, head_dim) to its stretch, block by block."""
         uploads = LayerUploads(self._batch, self._number, self._like.device)
         if self._near is not None:  # a prompt of two parts, a short chat: nothing need come from the host
             uploads.clear()
@@ -127,7 +127,7 @@ class PriorKV:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """What tokens in pages are: equal where they are the same ones; () without such."""
+        """Identity of the tokens in pages: equal for the same pages; () without pages."""
         return () if self._exact is None else tuple(map(id, self._exact.spans))
 
     @property

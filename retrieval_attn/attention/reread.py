@@ -22,7 +22,7 @@ _PREPARE = "prepare_inputs_for_generation"
 
 
 class LengthCache(Protocol):
-    """What a `RetrievalCache` says of its text and its factors."""
+    """Methods of a `RetrievalCache` about the length of its text and its rotary factors."""
 
     batch: Batch
     rope: LengthRope | None
@@ -116,7 +116,7 @@ def _prepare(
     next_sequence_length: int | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """As the model's own. original: that one. next_sequence_length: columns of input_ids that are new; None: all."""
+    """Prepare inputs by `original`, the model's method. next_sequence_length: new columns of input_ids; None: all."""
     arguments = {"attention_mask": attention_mask, "next_sequence_length": next_sequence_length, **kwargs}
     if getattr(past_key_values, "rope", None) is None:
         found: dict[str, Any] = original(input_ids, past_key_values=past_key_values, **arguments)

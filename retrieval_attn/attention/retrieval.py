@@ -84,7 +84,7 @@ class Reading:
         return self.done.step(query, key, value, valid, scale, softcap)
 
     def take(self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> None:
-        """As `step`, for tokens without padding; the caller attends with their queries."""
+        """Store tokens without padding as `step` does; the caller attends with their queries."""
         self._take_sample(query, scale, softcap)
         self.done.take(key, value, None)
 
@@ -95,7 +95,7 @@ class Reading:
         self._scoring = scale, softcap
 
     def host_work(self, make: Callable[..., HostWork] = HostWork) -> HostWork:
-        """What brings the pass to the host; nothing has begun. Raises CacheMismatchError if tokens are missing.
+        """Return the work, not started, of copying the pass to the host. Raises CacheMismatchError without all tokens.
 
         make: takes what `HostWork` takes.
         """
@@ -162,12 +162,12 @@ class Reading:
         return sample.on_device(model, module, row, None if valid is None else valid[row])
 
     def mark(self) -> ReadingMark:
-        """What `restore` needs to forget the chunks that follow."""
+        """Return the state that `restore` needs to undo later chunks."""
         samples = tuple(0 if one is None else one.mark() for one in (self._sample, self._metric_sample))
         return ReadingMark(self.done.mark(), samples)
 
     def restore(self, mark: ReadingMark) -> None:
-        """As it was when `mark` was made."""
+        """Restore the state of `mark`."""
         self.done.restore(mark.done)
         for sample, sampled in zip((self._sample, self._metric_sample), mark.sampled, strict=True):
             if sample is not None:
@@ -255,7 +255,7 @@ class RetrievalLayer(CacheLayer):
         return host
 
     def hold(self, key: Tensor, value: Tensor) -> LayerKV:
-        """What is held; made for tokens like these if they are the first."""
+        """Return the layer's keys and values; create them for tokens of this shape if these are the first."""
         if self.held is None:
             self.batch.start(key.shape[0])
             self.index.decide(self._announced or key.shape[2], key.shape[0])
@@ -468,7 +468,7 @@ class RetrievalLayer(CacheLayer):
 
 
 def alive(reference: weakref.ref[nn.Module] | None) -> nn.Module | None:
-    """What a weak reference names, if there is one and it still exists."""
+    """Return the module of a weak reference; None without a reference or if the module is gone."""
     return None if reference is None else reference()
 
 

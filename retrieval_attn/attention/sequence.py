@@ -316,7 +316,7 @@ def stacked(query: Tensor, rows: Items[int]) -> Tensor:
 
 
 def unstacked(part: Tensor, rows: int) -> Tensor:
-    """What queries that `stacked` made got, (q_heads, rows * new, ...), by row: a view (rows, q_heads, new, ...)."""
+    """Split results (q_heads, rows * new, ...) of queries from `stacked` by row: a view (rows, q_heads, new, ...)."""
     if rows == 1:  # mostly, and for every layer of a token: one operation in place of two
         return part.unsqueeze(0)
     return part.unflatten(1, (rows, part.shape[1] // rows)).transpose(0, 1)

@@ -48,7 +48,7 @@ class StateLayer(LinearAttentionLayer):
         return {**self._copied(), "graph": None}
 
     def mark(self) -> dict[str, Any]:
-        """What `restore` needs to undo the chunks that follow."""
+        """Return the state that `restore` needs to undo later chunks."""
         return self._copied()
 
     def restore(self, mark: object) -> bool:

@@ -21,7 +21,7 @@ NUMBERS_AT_ONCE = 1024
 
 
 class TailMass:
-    """Of one layer. count: rows times tokens that were added."""
+    """Sum of estimated attention shares of one layer. count: rows times tokens that were added."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -30,7 +30,7 @@ class TailMass:
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # of one shape
 
     def __copy__(self) -> TailMass:
-        """What was added so far; what is added to either later is its own."""
+        """Return a copy of the sums so far; later additions to one do not change the other."""
         other = object.__new__(TailMass)
         other.__dict__.update(self.__dict__, _waiting=self._waiting.copy())
         return other
@@ -57,7 +57,7 @@ class TailMass:
 
     @torch.no_grad()
     def add_sums(self, sums: Tensor, count: int) -> None:
-        """What was summed elsewhere: (q_heads,) sums of the shares of `count` rows times tokens."""
+        """Add sums that were computed elsewhere: (q_heads,) sums of the shares of `count` rows times tokens."""
         if count:
             sums = sums.double().cpu()
             self._host_sums = sums if self._host_sums is None else self._host_sums + sums

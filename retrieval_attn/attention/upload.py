@@ -79,7 +79,7 @@ def _scanned_from(over: CodedRange) -> int:
 
 
 class UploadSource:
-    """As `DeviceCodeSource`: attention of queries (q_heads, positions, head_dim) over a `CodedRange`; `begin`, then
+    """Attend with queries (q_heads, positions, head_dim) over a `CodedRange` like `DeviceCodeSource`: `begin`, then
     `finish`.
 
     For what `serves` says. A question with a query that is not finite takes the host's way, which looks at all keys.

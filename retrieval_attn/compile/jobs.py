@@ -241,7 +241,7 @@ def wait_until_compiled(*targets: str) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """What nobody waited for goes with this process."""
+    """Close compilations that no thread waited for when the process ends."""
     for compilation in list(_under_way):
         compilation.close()
 

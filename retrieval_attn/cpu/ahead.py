@@ -34,7 +34,7 @@ KEYS, LATER, DIM, QUERIES = 8448, 64, 64, 256
 def kernel_jobs(
     fmt: Format, spec: IndexSpec, tokens: int | None = None, *, retrieve_all: bool = False, serves_graphs: bool = False
 ) -> list[CompileJob]:
-    """What reading `tokens` tokens (None: any number) and decoding after them compile, what is waited for first first.
+    """List compile jobs of reading `tokens` tokens (None: any number) and decoding, in the order of their first use.
 
     retrieve_all: all keys are attended to. serves_graphs: a GPU replays graphs that ask the host. With a few cores and
     a known number of tokens, of kinds that an index may turn out to be only the likeliest is compiled ahead.
@@ -121,7 +121,7 @@ def attend_all(fmt: str) -> None:
 
 
 def server() -> None:
-    """What answers a graph's layers."""
+    """Compile the server that answers the layers of a graph."""
     compile_server()
 
 

@@ -62,8 +62,8 @@ def budget_counts(budgets: Sequence[HeadBudgets], q_heads: int, positions: int) 
 
 
 class Sample(NamedTuple):
-    """What budgets are measured with. queries (q_heads, n, head_dim) float32. static: attention of these to what lies
-    on the device, (q_heads, n, value_dim) and (q_heads, n) float32. scale, softcap: of scores.
+    """Inputs of measuring budgets. queries (q_heads, n, head_dim) float32. static: attention of these to the keys on
+    the device, (q_heads, n, value_dim) and (q_heads, n) float32. scale, softcap: of scores.
     """
 
     queries: npt.NDArray[np.float32]

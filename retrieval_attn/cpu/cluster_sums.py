@@ -102,7 +102,7 @@ def prepare_sums(fmt: Format) -> None:
 
 
 def _bits(array: npt.NDArray[Any], fmt: Format) -> npt.NDArray[Any]:
-    """As kernels tell formats apart; int8 with the bytes of its steps, so that the array is contiguous."""
+    """View `array` in the dtype that kernels tell formats apart by; int8 contiguous, with the bytes of its steps."""
     return array.view(np.int16) if fmt is Format.FLOAT16 else array
 
 
@@ -190,7 +190,7 @@ def columns_for(samples: int) -> int:
 
 
 class SampledKeys(NamedTuple):
-    """As many keys of each cluster of every head, bfloat16.
+    """The same number of sampled keys of each cluster of every head, bfloat16.
 
     packed (kv_heads, blocks, head_dim, width) uint16: columns, one per key, in blocks of `width`, PAIR or GROUPS of it.
     The i-th key of cluster c is column i * clusters + c. Columns j and j + LANES of a PAIR lie beside each other.

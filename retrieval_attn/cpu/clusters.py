@@ -46,7 +46,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class ClusterSums(NamedTuple):
-    """What is known of some tokens' clusters, float32, C clusters; zeros for a cluster without keys.
+    """Sums of the clusters of some tokens, float32, C clusters; zeros for a cluster without keys.
 
     counts (kv_heads, C): keys. key_sums (kv_heads, C, head_dim), value_sums (kv_heads, C, value_dim).
     """
@@ -57,7 +57,7 @@ class ClusterSums(NamedTuple):
 
 
 class ClusterTable(NamedTuple):
-    """What a step reads of one path, float32, C-contiguous. It keeps its place until the path's table is another.
+    """Clusters of one path as a step reads them, float32, C-contiguous; fixed address until the path's table changes.
 
     counts (kv_heads, C). means (kv_heads, head_dim, C): mean keys, a column each. value_sums (kv_heads, C, value_dim).
     samples: as many keys of each cluster; None: there are none.
@@ -270,7 +270,7 @@ class PathClusters:
 
     @property
     def table(self) -> ClusterTable:
-        """What is known of the tokens [start, stop)."""
+        """Table of the clusters of the tokens [start, stop)."""
         return self._table
 
     @property

@@ -207,7 +207,7 @@ def _element(typingctx, like, address):
 
 @intrinsic
 def _scale_at(typingctx, like, row, width):
-    """What the elements of the row of `width` at address `row` are to be multiplied by: float32, 1 but for int8."""
+    """Return the factor of the elements of the row of `width` at address `row`: float32, 1 except for int8."""
     if not (isinstance(like, types.Array) and like.dtype in _STORED):
         return None
 

@@ -95,7 +95,7 @@ def _take_tasks(control, worker, claim):
 
 @njit(nogil=True, cache=True)
 def _work(control, worker):
-    """What a worker thread does until the pool closes."""
+    """Run the tasks of a worker thread until the pool closes."""
     idle_since = nanoseconds()
     while True:
         if _take_tasks(control, worker, atomic_load(control + _CLAIM)):

@@ -33,11 +33,11 @@ class HeadCoders(Protocol):
     """Makes the codes of a layer's heads where a device keeps them."""
 
     def for_head(self, head: int) -> Any:
-        """What makes the codes of this head: a `index.device.Coder`."""
+        """Return the coder of this head: an `index.device.Coder`."""
 
 
 class DeviceMirrors(Protocol):
-    """What devices have of a segment's tokens beside its index: `offload/int8_rows.py`."""
+    """Copies of a segment's tokens on devices, apart from its index: `offload/int8_rows.py`."""
 
     @property
     def nbytes(self) -> int:
@@ -272,7 +272,7 @@ class Segment:
         return pieces if stop == high else [*pieces, whole._replace(low=stop)]
 
     def _behind(self, index: _SegmentIndex, low: int) -> tuple[SearchedInSteps, ...] | None:
-        """What searches the index from token `low` on; the same objects until the index is another."""
+        """Return the searches of the index from token `low` on; the same objects until the index changes."""
         tails = self._tails
         if tails is None or tails[0] is not index.heads or tails[1] != low:
             found = [head.behind(low - index.first) for head in index.heads]

@@ -166,7 +166,7 @@ class CallTable:
         return int(self.head[SERVED])
 
     def spent(self, number: int) -> str:
-        """What a call of the last replay took: the search, and writing the answer."""
+        """Describe the time of a call in the last replay: the search, and writing the result."""
         row = self.rows[number]
         search, answer = (row[SEARCHED] - row[ASKED]) / 1e6, (row[ANSWERED] - row[SEARCHED]) / 1e6
         return f"its search took {search:.1f} ms, to send the answer {answer:.1f} ms"

@@ -117,7 +117,7 @@ class SequenceKV:
 
     @property
     def index_notes(self) -> list[str]:
-        """What the indexes say about themselves (their `note`, if they have one), each once, in order."""
+        """Notes of the indexes (their `note`, if they have one), each once, in order."""
         notes = [index.note for span in self._spans for index in span.segment.indexes]
         return [note for note in dict.fromkeys(notes) if note]
 
@@ -354,7 +354,7 @@ def indexed_from(path: SequenceKV, start: int) -> int:
 
 
 def cluster_table(path: SequenceKV, start: int, stop: int) -> ClusterTable | None:
-    """What is known of the clusters of a path's tokens [start, stop), which may be none; None without clusters.
+    """Return the table of the clusters of a path's tokens [start, stop), which may be empty; None without clusters.
 
     Valid, and right where it lies, until the next call for other tokens. Raises ConfigError outside the path.
     """
@@ -395,7 +395,7 @@ def held_bytes(paths: Iterable[SequenceKV]) -> int:
 
 
 def rows_bytes(paths: Iterable[SequenceKV]) -> int:
-    """Of `held_bytes` those of rows that devices read, which make way where a text needs the memory."""
+    """Return the part of `held_bytes` for int8 rows that devices read, which are dropped if a text needs the memory."""
     return sum(one.rounded.nbytes for one in segments_of(paths) if one.rounded is not None)
 
 

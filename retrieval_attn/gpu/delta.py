@@ -18,7 +18,7 @@ UNIT_EPS = 1e-6
 
 
 class DeltaRule(NamedTuple):
-    """What such a layer has learned, but for its projections.
+    """Learned parameters of a gated delta rule layer, without its projections.
 
     taps (channels, kernel) and tap_bias (channels,) or None: of the convolution of each channel. Channels are those of
     queries and keys, k_heads * k_dim each, and of values, v_heads * v_dim; v_heads / k_heads heads of values have one
@@ -39,7 +39,7 @@ class DeltaRule(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
 
     @property
@@ -52,7 +52,7 @@ class DeltaRule(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the projections of a token gave, rows contiguous: mixed (rows, channels), gate (rows, v_heads * v_dim), and
+    """Outputs of the projections of a token, rows contiguous: mixed (rows, channels), gate (rows, v_heads * v_dim), and
     for each head of values strength and fading (rows, v_heads).
     """
 
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
 
 
 class States(NamedTuple):
-    """Of a layer, contiguous: inputs (rows, channels, at least kernel), the newest last, and memory, float32
+    """States of a layer, contiguous: inputs (rows, channels, at least kernel), the newest last, and memory, float32
     (rows, v_heads, k_dim, v_dim).
     """
 
@@ -72,7 +72,7 @@ class States(NamedTuple):
 
 
 def delta_step(asked: Asked, rule: DeltaRule, states: States) -> Tensor:
-    """What the output's projection is given, (rows, v_heads * v_dim) of the dtype of `asked`; advances `states`."""
+    """Compute the input of the output projection, (rows, v_heads * v_dim) in the dtype of `asked`; advance `states`."""
     kernels = kernels_for(asked.mixed, "delta_triton") or replacement_for(asked.mixed, "delta_triton")
     found: Tensor = kernels.delta_step(asked, rule, states)
     return found

@@ -52,7 +52,7 @@ def _weight(scaled, most):
 
 @triton.jit
 def _gumbel(word):
-    """As `sampling/choose.py` makes it of a random word, uint32."""
+    """Compute a Gumbel number from a random word, uint32, as `sampling/choose.py` does."""
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
     return -_log(-_log1p(-uniform))
 
@@ -124,7 +124,7 @@ def _least(row, size, C: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _mass(row, size, floor, temperature, most, C: tl.constexpr, R: tl.constexpr):
-    """What the scaled numbers >= floor weigh."""
+    """Sum the weights of the scaled numbers >= floor."""
     mass = tl.zeros((C,), tl.int64)
     for start in range(0, size, C * R):
         scaled = tl.div_rn(_loaded(row, start, size, C, R), temperature)

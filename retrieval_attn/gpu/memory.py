@@ -40,12 +40,12 @@ class DeviceMemory:
 
     @property
     def available(self) -> int:
-        """What this process could hold at most, its context included."""
+        """Maximum bytes that this process can hold, its context included."""
         return min(self.total, self.free + self.context)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """What `device` (CUDA) has; starts its context if need be."""
+    """Return the memory of `device` (CUDA); start its context if needed."""
     torch.empty(1, device=device)  # without a context nothing is known
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
@@ -70,7 +70,7 @@ def expand_segments(device: torch.device) -> None:
 
 
 def spare_bytes(device: torch.device) -> int:
-    """What this process may still take on `device` (CUDA), within its cap; it may lie in pieces."""
+    """Return the bytes left to this process on `device` (CUDA) within its cap; they may be fragmented."""
     memory, allocated = device_memory(device), torch.cuda.memory_allocated(device)
     unused = torch.cuda.memory_reserved(device) - allocated
     share = torch.cuda.memory.get_per_process_memory_fraction(_number_of(device))
@@ -181,7 +181,7 @@ def start_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> Peak | None:
-    """What was held since `start_peak`; None on other devices than CUDA."""
+    """Return the peak memory since `start_peak`; None on devices other than CUDA."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

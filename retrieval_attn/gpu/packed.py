@@ -44,7 +44,7 @@ class PackedWeights(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is multiplied, and of the product."""
+        """Dtype of the inputs and of the product."""
         return torch.bfloat16
 
     @property
@@ -59,7 +59,7 @@ class PackedWeights(NamedTuple):
 
     @property
     def strips(self) -> int:
-        """Of a tile of rows."""
+        """Strips of a tile of rows."""
         return self.words.shape[1]
 
     @property

@@ -55,7 +55,7 @@ class LinearWeights(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is multiplied, and of the product."""
+        """Dtype of the inputs and of the product."""
         return self.weight.dtype
 
     @property
@@ -101,7 +101,7 @@ class Norm(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """What stands before attention.
+    """Weights of a layer's projections before attention.
 
     query (q_heads * head_dim, in), key and value (kv_heads * head_dim, in). query_norm, key_norm: of each head's
     numbers, before they are turned (Qwen3); None: there is none. The three weights are alike, see `alike`. turned: of a
@@ -173,7 +173,7 @@ def _kernels(tensor: Tensor, module: str) -> Any:
 
 
 def project(hidden: Tensor, into: Attending, rotation: Rotation) -> Projected:
-    """What attention is asked for hidden (rows, in)."""
+    """Compute query, key and value for hidden (rows, in)."""
     found: Projected = _kernels(hidden, into.query.kernels).project(hidden, into, rotation)
     return found
 

@@ -54,8 +54,8 @@ class DeviceBytes(NamedTuple):
 
 
 class HostAccess(NamedTuple):
-    """What a device reads in host memory. codes: those that it scans. rows: of keys and values, which are held once
-    more, rounded (`offload/int8_rows.py`). key_share: of the rows that it reads, those of which it reads keys, too.
+    """Reads of host memory by a device. codes: the codes that it scans. rows: int8 copies of keys and values
+    (`offload/int8_rows.py`). key_share: share of the candidates whose int8 keys are read; of the rest only values are.
     """
 
     codes: bool = False
@@ -64,9 +64,7 @@ class HostAccess(NamedTuple):
 
 
 class CodeSizes(NamedTuple):
-    """What a captured step searches codes on the device by: bytes per key, and keys to pick by them; bytes of finer
-    codes, and how many of those keys to keep by these, 0: all.
-    """
+    """Sizes of a search of codes: bytes per key, keys to select; bytes of finer codes that keep `kept`, 0: all."""
 
     key_bytes: int
     k: int
@@ -100,7 +98,7 @@ def train_positions(n: int, count: int, seed: int = 0) -> npt.NDArray[np.int64]:
 
 
 class Training(NamedTuple):
-    """What an index may be built with beside its keys.
+    """Optional inputs of building an index, in addition to its keys.
 
     queries: (query heads of the group, m, head_dim) float32 to train on, at the position where decoding happens (the
     caller rotates them there), or None. lists: int32 (query heads, m, kk), the best kk keys of each training query,
@@ -161,7 +159,7 @@ class KeyIndex(SearchedInSteps, ABC):
 
     @classmethod
     def host_bytes(cls, options: Any, head: HeadShape) -> tuple[HostBytes, ...]:
-        """What an index of one head may hold on the host, one for each kind that it may turn out to be."""
+        """Return the maximum host memory of an index of one head, one entry for each kind that it may become."""
         return (HostBytes(0, None, "no bytes beyond the keys"),)
 
     @classmethod
@@ -171,7 +169,7 @@ class KeyIndex(SearchedInSteps, ABC):
 
     @classmethod
     def host_reads(cls, options: Any) -> HostAccess:
-        """What a device reads in host memory."""
+        """Return the reads of host memory by a device."""
         return HostAccess()
 
     @classmethod
@@ -239,7 +237,7 @@ class KeyIndex(SearchedInSteps, ABC):
         return False
 
     def state(self) -> dict[str, StateValue]:
-        """What `from_state` needs besides the keys: arrays and plain values, for saving to a file.
+        """Return arrays and plain values for saving, from which `from_state` restores the index with its keys.
 
         Arrays are views where a later insert leaves alone what they hold, else copies: the index may grow while they
         are written. Raises ConfigError if this kind cannot be saved.

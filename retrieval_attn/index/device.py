@@ -355,7 +355,7 @@ def named_count(rescore: int, k: int, estimated: bool) -> int:
 def _space_and_rows(
     state: Mapping[str, StateValue], keys: int, head_dim: int
 ) -> tuple[CodeSpace, npt.NDArray[np.uint8]] | None:
-    """What a state tells of codes of so many keys; None where it does not fit."""
+    """Return the codes of `keys` keys in a state, and their space; None if the state does not fit."""
     space, rows = _space_of(state, head_dim), state.get("codes")
     if space is None or not isinstance(rows, np.ndarray) or rows.dtype != np.uint8:
         return None

@@ -323,7 +323,7 @@ class FlatIndex(RunsIndex):
 
 
 def _no_codes(keys: npt.NDArray[np.int8], fmt: Format, start: int) -> Codes:
-    """What queries are coded against where stored int8 keys serve as codes. Raises ShapeError unless all are finite."""
+    """Return the space of queries if stored int8 keys serve as codes. Raises ShapeError unless all are finite."""
     bad = ~np.isfinite(row_steps(keys))
     check_finite((int(bad.sum()), int(bad.argmax()) if len(bad) else 0), start)
     dim = fmt.dim_of(keys)

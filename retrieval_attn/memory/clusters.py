@@ -16,7 +16,7 @@ NUMBER = 4
 
 
 def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: bool) -> int:
-    """Of one head with so many tokens between sinks and window: a byte for each, probes, sums and the step's table.
+    """Return host bytes of one head's clusters for `tokens` tokens: a byte for each, probes, sums and the step's table.
 
     on_device: a device estimates; mean values lie here, too, and the few clusters of what comes later. Otherwise
     samples do.
@@ -34,13 +34,11 @@ def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: boo
 
 
 def device_head_bytes(key_dim: int, value_dim: int) -> int:
-    """Of one head on a device, beside a byte for each key: room for more of these, mean values, and what a query needs
-    to estimate a code's score.
-    """
+    """Return device bytes of a head's clusters without a byte per key: spare room, mean values, estimates per query."""
     return SPARE_TOKENS + MAX_CLUSTERS * value_dim * MEAN_DTYPE.itemsize + 2 * key_dim * NUMBER
 
 
 def mass_bytes(rows: int, kv_heads: int, q_heads: int) -> int:
-    """Of what programs sum for so many rows of a batch in one layer, at most; layers take turns."""
+    """Return the maximum bytes that programs sum for `rows` rows of a batch in one layer; layers take turns."""
     _, _, programs = mass_grid(rows * kv_heads, q_heads // kv_heads)
     return rows * q_heads * programs * MAX_CLUSTERS * NUMBER

@@ -101,7 +101,7 @@ LAYOUTS = DeviceLayout(), DeviceLayout(False, 1), DeviceLayout(True, 1)
 
 @dataclass(frozen=True)
 class DeviceSize:
-    """What a device holds that has `shape` of a model, for `batch` sequences of `context` tokens each."""
+    """Memory of a device that holds `shape` of a model, for `batch` sequences of `context` tokens each."""
 
     shape: ModelShape
     options: Config
@@ -126,7 +126,7 @@ class DeviceSize:
 
     @property
     def chunks(self) -> ChunkSize:
-        """What chunks of the prompt take."""
+        """Memory of the chunks of the prompt."""
         held = self.context * self.batch * self.shape.kv_layer_bytes
         absent = held if self.kv_layers == self.layout.kv_layers == 1 else 0
         return ChunkSize.of(self.shape, self.batch, hidden_on_host=self.layout.hidden_on_host, absent=absent)

@@ -43,7 +43,7 @@ class HostSize:
         return self.heads * sum(self.rows)
 
     def index_size(self) -> tuple[HostBytes, ...]:
-        """What the index of a head may hold at most, one for each kind that it may turn out to be."""
+        """Return the maximum memory of the index of a head, one entry for each kind that it may become."""
         from retrieval_attn.index.base import HeadShape
         from retrieval_attn.index.spec import IndexSpec
 
@@ -56,7 +56,7 @@ class HostSize:
         return self.heads * max(held.bytes(tokens) for held in self.index_size())
 
     def index_text(self, tokens: int) -> str:
-        """What the most of `index_bytes` is."""
+        """Describe the largest part of `index_bytes`."""
         return max(self.index_size(), key=lambda held: held.bytes(tokens)).text
 
     def cluster_bytes(self, tokens: int) -> int:

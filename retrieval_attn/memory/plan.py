@@ -121,7 +121,7 @@ def plan(
     decide: bool = True,
     **weights: Unpack[WeightOptions],
 ) -> Plan:
-    """What `batch` sequences of `context` tokens need on each GPU and on the host, and what fits.
+    """Plan the memory of `batch` sequences of `context` tokens on each GPU and on the host, and the maximum that fits.
 
     Loads no weights.
     model_or_config_or_path: a model, a PreTrainedConfig, a folder, a hub name, of which config.json alone is
@@ -183,7 +183,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Case:
-    """What is planned, but for options and tokens: a model on GPUs and a host of so many bytes each.
+    """Fixed inputs of a plan, without options and tokens: a model on GPUs and a host with their bytes.
 
     part: of the GPU that holds most of the model. gpus: how many share it, and how.
     """
@@ -210,7 +210,7 @@ class _Case:
         return undecided and self.gpus[0] == 1 and bool(self.shape.full_layers)
 
     def decided(self, options: Config, context: int) -> Config:
-        """What index="auto" takes for so many tokens; `options` where it stays with the host's.
+        """Return the choice of index="auto" for `context` tokens; `options` if the index stays on the host.
 
         A captured step's copies of states lie beside a read, as when a second text is read. Clusters and hidden states
         on the host leave less for codes and rows there.
@@ -244,7 +244,7 @@ class _Case:
         return least + bisect.bisect_left(range(least + 1, max(most, least + 1)), True, key=beyond)
 
     def describe_bytes(self, options: Config, taken: Config) -> str:
-        """What index="auto" took, in words; empty where it took nothing."""
+        """Describe the choice of index="auto"; empty without one."""
         if taken is options:
             return ""
         from retrieval_attn.memory.index_choice import describe_bytes

@@ -37,7 +37,7 @@ def _names(active: Any) -> list[str]:
 
 
 def _acts_outside(config: Any) -> str | None:
-    """What an adapter of this configuration does beside changing layers; None for nothing."""
+    """Describe effects of an adapter of this configuration outside the layers; None without any."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if getattr(config, "is_prompt_learning", False):
         return f"({kind}) puts tokens of its own before every prompt"
@@ -68,7 +68,7 @@ def adapter_state(model: nn.Module) -> tuple[Any, ...]:
 
 
 def acting_adapters(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
-    """Of modules by name: the adapters that act in each, beside its weights or merged into them, with their strength.
+    """Return the adapters that act in each module by name, as separate weights or merged, with their strength.
 
     Modules in which none acts are left out: a model whose adapters are disabled is the model without them.
     """

@@ -38,7 +38,7 @@ def kernel_format(config: Any, quantization: str | None) -> str | None:
 
 
 def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
-    """What from_pretrained needs to load such a checkpoint for a device: its config, changed in place.
+    """Return the options of from_pretrained that load such a checkpoint for a device: its config, changed in place.
 
     Raises ConfigError for what only the package reads.
     """

@@ -40,7 +40,7 @@ NAME = "retrieval"
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """What the mask of one forward would be: causal or sliding, plus per-row padding.
+    """The mask of one forward: causal or sliding, plus per-row padding.
 
     q_offset: column of the first query; columns count padded positions of the whole sequence from 0.
     q_length: queries of this forward.

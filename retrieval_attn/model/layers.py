@@ -66,7 +66,7 @@ def layer_index(layer: nn.Module) -> int | None:
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """As root.modules(), whose generators within generators take a millisecond: every question asks some 20 times."""
+    """List root.modules() without nested generators, which take a millisecond: a question calls this 20 times."""
     return list(_walk(root))
 
 

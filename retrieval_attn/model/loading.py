@@ -45,7 +45,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:
-    """What from_pretrained takes as dtype: "auto" is float32 on the CPU, the checkpoint's own elsewhere."""
+    """Return the dtype argument of from_pretrained: "auto" is float32 on the CPU, the checkpoint's own elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if name not in DTYPES:
@@ -54,7 +54,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype | str:
 
 
 def loaded_dtype(model_config: Any, name: str, device: torch.device) -> torch.dtype | None:
-    """What `choose_dtype` comes to for a checkpoint with this config; None where the weights alone tell."""
+    """Return the dtype that `choose_dtype` gives for a checkpoint with this config; None if only the weights tell."""
     chosen = choose_dtype(name, device)
     if chosen == "auto":
         chosen = getattr(model_config.get_text_config(decoder=True), "dtype", None) or model_config.dtype
@@ -163,7 +163,7 @@ def _without_hooks(model: Any) -> Any:
 
 
 def _spread(device: str, device_map: str | Mapping[str, Any] | None, tensor_parallel: bool) -> dict[str, Any]:
-    """What from_pretrained takes to spread a model, see `load_model`."""
+    """Return the options of from_pretrained that split a model over devices, see `load_model`."""
     if device_map is not None and tensor_parallel:
         raise ConfigError(
             "device_map and tensor_parallel were both given, but only one can split a model; leave one out."

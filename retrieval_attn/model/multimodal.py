@@ -29,7 +29,7 @@ def text_attention(model: Any) -> str:
 
 
 def for_text(model: Any, name: str) -> str | dict[str, str]:
-    """What `set_attn_implementation` takes to give the text decoder, and nothing else, the implementation `name`."""
+    """Return the argument of `set_attn_implementation` that gives only the text decoder the implementation `name`."""
     if not is_multimodal(model):
         return name
     text = model.config.get_text_config(decoder=True)

@@ -157,7 +157,7 @@ def require_package(what: str, package: str) -> None:
 
 
 def missing_package(error: ImportError, config: Any) -> ConfigError:
-    """What to say where loading a checkpoint failed for want of a package."""
+    """Return the error for a checkpoint that failed to load because a package is missing."""
     method = own_method(config)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if method is None:

@@ -62,7 +62,7 @@ class LengthRope:
         return self.each_length or held == self.factors(length)
 
     def after_token(self, held: Factors | None, length: int) -> Factors:
-        """What keys with `held` factors have after one more generated token, in a text of `length` tokens."""
+        """Return the factors of keys with `held` factors after one more token, in a text of `length` tokens."""
         found = self.factors(length)
         return found if held == found else MIXED
 

@@ -93,7 +93,7 @@ class Rotation:
     def turn(
         self, positions: Tensor, to: int | Tensor, head_dim: int, dtype: torch.dtype = torch.float32
     ) -> RotationTables:
-        """What `moved` needs, for queries of any heads and layers of this `kind`; otherwise as `move`. m > 0."""
+        """Return tables for `moved`, for queries of any heads and layers of this `kind`; otherwise as `move`. m > 0."""
         # one call for all positions: some scaling rules depend on the longest
         count = len(positions)
         targets = positions.new_tensor([to]) if isinstance(to, int) else to

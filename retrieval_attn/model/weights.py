@@ -96,7 +96,7 @@ def require_same(before: WeightState, now: WeightState, what: str) -> None:
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What decides which adapters act in a module; read without the properties of peft's layers, which take longer."""
+    """Return the settings that decide on a module's adapters, without the slow properties of peft's layers."""
     own = vars(module)
     active = own["_active_adapter"] if "_active_adapter" in own else getattr(module, "active_adapters", ())
     disabled = own["_disable_adapters"] if "_disable_adapters" in own else getattr(module, "disable_adapters", False)

@@ -146,7 +146,7 @@ def drifted(host: SequenceKV, keys: Tensor) -> bool:
 
 
 def _coded_table(host: SequenceKV, start: int, stop: int) -> ClusterTable:
-    """What is known of the tokens that an index on a device may cover: those in the first segment of the range."""
+    """Return the clusters of tokens that a device index may cover: those in the first segment of the range."""
     first = host.parts(start, stop)[0]
     table = cluster_table(host, start, first.first + first.high)
     assert table is not None

@@ -57,7 +57,7 @@ class CodeMemory(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """What reads them."""
+        """Device that reads the codes."""
         return self.codes.device if self.on is None else self.on
 
 
@@ -95,7 +95,7 @@ class DeviceCoder:
         self._lent: Loan | None = None
 
     def for_head(self, head: int) -> HeadCoder:
-        """What makes the codes of this head."""
+        """Return the coder of this head."""
         return HeadCoder(self, head)
 
     @contextlib.contextmanager
@@ -252,7 +252,7 @@ def _send(some: list[tuple[HeadCodes, CodeRows]]) -> None:
 
 
 class HeadCoder(NamedTuple):
-    """What makes the codes of one head: a `device.Coder` and a `sketch.coding.RowCoder`."""
+    """Coder of one head: a `device.Coder` and a `sketch.coding.RowCoder`."""
 
     coder: DeviceCoder
     head: int

@@ -98,8 +98,8 @@ class Int8RowMirror:
         self.length = stop
 
     def entries(self, segment: Segment, start: int, stop: int, least: int) -> list[GatherEntry] | None:
-        """Of each head the rows of tokens [start, stop) of the segment; those that are missing come from the host. None
-        where there is no memory for them: the segment then has no rows any more.
+        """Return the int8 rows of tokens [start, stop) of the segment for each head; copy missing rows from the host.
+        None if there is no memory for them: the segment then drops its rows.
 
         least: as in `GatherEntry`.
         """

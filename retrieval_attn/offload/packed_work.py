@@ -120,7 +120,7 @@ class PackedWork:
         self._complete = False
 
     def row(self, span: slice) -> Callable[..., RowWork]:
-        """What makes the work of a row whose new tokens are these; takes what `HostWork` does."""
+        """Return a function that creates the work of a row with these new tokens; arguments as of `HostWork`."""
 
         def make(*given: Any) -> RowWork:
             self._rows.append(RowWork(span, *given))
@@ -187,7 +187,7 @@ class PackedWork:
 
 
 def _pieces(rows: list[RowWork], tokens: Tensor, width: int, first: int) -> Iterator[CopyChunk]:
-    """As many tokens as fit a buffer: mostly all."""
+    """Yield chunks of as many tokens as fit a buffer: mostly all."""
     step = max(1, (staging(tokens.device).size - 128) // max(1, tokens[:1].nbytes))
     for start in range(0, len(tokens), step):
         yield [tokens[start : start + step]], functools.partial(_fill, rows, width, first + start)

@@ -75,7 +75,7 @@ def _register_tokens(segment: Segment, start: int, stop: int) -> None:
 
 
 def locked_rows(segment: Segment, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `Segment.read`, of tokens that are page-locked, at the addresses that are."""
+    """Return the page-locked tokens as `Segment.read` does, at their page-locked addresses."""
     keys, values = segment.read(0, segment.length) if segment.locked_rows is None else segment.locked_rows
     return keys[:, start:stop], values[:, start:stop]
 
@@ -148,7 +148,7 @@ def register(address: int, nbytes: int, flags: int = _PORTABLE) -> str:
 
 
 def unregister(addresses: list[int]) -> None:
-    """What was registered at these addresses is ordinary memory again."""
+    """Unregister these addresses: their memory is pageable again."""
     outside_capture(_unregister, addresses)
 
 

@@ -52,7 +52,7 @@ class TrainingQueries:
             self._taken.append(query.detach()[:, :, columns[low:high] - start])
 
     def mark(self) -> int:
-        """What `restore` needs to forget the chunks that follow."""
+        """Return the state that `restore` needs to undo later chunks."""
         return len(self._taken)
 
     def restore(self, mark: int) -> None:

@@ -103,7 +103,7 @@ def run_for(future: Future[Any], work: Callable[..., Any], *args: Any) -> None:
 
 
 def settle(future: Future[Any], work: Callable[..., Any], *args: Any) -> None:
-    """As `run_for`, of one that runs already."""
+    """Set the result of a future that runs already, as `run_for` does."""
     try:
         future.set_result(work(*args))
     except BaseException as error:

@@ -53,7 +53,7 @@ class Leaving(Protocol):
         """Whether nothing is under way any more."""
 
     def leaving(self) -> list[Future[None]]:
-        """What still reads the device's memory."""
+        """Return the copies that still read the device's memory."""
 
     def building(self) -> list[Future[None]]:
         """Indexes that are not built yet."""

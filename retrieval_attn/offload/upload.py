@@ -44,7 +44,7 @@ HEADROOM = 512 << 20
 
 
 class UploadPart(NamedTuple):
-    """What a block holds: the tokens that lie in `parts`, of key-value heads [first_head, stop_head)."""
+    """Content of a block: the tokens that are in `parts`, of key-value heads [first_head, stop_head)."""
 
     parts: tuple[PathPart, ...]
     first_head: int
@@ -93,7 +93,7 @@ class UploadSpan:
         )
 
     def blocks(self) -> list[UploadPart]:
-        """What each block holds, tokens before heads; [] for no tokens."""
+        """Return the content of each block, tokens before heads; [] for no tokens."""
         heads = [
             (at, min(at + self.heads, self.host.num_kv_heads)) for at in range(0, self.host.num_kv_heads, self.heads)
         ]
@@ -132,7 +132,7 @@ class _Block:
 
     @property
     def loose_bytes(self) -> int:
-        """Of its rows, those that are not page-locked."""
+        """Bytes of its rows that are not page-locked."""
         loose = sum(part.high - part.low for part, _, locked in _pieces(self.cut.parts) if not locked)
         return loose * self.host.token_bytes * self.cut.heads // self.host.num_kv_heads
 
@@ -364,7 +364,7 @@ def _rows(
 def as_blocks(
     stretches: Sequence[UploadSpan], like: Tensor, *, stored: bool = False
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """What `Uploads.walk` gives where there is no CUDA: all tokens at once, where `like` is and in its dtype.
+    """Yield the blocks of `Uploads.walk` without CUDA: all tokens at once, on the device and in the dtype of `like`.
 
     On the CPU they lie in place where they are stored in that dtype. stored: as they are stored, whatever that is.
     """

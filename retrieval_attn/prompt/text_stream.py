@@ -77,7 +77,7 @@ class TextStream:
         return self._take(open_text)
 
     def end(self) -> str:
-        """What was held back, once no token follows. After a stop string, and a second time: ""."""
+        """Return the text that was held back, after the last token. After a stop string, and a second time: ""."""
         if self.stopped:
             return ""
         text = self._known()
@@ -118,7 +118,7 @@ class TextStream:
 
 
 class _ByteRun:
-    """What byte tokens in a row read so far."""
+    """Text of consecutive byte tokens so far."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")()

@@ -18,7 +18,7 @@ from retrieval_attn.runner.prefill import chunks_of, unwrap_layers, wrap_layers,
 
 @dataclass
 class _Use:
-    """What a model had before it was first used, and by how many it is used now."""
+    """State of a model before its first use, and the number of its users now."""
 
     attention: str
     wrapped: bool

@@ -153,7 +153,7 @@ class TokenScore(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PromptState:
-    """What the token loop continues: a cache holds the prompt's tokens, and this is the rest.
+    """State that the token loop continues: a cache holds the prompt's tokens, and this is the rest.
 
     sequences: (batch, columns) ids so far, which processors and criteria see. logits: (batch, vocabulary) float32 of
     the next token. position: int64 (batch,) of the last real token. mask: (batch, cached columns) bool, None without
@@ -186,7 +186,7 @@ class TokenChoice:
 
 @dataclass
 class Generated:
-    """What a token loop produced.
+    """Output of a token loop.
 
     sequences: (batch, prompt + new) ids; rows that stopped early are filled with the pad id.
     how: "graph" where every forward after the prompt's was a replay, "eager", or "eager: " and why there was no graph.
@@ -288,7 +288,7 @@ class DecodeSteps:
         return None if self.launcher is None else self.launcher.chosen
 
     def launch_next(self) -> bool:
-        """As `step` for `chosen`, before that is read and confirmed; False where that cannot be. One step goes ahead.
+        """Launch the step of `chosen` before it is read and confirmed, one step ahead; False if that is impossible.
 
         `confirm` then confirms one after the other. Raises BackendError as `step` does.
         """
@@ -297,7 +297,7 @@ class DecodeSteps:
         return launched
 
     def discard(self) -> None:
-        """What is not confirmed did not happen."""
+        """Discard the steps that are not confirmed."""
         if self.launcher is not None:
             self.launcher.discard()
 

@@ -79,7 +79,7 @@ def forget_tokens(cache: RetrievalCache, model: PreTrainedModel, start: int, sto
 
 
 def _checked_span(cache: RetrievalCache, start: int, stop: int) -> Forgotten:
-    """What is forgotten afterwards. Raises ConfigError."""
+    """Return the forgotten span after the call. Raises ConfigError."""
     for name, value in (("start", start), ("stop", stop)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name} must be a whole number of tokens, got {value!r}.")
@@ -220,6 +220,6 @@ def _seen_rotation(model: PreTrainedModel, number: int, near: object, far: objec
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Of the median token, relative."""
+    """Return the median relative difference of the tokens."""
     apart = torch.linalg.vector_norm((one - other).float(), dim=3)
     return float((apart / torch.linalg.vector_norm(other.float(), dim=3).clamp_min(1e-30)).median())

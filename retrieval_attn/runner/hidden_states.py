@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class _Forward(threading.local):
-    """What one forward knows of its hidden states. A thread runs one at a time, and others run theirs beside it."""
+    """Hidden states of one forward. A thread runs one at a time, and other threads may run theirs at the same time."""
 
     def __init__(self) -> None:
         self.latest: weakref.ref[Tensor] | None = None
@@ -61,12 +61,12 @@ class HiddenStates:
 
     @property
     def layout(self) -> DeviceLayout:
-        """Of the calling thread's forward under way."""
+        """Layout of the calling thread's current forward."""
         return self._forward.layout
 
     @property
     def ferry(self) -> Ferry | None:
-        """What takes chunks to and from the host in the calling thread's forward; None: they lie on the device."""
+        """Ferry of chunks to and from the host in this thread's current forward; None: they are on the device."""
         return self._forward.ferry
 
     def computed_on(self, hidden_states: Tensor) -> torch.device:

@@ -184,7 +184,7 @@ def chunks_of(model: nn.Module, chunk: int) -> Iterator[None]:
 
 
 class _PrefillStream:
-    """What the wrapped modules of one model share: how many tokens go through at once, and where the rest waits."""
+    """State that the wrapped modules of one model share: tokens per chunk, and the memory of the rest."""
 
     def __init__(self, model: nn.Module, chunk: int) -> None:
         self._chunk = chunk

@@ -182,7 +182,7 @@ def prepared(model: PreTrainedModel, cache: RetrievalCache, compiling: Compilati
 def _preparations(
     model: PreTrainedModel, cache: RetrievalCache, compiling: Compilation, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What the shape of no layer is needed for, by what it is."""
+    """Yield preparations that do not depend on a layer's shape, with their names."""
     config, spec = cache.config, cache.index.spec
     fmt = host_format(config.host_dtype, model.dtype)
     yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, _sizes(model)[0])
@@ -222,7 +222,7 @@ def _load_exchange(device: torch.device) -> None:
 
 
 def _sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """Of a head, and of a hidden state."""
+    """Return the sizes of a head and of a hidden state."""
     text = model.config.get_text_config(decoder=True)
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads), int(text.hidden_size)
 
@@ -373,13 +373,13 @@ class LayerLaunches:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Of layers with the same shape one needs to launch."""
+        """Key of layers with the same shape, of which one needs to launch."""
         sizes = self._key.shape, self._value.shape, self._key.dtype, self._key.device
         codes = self._step_codes, self._reads, self._host_reads, self._question_codes, self._k, self._fmt
         return *sizes, self._q_heads, self._processors, self._forms, size_class(self._keys), *codes
 
     def works(self, graphs: bool) -> list[Callable[[], None]]:
-        """What to call, in any order. graphs: steps are captured."""
+        """Return the functions to call, in any order. graphs: steps are captured."""
         question = [self.search_question, self.attend_candidates]
         step = [self.attend, self.attend_to_all, self.search_step, self.reach_named]
         return [*step, *question] if graphs else question
@@ -484,7 +484,7 @@ class LayerLaunches:
         return torch.zeros(sizes, dtype=torch.float32, device=self._key.device)
 
     def _places(self, rows: int) -> Tensor | None:
-        """As `HostStep` has them."""
+        """Return the places as `HostStep` has them."""
         return None if rows == 1 else torch.arange(rows * self._q_heads, device=self._key.device)
 
 

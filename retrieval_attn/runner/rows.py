@@ -413,7 +413,7 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         return out
 
     def _take_pending(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """What `update` noted. Raises UnsupportedModelError."""
+        """Return the keys and values of `update`, once. Raises UnsupportedModelError."""
         if self._pending is None:
             raise UnsupportedModelError(
                 f"Layer {self._number} ({type(module).__name__}) attends to another layer's keys without storing its "

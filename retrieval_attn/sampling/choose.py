@@ -139,7 +139,7 @@ WEIGHT = 2.0**40
 
 
 class DrawMode(NamedTuple):
-    """What the host knows of all rows of a step; a graph that was captured for it serves rows that need no more.
+    """Draw options of all rows of a step, as the host knows them; a graph of a mode also supports rows that need less.
 
     sample: a row draws; otherwise choosing costs an argmax. filters: a row that draws leaves tokens out. logprobs: the
     most that a row asks for; None: no row asks even for the chosen token's.
@@ -151,7 +151,7 @@ class DrawMode(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What `choose` found, on the logits' device.
+    """Result of `choose`, on the logits' device.
 
     ids: int64 (rows,), 0 in failed rows. failed: bool (rows,): rows whose logits hold NaN, or whose largest is
     infinite. logprobs: float32 (rows,) of the chosen tokens, natural logarithms, of the logits before temperature and
@@ -213,8 +213,8 @@ class SamplingState:
         self.write(slot, SamplingParams())
 
     def options(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Of the first `rows` rows, on the device: float64 (rows, 3) temperature, top-p, min-p; int64 (rows, 3) top-k
-        and the low and high 32 bits of the seed.
+        """Return the options of the first `rows` rows, on the device: float64 (rows, 3) temperature, top-p, min-p;
+        int64 (rows, 3) top-k and the low and high 32 bits of the seed.
         """
         return self._numbers[:rows], self._words[:rows]
 

@@ -202,7 +202,7 @@ def _bring_clusters(layer: RetrievalLayer, held: LayerKV) -> None:
 
 
 def asked_exactly(cache: RetrievalCache, devices: Sequence[torch.device]) -> list[Segment]:
-    """What exact questions will bring to GPUs, in the order of layers. devices: of each layer."""
+    """Return the segments that exact questions will upload to GPUs, in the order of layers. devices: of each layer."""
     if cache.config.question_attention != "exact":
         return []
     held = [layer.held for number, layer in _retrieving(cache).items() if devices[number].type == "cuda"]

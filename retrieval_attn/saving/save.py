@@ -328,7 +328,7 @@ def write_layer(writer: NodeWriter, layer: tuple[str, Bundle] | None) -> int:
 
 
 def node_plain(cache: RetrievalCache) -> dict[str, Any]:
-    """What a node says of itself: the options of its read, and the index that was decided on."""
+    """Return the record of a node: the options of its read, and the index that was decided on."""
     index = cache.index.config
     decided = {"index": index.index, "index_options": dict(index.index_options)}
     return {"config": cache.config.to_dict(), "decided": decided}
@@ -346,7 +346,7 @@ def saving_bar(name: str, layers: int, *, show: bool) -> ProgressBar:
 
 
 class SavedLineage:
-    """Of one context: the saved ones that it continues, and what compares the files that it was opened from.
+    """Saved contexts that one context continues, and the deferred check of the files that it was opened from.
 
     saving: the last save, which may be under way; None before the first.
     """
@@ -448,12 +448,12 @@ class SavedChain:
 
     @property
     def digest(self) -> str:
-        """Of its last node: what it holds, whatever names it has."""
+        """Digest of its last node: it identifies the content, independent of names."""
         return self.nodes[-1].digest
 
     @property
     def forgotten(self) -> Forgotten:
-        """What nothing attends to any more."""
+        """Range of tokens that no token attends to any more."""
         with parsed(self.nodes[-1].folder / RECORD):
             start, stop = self.nodes[-1].options["forgotten"]
             if not is_list_of(is_count)([start, stop]) or start > stop:
@@ -466,7 +466,7 @@ class SavedChain:
 
 
 def find_saved(store: ContextStore, name: str, identity: str, template: str, *, ids_only: bool = False) -> SavedChain:
-    """What is saved under a name. identity: of the model that is to open it; template: see `open_saved`.
+    """Return the chain saved under a name. identity: of the model to open it; template: see `open_saved`.
 
     ids_only: it is not opened; only its token ids, and what is said of it, need be whole. Raises UnknownContextError,
     StoreMismatchError, StoreDamagedError.
@@ -528,7 +528,7 @@ def open_chain(
     on_damage: Callable[[StoreDamagedError], None] | None = None,
     whole_bytes: int = 0,
 ) -> tuple[RetrievalCache, SavedLineage]:
-    """As `open_saved`, of a context that was found; nothing is captured or rehearsed for its first answer.
+    """Open a context that was found, as `open_saved` does; nothing is captured or rehearsed for its first answer.
 
     on_layer: called after each layer; what it raises ends the opening. Runs beside steps of the same model. on_damage:
     is told of damage that is found later. whole_bytes: of a context with so many or fewer, none is found later.
@@ -582,12 +582,12 @@ def _restore_layers(
 
 
 def template_digest(*parts: str) -> str:
-    """Of a prompt template's texts: questions of another one do not continue a saved text as it was begun."""
+    """Return the digest of a template's texts: a question with another template does not continue a saved text."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def described(template: str, tokens: int, read_seconds: float, model: PreTrainedModel) -> dict[str, Any]:
-    """What is kept beside a saved context's name. template: `template_digest` of the one that it was begun with."""
+    """Return the record that is kept with a saved context's name. template: `template_digest` of its template."""
     name = str(getattr(model.config, "_name_or_path", ""))
     return {"template": template, "tokens": tokens, "read_seconds": read_seconds, "model": name}
 
@@ -613,7 +613,7 @@ def _decided(node: SavedNode, config: Config) -> Config:
 
 @contextlib.contextmanager
 def _saved_options(path: Path) -> Iterator[None]:
-    """As `parsed`; a ConfigError, of options that this release does not know, becomes a StoreMismatchError."""
+    """Parse as `parsed`; a ConfigError, of options that this release does not have, becomes a StoreMismatchError."""
     try:
         with parsed(path):
             yield

@@ -89,7 +89,7 @@ class ReadingSave:
             self._cache.on_layer = before
 
     def finish(self, kept: SavedLineage, plain: Mapping[str, Any], *, wait: bool, progress: bool) -> None:
-        """What was read is complete: give it its name once it is on the disk. plain: kept beside the name.
+        """Complete the save: publish the name once the text is on the disk. plain: kept with the name.
 
         kept: of the context, which knows of the save as `kept.saving`, and of the node when it is there. wait: return
         then, or raise StoreError; otherwise a thread goes on, and Python does not end before it.

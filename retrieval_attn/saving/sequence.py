@@ -32,9 +32,7 @@ _SHARED = ("probes", "offsets", "mean_values", "distances")
 
 
 class ClusterMark(NamedTuple):
-    """What was known of a path's clusters: those that paths share, and the tokens of each segment that had joined one,
-    for these and for their `late`.
-    """
+    """Clusters of a saved path: the shared ones, and the tokens of each segment in one, for these and for `late`."""
 
     shared: KeyClusters
     joined: dict[Segment, tuple[int, int]]
@@ -42,7 +40,7 @@ class ClusterMark(NamedTuple):
 
 
 def cluster_mark(path: SequenceKV) -> ClusterMark | None:
-    """What a later `path_state` need not tell again, once a state of `path` was saved now; None without clusters."""
+    """Return the clusters that a later `path_state` need not save again after this state; None without clusters."""
     if path.clusters is None:
         return None
     shared = path.clusters.shared
@@ -245,9 +243,7 @@ _ALL = "all"
 
 
 class PathMark(NamedTuple):
-    """What a path was when it was saved or loaded. spans: its segments and how many tokens of each it saw. heads: the
-    indexes of each segment's heads. clusters: None without.
-    """
+    """State of a saved path. spans: segments and tokens. heads: indexes of each segment. clusters: None without."""
 
     spans: list[tuple[Segment, int]]
     heads: list[tuple[KeyIndex, ...]]
@@ -260,7 +256,7 @@ def span_marks(path: SequenceKV) -> list[tuple[Segment, int]]:
 
 
 def path_mark(path: SequenceKV) -> PathMark:
-    """What a later `path_state` need not tell again. Take it right before the state that is saved, or after a load."""
+    """Return the state that a later `path_state` can skip. Take it right before saving, or after a load."""
     return PathMark(span_marks(path), [segment.indexes for segment in path.segments], cluster_mark(path))
 
 
@@ -355,7 +351,7 @@ def _shape(path: SequenceKV) -> list[Any]:
 
 
 def _span_state(span: Span, prefix: str) -> State:
-    """Of one span: `held` tokens of its segment, more than `length` where an index covers them."""
+    """Return the state of one span: `held` tokens of its segment, more than `length` if an index covers them."""
     segment = span.segment
     if segment.is_hole:
         return {"length": span.length, "held": segment.length, "hole": True}, {}
@@ -367,7 +363,7 @@ def _span_state(span: Span, prefix: str) -> State:
 
 
 def _before_state(span: Span, prefix: str, known: tuple[KeyIndex, ...] | None) -> State:
-    """Of a span that was saved: its index if it is not `known`, and what was inserted into it."""
+    """Return the state of a span that was saved: its index if it is not `known`, and later insertions."""
     with span.segment.steady_index() as heads:
         told: dict[str, Any] = {"length": span.length, "grown": list(span.segment.grown)}
         if heads is known or (not heads and known is None):
@@ -377,7 +373,7 @@ def _before_state(span: Span, prefix: str, known: tuple[KeyIndex, ...] | None) -
 
 
 def _index_state(heads: Sequence[KeyIndex], first: int, prefix: str) -> State:
-    """Of a segment's index; nothing is inserted into it meanwhile."""
+    """Return the state of a segment's index; nothing is inserted into it meanwhile."""
     states = [head.state() for head in heads]
     told = [
         {

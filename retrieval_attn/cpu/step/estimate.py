@@ -103,7 +103,7 @@ def _sum_left(weights, left):
 
 @njit(nogil=True, cache=True)
 def attend_and_estimate(like, rows, scores, count, owners, scale, softcap, left, weights, sampled, sums, out):
-    """As `gather.attend_rows`, and the keys that are `left` as the module says; returns the lse and their share.
+    """Attend as `gather.attend_rows`, with estimates for the keys `left`; return the lse and the share of estimates.
 
     owners (at least count,) int16: the cluster of each row, -1 for none. left (clusters,) float32: keys that are no
     rows. weights (clusters,) and sampled (number * clusters,): inner products of the query and the mean keys, and the

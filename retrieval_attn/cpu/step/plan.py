@@ -48,8 +48,8 @@ _MESSAGES = {BAD_ID: "its index returned a token that is not among those searche
 
 
 class StepCost(NamedTuple):
-    """What one step cost: seconds of wall clock by phase (by the share of the threads' time), (query, key) pairs whose
-    score was computed, and bytes of keys, codes and values read, once for queries that are scanned together.
+    """Costs of one step: seconds of wall clock by phase (by the share of the threads' time), (query, key) pairs whose
+    score was computed, and bytes of keys, codes and values read, counted once for queries that are scanned together.
     """
 
     search_seconds: float
@@ -59,13 +59,13 @@ class StepCost(NamedTuple):
 
 
 def total_cost(costs: Iterable[StepCost]) -> StepCost:
-    """What several steps cost together."""
+    """Return the sum of the costs of several steps."""
     sums = [sum(column) for column in zip(StepCost(0.0, 0.0, 0, 0), *costs, strict=True)]
     return StepCost(float(sums[0]), float(sums[1]), int(sums[2]), int(sums[3]))
 
 
 class Rest(NamedTuple):
-    """What a step does about keys that are not among the best.
+    """Treatment of the keys that are not among the best of a step.
 
     clusters: of each row, by which they are estimated, and whose pieces have members then; None: they are left out.
     named: so many keys at least are named in the buffers' candidates, and each query attends to all of its own.
@@ -185,7 +185,7 @@ class LayerStep:
         return True
 
     def _planned_for(self, request: StepRequest, rows: int, dims: tuple[int, int, int]) -> PlannedRows:
-        """What was planned last, if it was for such a request; else nothing is known."""
+        """Return the last plan if it is for such a request; otherwise an empty one."""
         known = self._planned
         if known is not None and (known.request, len(known), known.shape[:3]) == (request, rows, dims):
             return known
@@ -296,7 +296,7 @@ class LayerStep:
         return self.cost(seconds)
 
     def cost(self, seconds: float) -> StepCost:
-        """What the last run cost, here or through `callback`, if it took that many seconds of wall clock."""
+        """Return the cost of the last run, here or through `callback`, that took `seconds` of wall clock."""
         meters = self._meters.sum(axis=0)
         search, attend = float(meters[SEARCH_TIME]), float(meters[ATTEND_TIME])
         share = search / max(1.0, search + attend)

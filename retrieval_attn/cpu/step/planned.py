@@ -209,7 +209,7 @@ class PlannedRow:
     def _known_searches(
         self, request: StepRequest, make: Callable[[SearchRange, StepRequest], Searches]
     ) -> Callable[[SearchRange], Searches]:
-        """What gives the searches of the row's pieces: those known, or what `make` makes. Only these are known then."""
+        """Return a function from pieces of the row to searches, known ones or those of `make`; only these are kept."""
         known, self._searches = self._searches, {}
 
         def of(piece: SearchRange) -> Searches:
@@ -271,7 +271,7 @@ class PlannedRows:
         return True
 
     def needs(self) -> tuple[Needs, int]:
-        """What the rows need now: of places and memory, and clusters, or columns of samples, of a head at most."""
+        """Return the current needs of all rows, and the most clusters, or columns of samples, of a head."""
         needs = [row.tables.needs for row in self._rows if row.tables is not None]
         return functools.reduce(Needs.joined, needs), max(map(_clusters_of, self._tables), default=0)
 

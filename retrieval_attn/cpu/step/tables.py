@@ -79,7 +79,7 @@ FEW_TOKENS = 256
 
 
 class StepRequest(NamedTuple):
-    """What a step is planned for, beside its pieces. parts: tasks that an entry should have at least.
+    """Inputs of a step's plan in addition to its pieces. parts: minimum tasks of an entry.
 
     top_k: keys that a query attends to at most, of which `keep` are chosen by score. named: keys that a device names,
     all of which are attended to, at least.
@@ -99,7 +99,7 @@ class StepRequest(NamedTuple):
         return max(1, min(self.parts, -(-(piece.high - piece.low) // max(tokens, 4 * self.top_k))))
 
     def signature(self, piece: SearchRange, last: bool) -> tuple[int, ...]:
-        """What a plan depends on of a piece, which the plan keeps alive (so ids stay taken)."""
+        """Return the values of a piece that a plan depends on; the plan keeps the piece alive, so ids stay unique."""
         parts = self.parts_of(piece)
         arrays = id(piece.keys), id(piece.values), id(piece.members)
         fixed = *arrays, piece.low, piece.first, parts, 0 if last else piece.high
@@ -115,9 +115,7 @@ class StepRequest(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """Of a step's arrays: key-value heads, head_dim, value_dim and format of all pieces; queries of an entry, and these
-    padded to a multiple of 4.
-    """
+    """Shape of a step's arrays: heads, dims and format of all pieces; queries of an entry, also as multiples of 4."""
 
     heads: int
     head_dim: int
@@ -128,8 +126,8 @@ class StepShape(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a row needs of a step's memory: places for ranges and tasks; candidate lists of an entry, candidates by code
-    in each, candidates of a scan, bytes of a search's own scratch.
+    """Memory that a row needs in a step: places for ranges and tasks; candidate lists of an entry, candidates by code
+    in each, candidates of a scan, bytes of scratch of a search.
     """
 
     ranges: int
@@ -144,7 +142,7 @@ class Needs(NamedTuple):
         return all(map(operator.le, self, room))
 
     def joined(self, other: Needs) -> Needs:
-        """What both need."""
+        """Return the larger of both needs, field by field."""
         return Needs(*map(max, self, other))
 
 
@@ -166,7 +164,7 @@ class RowTables(NamedTuple):
 
 
 def batch_key_of(row: Sequence[SearchRange], request: StepRequest) -> tuple[Any, ...] | None:
-    """What rows must agree in to have the same tables.
+    """Return the key that rows with equal tables share.
 
     None where tables hold more of the pieces: addresses of what their indexes hold.
     """

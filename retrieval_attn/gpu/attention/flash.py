@@ -99,7 +99,7 @@ def _function(module: str, name: str) -> Callable[..., Any] | str:
 
 
 def _half_refusal(call: Call) -> str | None:
-    """What every half-precision kernel with one head size up to 256 asks of dtype and head size."""
+    """Return why half-precision kernels with one head size up to 256 refuse a call; None: dtype and head size fit."""
     if call.query.dtype not in HALF:
         return f"needs bfloat16 or float16, got {call.query.dtype}"
     if not call.query.dtype == call.key.dtype == call.value.dtype:

@@ -90,13 +90,13 @@ class Runtime(Protocol):
         """Call with the queries that were written; what follows does not wait for it. Returns what `join` takes."""
 
     def join(self, begun: Any) -> None:
-        """What follows waits for the call and sees its results."""
+        """Make later work wait for the call and see its results."""
 
     def beside(self, record: Callable[[], None]) -> object:
         """Record work that runs beside what follows. Returns what `after` takes; nothing else may look at it before."""
 
     def after(self, begun: Any) -> None:
-        """What follows waits for work that `beside` began."""
+        """Make later work wait for the work that `beside` began."""
 
     def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run, and at every replay, a function that looks up in memory what it works on."""
@@ -111,7 +111,7 @@ class Runtime(Protocol):
         """Wait for everything that was launched."""
 
     def mark(self) -> object:
-        """What was launched so far on the current stream, for `wait`."""
+        """Mark the work launched so far on the current stream, for `wait`."""
 
     def wait(self, mark: Any) -> None:
         """Wait for what was launched before the mark, whatever follows it."""

@@ -62,7 +62,7 @@ def ask(request: Tensor, head: Tensor) -> None:
 
 
 def wait(line: Tensor, head: Tensor, report: Tensor) -> None:
-    """What follows waits until line[0] is the replay's number, or until it was looked at too often.
+    """Block later work until line[0] is the replay's number, or until the maximum number of polls.
 
     line: int32 (2,), the answer and the number of the call, page-locked. report: int64 in page-locked
     host memory, gets the replay's number * REPORT_SHIFT + the call's, of the first call that was waited for in vain.

@@ -86,7 +86,7 @@ class Functions(NamedTuple):
 
 
 class Server(Protocol):
-    """What answers one graph's calls: `cpu/serve.py` has it."""
+    """Server of the calls of one graph: `cpu/serve.py` implements it."""
 
     table: int
 
@@ -131,7 +131,7 @@ def serve(server: Server, launch: Callable[[], None], calls: Sequence[HostCall],
 
 
 def failure_of(report: int, generation: int, calls: Sequence[HostCall], server: Server) -> str | None:
-    """What a device's report says about the replay `generation`, the last one that `server` served."""
+    """Return the failure in the report of replay `generation`, the last that `server` served; None without one."""
     if report // REPORT_SHIFT != generation:
         return None
     number = report % REPORT_SHIFT

@@ -236,7 +236,7 @@ def _pass(keys: Tensor, values: Tensor, means: Tensor, metric: Tensor | None) ->
 
 
 def _bytes_per_key(keys: Tensor, clusters: int) -> int:
-    """Of what a pass holds for a key of every head: its float32 numbers, or two copies; scores and choices."""
+    """Return the bytes of a pass per key, all heads: its float32 numbers, or two copies; scores and choices."""
     return keys.shape[0] * (4 * keys.shape[2] + 8 * clusters)
 
 

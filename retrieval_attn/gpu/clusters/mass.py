@@ -155,7 +155,7 @@ class ClusterMass:
     def after(
         self, search: CodeSearch, query: Tensor, scoring: Scoring, into: TailPartial
     ) -> Callable[[SearchScratch, QueryGroup], None]:
-        """What `search.run` should call after each turn, to write the estimates of its queries to `into`.
+        """Return a function for `search.run` to call after each turn, which writes estimates to `into`.
 
         Where it names keys plainly it calls nothing: `run_plainly` is for that.
         """

@@ -47,8 +47,9 @@ def _tanh(x):
 
 @triton.jit
 def _terms(units, bases, variances, factors, least, number, i, scale, softcap, MOST_VARIANCE: tl.constexpr):
-    """Of queries by number, rows i of a turn: logit = unit * score + base; half the variance of what that lacks; and
-    the logit of the least score that was named, to which exponentials are relative; NaN: there is no estimate.
+    """Compute the terms of queries by number, rows i of a turn: logit = unit * score + base; half the variance of the
+    error of that logit; and the least logit that was named, to which exponentials are relative; NaN: there is no
+    estimate.
     """
     # never 0, which times the -inf of a named key would be NaN
     unit, base = tl.maximum(tl.load(units + number) * scale, 1e-30), tl.load(bases + number) * scale

@@ -60,7 +60,7 @@ class DeviceCodes:
 
     @property
     def device(self) -> torch.device:
-        """What scans the codes, wherever they lie."""
+        """Device that scans the codes, wherever they are stored."""
         return self.space.shift.device
 
     def add(self, keys: Tensor) -> bool:
@@ -105,14 +105,14 @@ class DeviceCodes:
         return torch.where(scores.isfinite().all(dim=1, keepdim=True), ids, -1)
 
     def scores_of(self, queries: Tensor, ids: Tensor) -> Tensor:
-        """What codes say of queries (m, head_dim) times the keys of ids (m, n), float32 (m, n); -inf of ids < 0."""
+        """Estimate queries (m, head_dim) times keys of ids (m, n) from codes, float32 (m, n); -inf for ids < 0."""
         codes = self.codes[ids.clamp_min(0).to(self.codes.device).long()].to(queries.device)
         rows = [code_scores(self.space, own, query[None]) for own, query in zip(codes, queries, strict=True)]
         bases, _ = estimated(self.space, queries)
         return torch.where(ids >= 0, torch.cat(rows) + bases[:, None], -torch.inf)
 
     def best_of(self, queries: Tensor, ids: Tensor, count: int) -> Tensor:
-        """Of ids (m, n) the `count` that these codes promise queries (m, head_dim) most, in the order of ids."""
+        """Select the `count` best of ids (m, n) by these codes for queries (m, head_dim), in the order of ids."""
         places = self.scores_of(queries, ids).topk(count, dim=1).indices
         return ids.gather(1, places.sort(dim=1).values)
 
@@ -159,8 +159,8 @@ def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:
 
 
 def estimated(space: DeviceSpace, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """What makes the scores of queries (m, head_dim) as large as q . k, float32 (m,): the number to add to all that
-    `code_scores` has of a query, and the variance of what then lacks.
+    """Return the terms that turn scores of queries (m, head_dim) into estimates of q . k, float32 (m,): the number to
+    add to all `code_scores` of a query, and the variance of the remaining error.
     """
     return queries @ space.estimate[0], (queries @ space.query_projection.T).square() @ space.estimate[1]
 
@@ -171,7 +171,7 @@ def lacking(variances: Tensor, scale: float) -> Tensor:
 
 
 def code_scores(space: DeviceSpace, codes: Tensor, queries: Tensor) -> Tensor:
-    """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
+    """Estimate q . k from codes, up to a constant per query: (queries, codes) float32; queries (m, head_dim)."""
     eights, fours, twos = codes.split([space.num_8bit, space.num_4bit // 2, space.num_2bit // 4], dim=1)
     parts = [eights.view(torch.int8), fours & 15, fours.view(torch.int8) >> 4]
     parts += [*((twos >> at) & 3 for at in (0, 2, 4)), twos.view(torch.int8) >> 6]

@@ -34,7 +34,7 @@ def _numbers(words, place: tl.constexpr):
 
 @triton.jit
 def _products(words, query, place: tl.constexpr, dim, W: tl.constexpr):
-    """Of each word the number at `place`, times the query's number that meets it."""
+    """Multiply the number at `place` in each word by the query's number for it."""
     number = tl.arange(0, W) * 4 + place
     return _numbers(words, place) * tl.load(query + number, mask=number < dim, other=0.0).to(tl.float32)[None, :]
 

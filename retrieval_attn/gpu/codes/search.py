@@ -107,9 +107,7 @@ CodeRange = tuple[DeviceCodes, int]
 
 
 class CodeShape(NamedTuple):
-    """What kernels are compiled for: bytes per key, best keys per query; bytes of finer codes, of which `kept` of those
-    keys are named, or 0: all are.
-    """
+    """Sizes of compiled kernels: bytes per key, keys per query; bytes of finer codes, which select `kept` (0: all)."""
 
     key_bytes: int
     k: int
@@ -133,7 +131,7 @@ class CodeShape(NamedTuple):
 
 
 class EstimatedLogits(NamedTuple):
-    """What codes tell of the keys that are named: products (queries, room) float32, in places of their ids.
+    """Estimated logits of the selected keys: products (queries, room) float32, in the places of their ids.
 
     Of each query q . k, with half the variance of what codes lack as a logit has it; inf for the `best` of its keys, or
     a few more: those are to be read. Where there is no key, anything.
@@ -149,7 +147,7 @@ def _room_for(k: int) -> int:
 
 
 class SearchScratch:
-    """What the kernels of one layer leave for the next of them; layers take turns.
+    """Scratch memory between the kernels of one layer; layers take turns.
 
     Rows are those of one turn. scores (queries, max_keys) float16, -inf for the keys that were named; least (queries,)
     float32, of those; best (queries, max_keys / group) float16, of every group; groups (queries, picked) int32, those

@@ -82,7 +82,7 @@ def _read_kernel(
     WORDS: tl.constexpr, BYTES: tl.constexpr, K: tl.constexpr, PICKED: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, FINE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """What the finer codes of N keys that were picked for a query say of q . k; -inf where there is no key."""
+    """Estimate q . k from the finer codes of the N keys that were picked for a query; -inf in places without a key."""
     i = tl.program_id(0)
     at = i.to(tl.int64)
     entry = (first_entry + i // count).to(tl.int64)
@@ -114,8 +114,9 @@ def _keep_kernel(
     PICKED: tl.constexpr, ROOM: tl.constexpr, MOST_VARIANCE: tl.constexpr, MOST_SCORE: tl.constexpr,
     HAS_PLACES: tl.constexpr, TELLS: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys that were picked for a query, the `k` best by their finer codes to ids; of the others, to scores,
-    what those say of them. TELLS: of those that are named, to told, see `search.EstimatedLogits`.
+    """Write the ids of the `k` best of the keys that were picked for a query, by their finer codes, to ids, and the
+    estimated logits of the other keys to scores. TELLS: write those of the selected keys to told, see
+    `search.EstimatedLogits`.
     """
     i = tl.program_id(0)
     at = i.to(tl.int64)

@@ -42,14 +42,14 @@ class Staged(Protocol):
     staged: bool
 
     def sources(self) -> list[Source | None]:
-        """Of each entry; None: its codes are on the device, or it has none."""
+        """Return the source of each entry; None: its codes are on the device, or it has none."""
 
     def place(self, addresses: Sequence[int | None]) -> None:
         """Search the codes of these entries there; None: where they are."""
 
 
 class StreamedCodes:
-    """What of one search is to be brought, and where to."""
+    """The codes of one search to copy to the device, and their addresses there."""
 
     def __init__(self, entries: int, device: torch.device, tables: SharedTables | None = None) -> None:
         """tables: where its table lies, which are then uploaded behind `settle`; None: in memory of its own, and the

@@ -60,7 +60,7 @@ class PagedKeys(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all pages."""
+        """Bytes of all pages."""
         return self.key.nbytes + self.value.nbytes + (0 if self.steps is None else self.steps.nbytes)
 
 
@@ -164,7 +164,7 @@ def shared_partials(
 
 
 def plan_shape(pool: PagedKeys, rows: int, q_heads: int, *, exact: bool, levels: int = LEVELS) -> PlanShape:
-    """What plans of a batch over these pages are made for. exact: its queries are of float32."""
+    """Return the shape of plans for a batch over these pages. exact: its queries are of float32."""
     heads, pages = pool.key.shape[:2]
     return PlanShape.of(
         rows, q_heads, heads, pages, levels=levels, processors=processors(pool.key.device), exact=exact,

@@ -57,7 +57,7 @@ class SharedNode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
-    """What a plan, and a graph that reads it, is made for.
+    """Sizes that a plan, and a graph that reads it, is made for.
 
     rows: of the batch, exactly. pages: entries in all nodes' tables together, at most. splits: parts of a node, at
     most. tile: queries (rows times query heads of a key-value head) that one program attends with.
@@ -144,7 +144,7 @@ class SharedPlan:
     """
 
     def __init__(self, shape: PlanShape, device: torch.device | str = "cpu") -> None:
-        """Of no nodes, so far. Memory is taken now, and stays where it is."""
+        """Create a plan without nodes. Its memory is allocated now and keeps its address."""
         self.shape, self.nodes = shape, list[SharedNode]()
         sizes = 1, shape.rows * shape.levels, shape.rows * shape.levels, shape.pages, shape.items * ITEM
         self._starts = np.concatenate([[0], np.cumsum([-(-size // 4) * 4 for size in sizes])]).tolist()
@@ -218,7 +218,7 @@ class SharedPlan:
     def _items(
         self, node: SharedNode, rows: int, at: tuple[int, int], begins: NDArray[np.int64], size: int, slot: int
     ) -> NDArray[np.int32]:
-        """Of one node. Tiles that read the same keys are neighbours, so that most find them in a cache."""
+        """Return the work items of one node, tiles of the same keys side by side so that most reads hit a cache."""
         tiles = -(-rows * self.shape.group // self.shape.tile)
         items = np.empty((len(begins), self.shape.kv_heads, tiles, ITEM), np.int32)
         items[..., 0] = np.arange(self.shape.kv_heads)[:, None]

@@ -282,7 +282,7 @@ def _merge_kernel(
 
 
 def launch_for(tile: int, head_dim: int, itemsize: int, packed: bool = False) -> Launch:
-    """What a tile of so many queries fits in registers and shared memory with. packed: over int8 pages."""
+    """Return launch options that fit a tile of queries to registers and shared memory. packed: over int8 pages."""
     if itemsize == 4:
         return Launch(8, 1, 2)
     if packed and tile == SMALLEST_TILE and head_dim <= 256:

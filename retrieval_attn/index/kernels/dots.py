@@ -117,7 +117,7 @@ def _row_address(context: Any, builder: Any, array_type: Any, value: Any, row: A
 
 @intrinsic
 def scale_of(typingctx, array, row):
-    """What the widened elements of array[row] (two axes) are to be multiplied by: float32, 1 but for int8."""
+    """Return the factor of the widened elements of array[row] (two axes): float32, 1 except for int8."""
     if not _is_rows(array):
         return None
 

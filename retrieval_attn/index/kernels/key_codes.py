@@ -32,7 +32,7 @@ SIGN = np.uint8(128)
 
 
 class CodeSpace(NamedTuple):
-    """What keys of one head are coded by.
+    """Parameters of the codes of one head's keys.
 
     query_side (head_dim, head_dim) float32: A with the steps folded in; of numbers that are not stored, A times the
     deviation of each. key_side: B over the steps, as many rows as numbers are stored or, behind them, zeros. shift: one
@@ -160,7 +160,7 @@ def encode(space: CodeSpace, keys: npt.NDArray[np.float32]) -> npt.NDArray[np.ui
 def code_scores(
     space: CodeSpace, codes: npt.NDArray[np.uint8], queries: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """What the codes say of q . k, but for a number per query: (queries, codes) float32; queries (m, head_dim)."""
+    """Estimate q . k from codes, up to a constant per query: (queries, codes) float32; queries (m, head_dim)."""
     wide, narrow, thin = np.split(codes, [space.wide, space.wide + space.narrow // 2], axis=1)
     parts = [wide.view(np.int8), narrow & 15, narrow.view(np.int8) >> 4]
     parts += [*((thin >> at) & 3 for at in (0, 2, 4)), thin.view(np.int8) >> 6]

@@ -64,7 +64,7 @@ def channel_ratios(scale: npt.NDArray[np.float32], width: int) -> npt.NDArray[np
 
 
 def near_of(codes: npt.NDArray[np.uint8], ratios: npt.NDArray[np.float32]) -> Near:
-    """What distances need, of code rows (nodes, width) whose channels are rescaled by ratios (width,)."""
+    """Return the inputs of distances between code rows (nodes, width), channels rescaled by ratios (width,)."""
     nodes, width = codes.shape
     near = near_scratch(nodes, width)
     with kernel_threads(None):
@@ -255,7 +255,7 @@ def _project(near, lists, starts, attached, degree, fill, max_candidates, adjace
 
 @njit(nogil=True, cache=True)
 def _transpose(adjacency):
-    """Who points to each node: starts (nodes + 1,) int64, and the pointing nodes, ascending."""
+    """Return the reverse edges of each node: starts (nodes + 1,) int64, and the source nodes, ascending."""
     nodes, degree = adjacency.shape
     starts = np.zeros(nodes + 1, np.int64)
     for i in range(nodes):

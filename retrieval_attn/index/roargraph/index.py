@@ -217,7 +217,7 @@ class RoarGraphIndex(RunsIndex):
         return cls(keys, fmt, GraphOptions.from_plain(plain), head)
 
     def search_arguments(self) -> SearchArguments | None:
-        """What a search takes of the graph; None: every search scans."""
+        """Return the graph's arguments of a search; None: every search scans."""
         if self._head is None:
             return None
         keys, coded = kernel_view(self._keys.whole, self._keys.fmt), self._head.coded

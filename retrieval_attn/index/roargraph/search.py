@@ -67,7 +67,7 @@ class Graph(NamedTuple):
 
 
 class GraphScratch(NamedTuple):
-    """What one search writes to; one per worker. See `make_scratch`."""
+    """Scratch memory of one search; one per worker. See `make_scratch`."""
 
     pool: npt.NDArray[np.int64]
     visited: npt.NDArray[np.uint64]

@@ -71,7 +71,7 @@ GRAPH = np.dtype(
 
 
 class SearchArguments(NamedTuple):
-    """What `search_graph` takes for one graph, for callers that search without the index.
+    """Arguments of `search_graph` for one graph, for callers that search without the index.
 
     mean, scale: for `codes.encode_query_rows` (planes of width graph.codes.shape[1]). keys: (n, head_dim) stored, as
     the kernels take it.

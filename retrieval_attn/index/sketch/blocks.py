@@ -159,7 +159,7 @@ def rounding_errors(numbers, step, halves):
 
 @njit(nogil=True, cache=True, fastmath={"reassoc"})
 def sum_of_squares(rows):
-    """Of all of rows (n, d) float32, as float64; NaN or infinite where one of them is not finite."""
+    """Sum the squares of rows (n, d) float32, as float64; NaN or infinite if an element is not finite."""
     total = 0.0
     for i in range(len(rows)):
         for j in range(rows.shape[1]):

@@ -49,7 +49,7 @@ class Ordered(NamedTuple):
 
 
 def no_leaves(rank: int, share: float = 1.0) -> Leaves:
-    """Of keys that are not ordered."""
+    """Return empty leaves, for keys that are not ordered."""
     return Leaves(code_means(np.empty((0, rank), np.float32)), 0, share)
 
 
@@ -98,9 +98,7 @@ def held_for(
     best: npt.NDArray[np.float32],
     group: int,
 ) -> FitQueries:
-    """What ways to search are weighed by. queries (m, head_dim), whose exact best keys are `found`, with numbers `best`
-    (m * k, rank).
-    """
+    """Return `FitQueries` of queries (m, head_dim) with exact best keys `found`, numbers `best` (m * k, rank)."""
     logits = found.scores.astype(np.float64) / np.sqrt(queries.shape[1])
     weights: npt.NDArray[np.float64] = np.exp(logits - logits.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)

@@ -40,8 +40,8 @@ class RowCoder(Protocol):
 def row_space(
     key_side: npt.NDArray[np.float32], sample: npt.NDArray[np.float32], keys: KeyRows
 ) -> tuple[CodeSpace, npt.NDArray[np.float32]]:
-    """What rows are coded by: numbers key_side . k (rank, head_dim), of which `sample` (m, rank) are some keys'; and
-    the step of each of the numbers that keys are ordered by, (TREE_NUMBERS,) float32.
+    """Return the space of row codes: numbers key_side . k (rank, head_dim), of which `sample` (m, rank) are those of
+    some keys; and the step of each of the numbers that keys are ordered by, (TREE_NUMBERS,) float32.
     """
     tree = BlockSteps.of(_cut_to(sample, TREE_NUMBERS), np.full(TREE_NUMBERS, WIDE_LEVELS // 2))
     order = row_order(keys.wide, keys.narrow)

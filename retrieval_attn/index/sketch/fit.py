@@ -50,7 +50,7 @@ class Way(NamedTuple):
 
 
 class FitQueries(NamedTuple):
-    """What ways are weighed by, of m queries, a multiple of `group`: those of one group are searched together.
+    """Queries that measure search methods: m queries, a multiple of `group`; those of one group are searched together.
 
     queries (m, rank) float32, projected. best (m, k, rank) float32: distances from the mean of the numbers of each
     one's best keys; weights (m, k): theirs in attention, each row adding up to 1. sample (s, rank) float32: distances

@@ -65,7 +65,7 @@ class Front(NamedTuple):
 
 
 class FrontPlan(NamedTuple):
-    """What a front of a head is to have: see `Front`."""
+    """Sizes of the front of a head: see `Front`."""
 
     step: npt.NDArray[np.float32]
     narrow: int
@@ -112,7 +112,7 @@ def plan_front(
 def quantised(
     distances: npt.NDArray[np.float32], step: npt.NDArray[np.float32], half: int | npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
-    """What the codes of distances (n, rank) from the mean stand for."""
+    """Return the values that the codes of distances (n, rank) from the mean represent."""
     over = np.divide(np.float32(1), step, out=np.zeros_like(step), where=step > 0)
     codes = np.clip(np.floor(distances * over), -half, half - 1)
     return np.asarray((codes + np.float32(0.5)) * step, np.float32)

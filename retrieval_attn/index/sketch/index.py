@@ -271,7 +271,7 @@ class SketchIndex(RunsIndex):
         return rescore_count(RESCORE, k)
 
     def search_arguments(self) -> SketchArguments:
-        """What a compiled search of this index needs besides the keys; another object after every change."""
+        """Return the arguments of a compiled search in addition to the keys; a new object after every change."""
         return self._search
 
     @classmethod
@@ -303,7 +303,7 @@ class SketchIndex(RunsIndex):
 
     @property
     def share(self) -> float:
-        """Of the leaves, what a search looks at for each query; 1.0: every key."""
+        """Share of the leaves that a search scans for each query; 1.0: every key."""
         return self._search.leaves.share if self._search.leaves.ordered else 1.0
 
     def state(self) -> dict[str, StateValue]:

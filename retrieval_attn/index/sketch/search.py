@@ -34,10 +34,9 @@ KEYS_PER_TASK = 16384
 
 
 class SketchArguments(NamedTuple):
-    """What a compiled search of a sketch reads: keys in rows, their front, the id of every place (-1: none), how many
-    blocks are in use, what queries are projected by, (rank, head_dim), and the leaves. passing: how many keys the front
-    lets pass for a query, of each that is to get an exact score. length: how many keys there are. whole: blocks below
-    have a key in every place.
+    """Arguments of a compiled search of a sketch: keys in rows, their front, the id of every place (-1: none), the
+    number of blocks in use, the projection of queries, (rank, head_dim), and the leaves. passing: keys that the front
+    passes per key that gets an exact score. length: number of keys. whole: blocks below have a key in every place.
     """
 
     keys: KeyRows

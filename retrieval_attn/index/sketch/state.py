@@ -27,7 +27,7 @@ PLANNED_KEYS = 2048
 
 
 def saved_arguments(search: SketchArguments, key_side: npt.NDArray[np.float32]) -> dict[str, StateValue]:
-    """What `restored_arguments` makes the same sketch of. Not while keys are inserted."""
+    """Return the state from which `restored_arguments` makes the same sketch. Not while keys are inserted."""
     keys, front, means = search.keys, search.front, search.leaves.means
     blocks = search.total + search.total % 2  # a scan takes blocks by twos
     return {

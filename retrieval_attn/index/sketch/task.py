@@ -94,7 +94,7 @@ SKETCH = np.dtype(
 
 @njit(nogil=True, cache=True)
 def _prepare(step, task, span, row, scratch):
-    """What all parts of a sketch wait for: coded queries, the blocks to look at, and a bound for each query.
+    """Prepare a sketch search for all its parts: coded queries, the blocks to scan, a bound for each query.
 
     Four queries at a time look together. Returns how many (query, place) pairs will be scored, leaves included.
     """

@@ -61,7 +61,7 @@ class CompiledSearch(NamedTuple):
 
 
 class SearchedInSteps:
-    """What a step's planner asks of an index; the base class has no compiled search."""
+    """Methods of an index that a step's planner calls; the base class has no compiled search."""
 
     hides_first_keys: ClassVar[bool] = False
     """Whether a compiled search can leave out the first keys, see `SearchRequest`."""
@@ -73,7 +73,7 @@ class SearchedInSteps:
         """Keys in the index."""
 
     def behind(self, first: int) -> SearchedInSteps | None:
-        """What searches the keys from `first` on alone, as the index is now and as it grows; its ids count from there.
+        """Return a search of the keys from `first` on, as the index is now and as it grows; its ids count from there.
 
         None: there is no such search, and an index that hides no keys is not asked then.
         """

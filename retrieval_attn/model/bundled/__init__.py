@@ -9,5 +9,5 @@ NAME = "bundled"
 
 
 def model_path(name: str | Path) -> str:
-    """What transformers loads for `name`, a folder or a hub name: of "bundled" the folder."""
+    """Return the path that transformers loads for `name`, a folder or a hub name: for "bundled" its folder."""
     return str(BUNDLED) if str(name) == NAME else str(name)

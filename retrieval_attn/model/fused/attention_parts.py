@@ -127,7 +127,7 @@ class FusedAttending:
 
 
 def attending_parts(layer: Any, rows: int) -> AttendingParts:
-    """What a layer is made of. Raises Different where it is made of something else."""
+    """Return the parts of a layer. Raises Different if they are of an unknown kind."""
     attention: Any = getattr(layer, "self_attn", None)
     dim = getattr(attention, "head_dim", None)
     norm = norm_of(getattr(layer, "input_layernorm", None))
@@ -183,7 +183,7 @@ class _Probe:
 
     @property
     def scoring(self) -> LayerScoring:
-        """What attention was asked with. Raises Different where it was not, or with logits that are no parameter."""
+        """Scoring of the recorded attention call. Raises Different without one, or for sinks that are no parameter."""
         if self._scoring is None:
             raise Different("it does not attend through the cache")
         if not isinstance(self._scoring.sinks, nn.Parameter | None):
@@ -191,7 +191,7 @@ class _Probe:
         return self._scoring
 
     def update(self, key: Tensor, value: Tensor, *place: Any, **options: Any) -> tuple[hooks.KVView, hooks.KVView]:
-        """As a cache's."""
+        """Record new keys and values as a cache does."""
         self.asked = {"key": key, "value": value}
         return hooks.KVView(self, key), hooks.KVView(self, value)
 
@@ -205,7 +205,7 @@ class _Probe:
         softcap: float | None,
         sink_logits: Any,
     ) -> Tensor:
-        """As a cache layer's."""
+        """Record an attention call as a cache layer does."""
         self.asked["query"] = query
         self._scoring = LayerScoring(scale, softcap, sink_logits)
         return self._answer

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class _Trial(NamedTuple):
-    """What trials of a layer have found: whether its feed-forward part runs in kernels, too, and what steps know of it.
+    """Results of trials of a layer: whether its feed-forward part runs in kernels, too, and data for steps of it.
 
     No weights: they would stay in memory after the model was moved.
     """
@@ -127,7 +127,7 @@ def _fused(layer: nn.Module, index: int, rows: int) -> Callable[..., Any]:
 
 
 def _parts(layer: nn.Module, rows: int) -> LayerParts:
-    """What a layer is made of. Raises Different where it is made of something else."""
+    """Return the parts of a layer. Raises Different if they are of an unknown kind."""
     return state_parts(layer, rows) if hasattr(layer, "linear_attn") else attending_parts(layer, rows)
 
 

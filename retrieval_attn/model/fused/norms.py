@@ -61,7 +61,7 @@ class _Fused:
 
 
 def eps_of(module: nn.Module) -> float:
-    """What an RMS norm adds to the mean of squares."""
+    """Return the number that an RMS norm adds to the mean of squares."""
     return float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
 
 

@@ -35,7 +35,7 @@ class Feed(NamedTuple):
 
 
 class LayerParts(Protocol):
-    """What of a decoder layer runs in kernels. feed: None where its second norm and `mlp` stay modules."""
+    """Parts of a decoder layer that run in kernels. feed: None if its second norm and `mlp` stay modules."""
 
     @property
     def feed(self) -> Feed | None: ...
@@ -44,7 +44,7 @@ class LayerParts(Protocol):
         """The others."""
 
     def compared(self, layer: Any, index: int, rows: int) -> Any:
-        """What steps need to know of the layer, if its kernels give what its modules give. Raises Different.
+        """Return data for steps if the layer's kernels and modules give the same results. Raises Different.
 
         No weights: they would stay in memory after the model was moved.
         """
@@ -73,7 +73,7 @@ def feed_of(layer: Any, rows: int) -> Feed | None:
 
 
 def fed(layer: Any, hidden: Tensor, feed: Feed | None) -> Tensor:
-    """What a layer returns, (rows, 1, dim), of hidden (rows, dim), to which its attention's output was added."""
+    """Compute a layer's output (rows, 1, dim) from hidden (rows, dim), which includes the attention output."""
     if feed is not None:
         return add_product(hidden, gated(hidden, feed.gated), feed.down).unsqueeze(1)
     residual = hidden.unsqueeze(1)
@@ -96,7 +96,7 @@ _counts: weakref.WeakKeyDictionary[type[nn.Module], bool | None] = weakref.WeakK
 
 
 def norm_of(module: Any) -> Norm | None:
-    """What an RMS norm does; None: it is something else."""
+    """Return the parameters of an RMS norm; None for another module."""
     if not isinstance(module, nn.Module) or not is_rms_norm(module):
         return None
     kind, weight = type(module), module.weight
@@ -118,7 +118,7 @@ def numbers_for(weights: AnyWeights, seed: int) -> Callable[..., Tensor]:
 
 
 def returned_by(layer: nn.Module, hidden: Tensor, **options: Any) -> Tensor:
-    """What a layer's own forward returns. Raises Different where that is no tensor."""
+    """Return the output of a layer's own forward. Raises Different if it is not a tensor."""
     forward: Any = type(layer).forward
     try:
         returned = forward(layer, hidden, **options)
@@ -142,7 +142,7 @@ def require_same(own: dict[str, Tensor], others: dict[str, Tensor]) -> None:
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """What two ways of rounding may differ by: each number of both is off by up to half of its last place, some twice.
+    """Return the largest relative difference of two roundings: half of the last place each, some twice.
 
     float32: what sums of some thousand terms in another order differ by. Weights of 4 bits are no reason to allow more:
     a module rounds each of them to bfloat16, and kernels do not, which is .001 of a product.

@@ -85,7 +85,7 @@ class StateParts(NamedTuple):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a row's inputs and memory."""
+        """Shapes of a row's inputs and memory."""
         rule = self.rule
         return (rule.channels, rule.taps.shape[1]), (rule.v_heads, rule.k_dim, rule.v_dim)
 
@@ -120,7 +120,7 @@ class FusedState:
 
 
 def state_parts(layer: Any, rows: int) -> StateParts:
-    """What a layer is made of. Raises Different where it is made of something else."""
+    """Return the parts of a layer. Raises Different if they are of an unknown kind."""
     mixer = layer.linear_attn
     norm, rule = norm_of(getattr(layer, "input_layernorm", None)), _rule(mixer)
     names = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"
@@ -142,7 +142,7 @@ def _pair(first: AnyWeights, second: AnyWeights) -> bool:
 
 
 def _rule(mixer: Any) -> DeltaRule | None:
-    """What a module has learned; None where it is made of something else."""
+    """Return the learned parameters of a module; None if it is of an unknown kind."""
     sizes: list[Any] = [
         getattr(mixer, name, None) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
     ]
@@ -169,7 +169,7 @@ def _with_states(index: int, inputs: Tensor, memory: Tensor) -> Cache:
 
 
 def _left(cache: Cache, output: Tensor) -> dict[str, Tensor]:
-    """What a step has given and left behind, rounded as its inputs were."""
+    """Return the output and the states of a step, rounded to the dtype of its inputs."""
     layer: Any = cache.layers[-1]
     inputs, memory = layer.conv_states[0], layer.recurrent_states[0]
     return {"output": output, "inputs": inputs, "state": memory.to(inputs.dtype)}

@@ -183,7 +183,7 @@ def note_host_work(stats: LayerStats, work: Sequence[float], nanoseconds: float)
 
 
 def expected_kind(cache: RetrievalCache) -> StepKind:
-    """What `Binding.kind` will be, if the codes of a layer cover all that it retrieves from."""
+    """Return the expected `Binding.kind`, if the codes of a layer cover all tokens that it retrieves from."""
     layers = [layer for _, layer in attending(cache)]
     held = [
         (layer, layer.held)

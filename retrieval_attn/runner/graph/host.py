@@ -42,8 +42,9 @@ MAX_MICROBATCHES = 2
 
 @dataclass(frozen=True)
 class HostResources:
-    """What the host's parts of one decoder share. scratch: for searches of codes, which run one after the other.
-    tables: of codes and clusters, to be uploaded once the parts are planned. turns: for codes that are brought.
+    """Resources that the host's parts of one decoder share. scratch: for searches of codes, which run one after the
+    other. tables: of codes and clusters, to be uploaded once the parts are planned. turns: for codes that are copied
+    from the host.
     """
 
     runtime: Runtime
@@ -72,7 +73,7 @@ Retrieve = int | HeadBudgets | tuple[HeadBudgets, ...]
 
 
 class HostRow(NamedTuple):
-    """What a row has on the host: a path, and the tokens of it that retrieval covers now."""
+    """State of a row on the host: a path, and the tokens of it that retrieval covers now."""
 
     path: SequenceKV
     span: tuple[int, int]
@@ -88,7 +89,7 @@ class LayerHeads(NamedTuple):
 
 
 def code_shape(layer: RetrievalLayer, head_dim: int) -> CodeShape | None:
-    """What a captured step searches codes on the device by; None where the layer's index has none there."""
+    """Return the sizes of a captured step's search of codes on the device; None if the layer's index has none there."""
     k = layer.config.retrieve
     estimated = layer.config.estimates
     shape = None if isinstance(k, float | str) else layer.index.spec.code_shape(head_dim, k, estimated)
@@ -248,7 +249,7 @@ class HostStep:
         return True
 
     def _host_finds_nothing(self) -> None:
-        """What the host answers until the next plan."""
+        """Return an empty result from the host until the next plan."""
         self._step.forget()
         self._buffers.out[:], self._buffers.lse[:] = 0, -np.inf
         self._rest[:] = 0
@@ -322,8 +323,8 @@ class HostStep:
         self._step.raise_error()
 
     def take_tail(self) -> tuple[Tensor, int]:
-        """What was estimated in replays since the last call: of each query head the sum of its shares, float32
-        (q_heads,), and rows times tokens. Waits for the device.
+        """Return the estimates of all replays since the last call: of each query head the sum of its shares, float32
+        (q_heads,), and rows times tokens. Blocks until the device is done.
         """
         self._resources.runtime.synchronize()
         sums = self._tally.view(-1, self._q_heads, 2).sum(dim=0)
@@ -331,7 +332,7 @@ class HostStep:
         return sums[:, 0], round(float(sums[0, 1]))
 
     def tally_of(self, row: int) -> Tensor:
-        """What was estimated for a row of the batch, which is one of these, (q_heads, 2), a view: see `HostResult`."""
+        """Return the estimates of a row of the batch, (q_heads, 2), a view: see `HostResult`."""
         first = (row - self.rows.start) * self._q_heads
         return self._tally[first : first + self._q_heads]
 

@@ -27,7 +27,7 @@ from retrieval_attn.index.task.descriptor import NANOSECONDS, STATUS
 
 
 class Reads(enum.IntEnum):
-    """Who reads the host memory of some rows in a step."""
+    """Reader of the host memory of some rows in a step."""
 
     HOST = 0
     """The host, all of it."""
@@ -110,17 +110,17 @@ class GatheredRows:
 
     @property
     def part(self) -> HostResult:
-        """What `run` recorded, as if it came from the host."""
+        """The recorded result of `run`, in the form of a result from the host."""
         assert self.found is not None
         return HostResult(self.found.out, self.found.lse, None, (self._nothing, self._tally))
 
 
 def uncoded_only(apart: Sequence[CodedPieces]) -> list[NamedPieces]:
-    """What the host attends to where the device reads what it names: keys without codes."""
+    """Return the keys without codes, to which the host attends if the device reads the selected rows."""
     return [NamedPieces(late_pieces(one.pieces), one.table, 0) for one in apart]
 
 
 def clear_costs(buffers: StepBuffers) -> None:
-    """What the host's last step cost and how it ended is not to be read again: no step runs for a while."""
+    """Clear the costs and the status of the host's last step: no step runs for a while."""
     buffers.meters[:] = 0
     buffers.descriptor[[STATUS, NANOSECONDS]] = 0

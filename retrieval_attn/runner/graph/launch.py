@@ -82,7 +82,7 @@ class Launcher:
 
     @ordinary_tensors
     def launch_next(self) -> bool:
-        """As `step` for `chosen`, at the next position, before that is read: the device does not wait for the caller.
+        """Launch the step of `chosen` at the next position before it is read: the device does not wait.
 
         The caller then confirms one after the other; what is not confirmed at the end did not happen. False, and
         nothing done, where this step has to wait for the other: no graph yet, a window that is full, an error.

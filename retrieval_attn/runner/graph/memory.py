@@ -79,6 +79,6 @@ class StepMemory:
         return bool(self.descriptors[..., words.STATUS].any())
 
     def host_meters(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Of the last replay: (layers, METER_WORDS) work and (layers,) nanoseconds of the host's steps, int64."""
+        """Return meters of the last replay, int64: (layers, METER_WORDS) work, (layers,) nanoseconds of host steps."""
         work = self.meters.reshape(len(self.meters), -1, words.METER_WORDS).sum(axis=1)
         return work, self.descriptors[..., words.NANOSECONDS].sum(axis=1)

@@ -81,7 +81,7 @@ class StepPages:
 
 
 def prefix_of(cache: RetrievalCache) -> PagedPrefix | None:
-    """What each sequence of a cache has in pages; None: nothing, as where all layers slide."""
+    """Return the prefix of each sequence of a cache in pages; None without one, also if all layers slide."""
     exact = cache.batch.exact
     return exact if exact is not None and exact.tokens and exact.layers.any_layer is not None else None
 

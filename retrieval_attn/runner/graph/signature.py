@@ -28,7 +28,7 @@ _KNOWN = "_retrieval_attn_known"
 
 
 class ModelWatch:
-    """What decides whether a model's step can be recorded, and what a graph of it depends on, as addresses and ids.
+    """State that a graph of a model depends on, and whether steps can be recorded, as addresses and ids.
 
     Modules, hooks, weights and where they lie, adapters, and attributes that somebody added. Everything that is looked
     at stays alive, so that ids stay taken.
@@ -67,7 +67,7 @@ class ModelWatch:
 
 
 class Look(NamedTuple):
-    """What was found: why steps of the model are not recorded, or None, and what graphs of it depend on."""
+    """Result of a check: why steps of the model are not recorded, or None, and the state that graphs depend on."""
 
     reason: str | None
     signature: tuple[Any, ...]
@@ -83,7 +83,7 @@ class KnownModel:
         self._look = Look(None, ())
 
     def look(self, model: PreTrainedModel) -> Look:
-        """As it is now."""
+        """Return the current state of the model."""
         if self._watch is None or not self._watch.unchanged():
             self._watch = ModelWatch(model)
             self._look = Look(model_refusal(model), model_signature(model))
@@ -102,7 +102,7 @@ def look_at(model: PreTrainedModel) -> Look:
 
 
 def model_signature(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What of it lies with the model."""
+    """Return the part of the signature that depends on the model."""
     weights = hash(tuple(tensor.data_ptr() for tensor in plain_tensors(model.parameters())))
     hooks = hash(tuple(id(hook) for module in model.modules() for hook in hooks_of(module)))
     return weights, hooks, adapter_state(model)
@@ -116,7 +116,7 @@ def signature(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -
 
 
 def cache_batch_key(cache: RetrievalCache) -> tuple[Any, ...]:
-    """What of it lies with the cache. Raises CaptureError for a cache without tokens."""
+    """Return the part of the signature that depends on the cache. Raises CaptureError for a cache without tokens."""
     layers: list[tuple[Any, ...]] = []
     cached: list[Any] = list(cache.layers)
     for layer in cached:

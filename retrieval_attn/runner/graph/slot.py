@@ -67,7 +67,7 @@ class LayerSlot:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Who reads host memory in each of the host's parts, see `StepKind`."""
+        """Reader of host memory in each of the host's parts, see `StepKind`."""
         return tuple(int(host.reads) for host in self.hosts)
 
     def make_hosts(self, layer: RetrievalLayer, query: Tensor, value_dim: int, scoring: Scoring) -> None:

@@ -119,9 +119,9 @@ class Stats:
     layers and tokens, those of a question among them that went through retrieval. Captured steps that ran ahead and
     were discarded count, too. None if nothing is estimated.
     tail_share_most: the head whose mean is largest.
-    indexes: kinds of the indexes that were searched, and how many heads have each; {} where all keys were beside the
-    model. `Context.index_notes` says why a head has its index. all_keys: the dtype that all keys were there in, "int8"
-    among them (`Config.full_attention`); None where they were retrieved.
+    indexes: kinds of the indexes that were searched, and how many heads have each; {} if all keys were on the device of
+    the model. `Context.index_notes` says why a head has its index. all_keys: the dtype that all keys were there in,
+    "int8" among them (`Config.full_attention`); None where they were retrieved.
     decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why
     nothing was captured.
     """

@@ -49,7 +49,7 @@ SCORED_TOGETHER = 64
 
 
 class Cancelled(Exception):
-    """The answer was cancelled while its question was read; nobody waits for it."""
+    """The answer was cancelled while its question was read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class PromptRows:
     """Sequences side by side, on the model's device: ids int64 and valid bool, both (batch, columns).
 
     Columns that are not valid are padding. scored: `AnswerLoop.read` returns a score of each new token but the first
-    one, with so many of the likeliest tokens; of one sequence. None: of none.
+    one, with `scored` of the likeliest tokens; of one sequence. None: of none.
     """
 
     ids: Tensor

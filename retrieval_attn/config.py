@@ -49,7 +49,7 @@ class Config:
         instead of left out. "auto" and True: yes; False: as the paper does it.
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
         keeps a few bytes of every key on the GPU, which then searches; "auto" does so where the GPU has room. "full":
-        all keys stay beside the model, and every token attends to all; `window` and `retrieve` change nothing then. A
+        all keys stay on the device, and every token attends to all; `window` and `retrieve` change nothing then. A
         context takes its keys' bytes on the GPU, and while it answers twice as much again for each question.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill). index="auto" takes
@@ -137,7 +137,7 @@ class Config:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all keys stay beside the model, see index "full"."""
+        """Whether all keys stay on the device, see index "full"."""
         return self.index == "full"
 
     @property

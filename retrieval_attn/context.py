@@ -397,7 +397,7 @@ class Context:
 
 
 def _may_change(cache: RetrievalCache, tokens: int) -> bool:
-    """Whether rows of a batch of texts of up to so many tokens, which share rotary factors, may need different ones."""
+    """Whether rows of a batch of up to `tokens` tokens each, which share rotary factors, may need different ones."""
     return cache.rope is not None and cache.rope.may_change(tokens)
 
 

@@ -76,7 +76,7 @@ class LLM:
         beyond what is free on the device, is refused before anything is loaded.
         device_map: layers on several GPUs, as transformers takes it ("auto"). tensor_parallel: heads shared by the
         processes of a torchrun, one GPU each. With either, gpu_memory holds for each GPU; weights that a device_map
-        keeps on "cpu" or "disk" are not planned for. yarn: a factor, so many times the checkpoint's positions by YaRN,
+        keeps on "cpu" or "disk" are not planned for. yarn: factor of the checkpoint's positions by YaRN,
         for longer texts (Qwen3-8B has 40,960). embedding: where the input embedding lies, "device" or "host", of which
         a token reads one row; "auto" is the host where weights take more than half of one GPU's memory, unless the
         output has the same table. Further keywords (threads, window, ...) are fields of Config.
@@ -262,7 +262,7 @@ class LLM:
 
 
 def _fits(model: PreTrainedModel, config: Config, tokens: int, batch: int, free: int | None) -> bool:
-    """Whether the device has room for so many sequences beside the weights; True where its memory is not known."""
+    """Whether the device has room for `batch` sequences next to the weights; True if its memory is unknown."""
     if free is None:
         return True
     needs = plan(model, context=tokens, batch=batch, host_memory=1, config=config, decide=False)

@@ -85,7 +85,7 @@ class _Worker:
         return None if self._cancelled.is_set() else made
 
     def stop(self, seconds: float | None = None) -> None:
-        """Cancel the work and wait for the thread, so many seconds at most."""
+        """Cancel the work and wait for the thread, at most `seconds` seconds."""
         self._cancelled.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)

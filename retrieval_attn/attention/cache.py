@@ -209,7 +209,7 @@ class RetrievalCache(LayeredCache):
         self.batch.select(rows)
 
     def quiet(self) -> None:
-        """Wait until nothing is under way in any layer; a captured step looks at the cache anew before it goes on."""
+        """Wait until all layers are idle; a captured step checks the cache again before it continues."""
         for layer in self._own_layers():
             layer.invalidate_graph()
             layer.finish_index()
@@ -336,8 +336,8 @@ def retrieves(cache: RetrievalCache) -> bool:
 
 
 def form_beside(cache: RetrievalCache) -> str | None:
-    """The dtype in which all keys are beside the model, "int8" where those in pages are; None: some are retrieved, or
-    no layer attends to all.
+    """The dtype in which all keys are on the model's device, "int8" where those in pages are; None: some are retrieved,
+    or no layer attends to all.
     """
     held = [layer.held for layer in cache.layers if isinstance(layer, RetrievalLayer) and layer.held is not None]
     if not held or retrieves(cache):

@@ -87,14 +87,14 @@ def head_codes(piece: SearchRange, k: int) -> list[CodeRange | None]:
 def new_mass(
     entries: int, value_dim: int, device: torch.device, *, waits: bool = True, tables: SharedTables | None = None
 ) -> ClusterMass:
-    """The device's estimate for so many key-value heads, whatever the number of their clusters; waits, tables: see
+    """The device's estimate for `entries` key-value heads with any number of clusters; waits, tables: see
     there.
     """
     return ClusterMass(entries, MAX_CLUSTERS, value_dim, MEAN_DTYPE, device, waits=waits, tables=tables)
 
 
 def beside_codes_bytes(paths: Sequence[SequenceKV]) -> int:
-    """Bytes of what devices hold of paths beside codes, what they share counted once: clusters, and of int8 rows."""
+    """Bytes of clusters and int8 rows of paths on devices, without codes; shared ones count once."""
     shared = {id(path.clusters.shared): path.clusters.shared for path in paths if path.clusters is not None}
     held = [of for one in shared.values() for of in list(one.on_devices.values())]
     rows = sum(one.rounded.device_nbytes for one in segments_of(paths) if one.rounded is not None)

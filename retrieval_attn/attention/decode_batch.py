@@ -74,7 +74,7 @@ class RowAsks(NamedTuple):
 
 
 class StepPlans:
-    """Steps over the paths of several caches, kept from token to token. A path that is gone is let go of.
+    """Steps over the paths of several caches, kept from token to token. A path that is gone is dropped.
 
     exact: the same of prefixes in pages. host_seconds: that rows' keys were searched and attended to, since the start.
     """

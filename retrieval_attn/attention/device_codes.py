@@ -32,7 +32,7 @@ from retrieval_attn.offload.staging import pinned
 MOST_QUERIES = 512
 """Queries of one key-value head in a chunk at most."""
 LEAST_QUERIES = 128
-"""The same of a chunk that is not cut in two: planning a step takes as long as answering so many."""
+"""The same for a chunk that is not split: planning a step takes as long as answering these."""
 MOST_CANDIDATES = 16 << 20
 """Keys that are named in a chunk at most."""
 
@@ -41,8 +41,8 @@ MOST_CANDIDATES = 16 << 20
 class CodedRange:
     """Tokens [start, stop) of a path, of which those of one piece are coded on the device.
 
-    shape: what its codes are searched by. k: keys that each query attends to; where `estimated`, beside all that are
-    named.
+    shape: what its codes are searched by. k: keys that each query attends to; if `estimated`, in addition to all that
+    are named.
     """
 
     path: SequenceKV
@@ -238,7 +238,7 @@ def _numbers(count: int, cuda: bool) -> Tensor:
 class _ChunkBuffers:
     """Memory for two chunks of a question and its search on the device. Kept for the next layer, and the next question.
 
-    Nobody has a desk that somebody else has: two questions at the same time take two.
+    A desk is for one question at a time: two concurrent questions take two.
     """
 
     _idle: dict[tuple[QuestionShape, int], list[_ChunkBuffers]] = {}
@@ -271,7 +271,7 @@ class _ChunkBuffers:
             self.mass.bind(over.parts.entries)
 
     def give_back(self) -> None:
-        """Let go of keys, codes and clusters; the next question may take the desk."""
+        """Release keys, codes and clusters; the next question may take the desk."""
         self.search.forget()
         self.mass.forget()
         for slot in self.slots:

@@ -159,7 +159,7 @@ class GraphHook(Protocol):
         """Add to the layer's `tail` what was estimated in replays since the last call. Waits for the device."""
 
     def invalidate(self) -> None:
-        """`sync`, and look at the cache anew before the next replay: something else is about to change it."""
+        """`sync`, and check the cache again before the next replay: other code is about to change it."""
 
 
 class PathRows(NamedTuple):

@@ -49,13 +49,13 @@ class TailSize(NamedTuple):
         return cls(MAX_KEYS if config.keeps_all else config.window, config.spill, config.keeps_all)
 
     def slots(self, tail: int) -> int:
-        """Return the window's slots for a tail of this many tokens."""
+        """Return the window's slots for `tail` tokens."""
         if not self.grows:
             return self.kept + self.spill
         return self.least if tail < self.least else kept_tokens(tail)
 
     def fit(self, window: WindowCache, tail: int) -> None:
-        """Resize a window to the slots of a tail that has, or will have, this many tokens."""
+        """Resize a window to the slots of a tail that has, or will have, `tail` tokens."""
         slots = self.slots(tail)
         if self.grows:
             window.make_room(slots - window.tail_len)
@@ -128,7 +128,7 @@ class LayerKV:
     def spill(self, *, flush: bool = True) -> None:
         """Move everything beyond the window to the host; a buffer that has grown is as large as ever again.
 
-        A captured graph is for windows of one size, and for one of another it would be captured anew. flush: the host
+        A captured graph is for windows of one size, and for one of another it would be captured again. flush: the host
         gets the whole tail, too; otherwise only what it needs now, and the caller does the rest later: `prepare_spill`.
         """
         moved = max(0, self.window.tail_len - self._size.kept)
@@ -279,7 +279,7 @@ class LayerKV:
             self._reload_tail(columns)
 
     def _reload_tail(self, columns: int) -> None:
-        """The crop to so many columns went past the window: read a new tail back from the host."""
+        """The crop to `columns` columns went past the window: read a new tail back from the host."""
         forgotten, sinks = self._batch.forgotten, sinks_of(self.window)
         start = max(own_start(self._batch), columns - self._size.kept)
         padding = self._batch.padding(start, columns)

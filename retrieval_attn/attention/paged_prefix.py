@@ -80,7 +80,7 @@ class PagedLayers:
 
 
 class PagedSpan:
-    """Tokens in pages, the same pages in every layer. They are given back when nobody has the span any more."""
+    """Tokens in pages, the same pages in every layer. They are freed when the last reference to the span is gone."""
 
     def __init__(self, pages: NDArray[np.int32], tokens: int, give_back: Callable[[NDArray[np.int32]], object]) -> None:
         self.pages, self.tokens = pages, tokens

@@ -200,7 +200,7 @@ def warn_of_whole_prompts(model: nn.Module | None, tokens: int, chunk: int) -> N
 
 
 DECODE_TOKENS = 8
-"""A forward of at most so many new tokens always retrieves: speculative steps are decoding."""
+"""Maximum new tokens of a forward that always retrieves: speculative steps are decoding."""
 
 
 class RetrievalLayer(CacheLayer):
@@ -330,7 +330,7 @@ class RetrievalLayer(CacheLayer):
         super().end_pass()
 
     def _appends_exactly(self, total: int) -> bool:
-        """Whether so many tokens after others attend to all of them exactly."""
+        """Whether `total` tokens after earlier ones attend to all of these exactly."""
         exact = self.batch.exact
         if exact is not None and exact.reading is not None:  # its keys go to pages, however few
             return True

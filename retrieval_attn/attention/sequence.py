@@ -82,7 +82,7 @@ class Batch:
     factors: rotary factors that the keys were turned with, of a model whose factors depend on the length of the text.
     weights: state of the model's weights that the keys were computed with.
     broken: why nothing can follow, a forward failed half-way; "" else. spilled: full windows moved tokens to the host,
-    until somebody who counts that says False.
+    until a reader of it sets False.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Batch:
     # -- token ids ----------------------------------------------------------------------------------
 
     def note_ids(self, ids: Tensor) -> None:
-        """ids (batch, columns): what the first columns hold, said by whoever fed them."""
+        """ids (batch, columns): tokens of the first columns, set by the caller that fed them."""
         [ids] = brought_together([ids[:, : self.columns]])
         for row, sequence in enumerate(self.sequences):
             real = self.padding(0, ids.shape[1])
@@ -228,7 +228,7 @@ class Batch:
             sequence.token_ids = array("q", own.to(torch.int64).numpy().tobytes())
 
     def known_columns(self) -> int:
-        """Columns whose ids are known; 0 where nobody said any."""
+        """Columns whose ids are known; 0 if none were set."""
         if not self.sequences or not all(sequence.token_ids for sequence in self.sequences):
             return 0
         return min(self._columns_of(row, len(one.token_ids)) for row, one in enumerate(self.sequences))
@@ -279,7 +279,7 @@ def attended_columns(batch: Batch) -> int:
 
 
 def has_position(batch: Batch, most: int | None, tokens: int = 1) -> bool:
-    """Whether a model of so many positions has some for the next tokens; None: of any number."""
+    """Whether a model with `most` positions has `tokens` more after a batch; None: no limit."""
     return most is None or attended_columns(batch) + tokens <= most
 
 

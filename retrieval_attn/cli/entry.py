@@ -107,7 +107,7 @@ def available_commands() -> dict[str, Command]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit code 0 done, 1 the command found a failure, 2 bad input or no access, 130 interrupted.
 
-    141: nobody reads the output any more.
+    141: the reader of the output is gone.
     """
     # torch's OpenMP reads it when it is loaded: threads that spin while they wait take the processor from each other,
     # and from searches, wherever anything else runs

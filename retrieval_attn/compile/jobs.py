@@ -1,9 +1,9 @@
 """Compiling kernels ahead: named jobs, done by a few other processes at once, each once per machine.
 
 Numba holds one lock while it compiles, so that threads cannot compile side by side; processes can, and share what they
-made through the cache's folder (`cache_dir.py`). A job is a function of this package and its arguments: whoever adds a
-kernel that a first token would wait for names a function here that runs it on a few numbers. This process goes on
-meanwhile; who is about to run kernels calls `wait_until_compiled`, or compiles what is missing itself.
+made through the cache's folder (`cache_dir.py`). A job is a function of this package and its arguments: a change that
+adds a kernel that a first token would wait for names a function here that runs it on a few numbers. This process goes
+on meanwhile; who is about to run kernels calls `wait_until_compiled`, or compiles what is missing itself.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class CompileJob(NamedTuple):
 
 
 def missing(jobs: Sequence[CompileJob]) -> list[CompileJob]:
-    """Those of `jobs` that nobody has done on this machine, each once."""
+    """Return the `jobs` that are not done on this machine, each once."""
     return [job for job in dict.fromkeys(jobs) if not job.mark.exists()]
 
 
 class Compilation:
     """Jobs that other processes do from now on, at most `processes` at once. Used as a context, it ends with it.
 
-    A job that another compilation of this process has under way is waited for, not done again. One that nobody waits
+    A job that another compilation of this process has under way is waited for, not done again. One that no thread waits
     for ends by itself, or with this process.
     failed: why a job was not done; it is done in this process when its kernels are called. With a bar if `progress`
     and it takes longer than two seconds, which counts jobs that are waited for, too.

@@ -1,6 +1,6 @@
 """Numba's cache of this package's kernels: in `cache_dir.numba_folder`, safe for processes side by side, never fatal.
 
-Numba as it is keeps compiled functions beside the source, refuses to compile where it can write nowhere, fails where
+Numba as it is keeps compiled functions next to the source, refuses to compile where it can write nowhere, fails where
 a disk is full, and mixes functions up when two processes save specialisations of the same one at the same time. It has
 no option for either, so importing this module puts a locator in front of Numba's, and wraps loading and saving. Kernels
 of other packages are left alone. `retrieval_attn.index` and `retrieval_attn.cpu` import it before they define any.

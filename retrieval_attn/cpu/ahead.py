@@ -24,9 +24,9 @@ from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.spec import IndexSpec
 
 MANY_CORES = 8
-"""With so many, what is compiled in vain costs nothing."""
+"""Cores from which on unused compilations cost nothing."""
 EXACT = IndexSpec.of("flat")
-"""Serves short ranges and what no index covers yet, beside every kind."""
+"""Searches short ranges and tokens without an index, with every kind."""
 KEYS, LATER, DIM, QUERIES = 8448, 64, 64, 256
 """Of the index that is built to compile what builds one: enough for leaves, landmarks and a held-out share."""
 
@@ -131,7 +131,7 @@ def _is_coded(spec: IndexSpec) -> bool:
 
 
 class _NoCodes:
-    """Codes that nobody keeps."""
+    """Make codes that are not kept."""
 
     def add(self, keys: np.ndarray) -> None:
         """See `index.device.KeyCodes`."""

@@ -193,7 +193,7 @@ class SampledKeys(NamedTuple):
     """The same number of sampled keys of each cluster of every head, bfloat16.
 
     packed (kv_heads, blocks, head_dim, width) uint16: columns, one per key, in blocks of `width`, PAIR or GROUPS of it.
-    The i-th key of cluster c is column i * clusters + c. Columns j and j + LANES of a PAIR lie beside each other.
+    The i-th key of cluster c is column i * clusters + c. Columns j and j + LANES of a PAIR are neighbours.
     """
 
     packed: npt.NDArray[np.uint16]

@@ -40,7 +40,7 @@ with 16 keys of each of 64 clusters the KL on code at 8K is that of all keys' sc
 TOKENS_AT_ONCE = 4096
 """Tokens whose float32 numbers are held at once while they join, and that are added up by themselves."""
 FEW_TOKENS = 1024
-"""Up to so many join by a compiled loop on this thread, without the threads of a matrix product."""
+"""Maximum tokens that join by a compiled loop on this thread, without the threads of a matrix product."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -85,7 +85,7 @@ def samples_for(clusters: int) -> int:
 
 
 def clusters_for(tokens: int) -> int:
-    """How many clusters the keys of so many tokens get: a power of 2, more for more tokens, at most one for 16."""
+    """Return the number of clusters for `tokens` tokens: a power of 2, more for more tokens, at most one for 16."""
     wanted = next(count for most, count in CLUSTER_COUNTS if tokens <= most)
     return max(1, min(wanted, 1 << max(0, (tokens // KEYS_PER_CLUSTER).bit_length() - 1)))
 
@@ -98,7 +98,7 @@ class _Members:
 
     @classmethod
     def none(cls, heads: int, capacity: int) -> _Members:
-        """With room for so many tokens."""
+        """Return empty members with room for `capacity` tokens."""
         ids = mapped(max(1, heads * capacity), "clusters of keys", False)
         return cls(ids[: heads * capacity].reshape(heads, -1))
 
@@ -341,7 +341,7 @@ class PathClusters:
     def cover(self, start: int, stop: int, pieces: Callable[[int, int], Iterable[PathPart]]) -> ClusterTable:
         """The table over the tokens [start, stop) of the path. pieces: where some of its tokens lie, in order.
 
-        Few tokens more or less than before are added or taken off; from another start on, all are counted anew.
+        Few tokens more or less than before are added or taken off; from another start on, all are counted again.
         """
         if (start, stop) == (self.start, self.stop):
             return self._table

@@ -2,12 +2,14 @@
 
 A job is a C function `int64 f(int64 descriptor, int64 task, int64 worker)` (`numba.cfunc`), the address of a
 descriptor it understands, and a number of tasks. A task returns 0, or an error code from 1 to 2**31 - 1; it must not
-raise, and must not run a job of the same pool. Whoever posts a job works on it as well, as worker 0, unless the pool
-was told otherwise. `run_job` is compiled: other kernels call it, and C functions on threads that Python does not know.
+raise, and must not run a job of the same pool. The thread that posts a job works on it as well, as worker 0, unless the
+pool was told otherwise. `run_job` is compiled: other kernels call it, and C functions on threads that Python does not
+know.
 
-All words live in one control block. The claim word holds the number of the job (high half) and its tasks that nobody
+All words live in one control block. The claim word holds the number of the job (high half) and its tasks that no thread
 has taken (low half): taking one is a single compare-and-swap, which fails if the job is no longer the one whose
-function was read before. So nobody waits for a worker without a task: one that sleeps or was preempted is not missed.
+function was read before. So no thread waits for a worker without a task: one that sleeps or was preempted is not
+missed.
 """
 
 # mypy: allow-untyped-defs
@@ -181,7 +183,7 @@ def run_job(control, function, descriptor, tasks, width):
 
 @njit(nogil=True, cache=True)
 def _close(control, state):
-    """Wait for the job that runs, then let nobody post or wait any more."""
+    """Wait for the job that runs, then refuse to post or wait."""
     _lock(control)
     atomic_swap(control + _STATE, state)
     atomic_add(control + _ALARM, 1)
@@ -319,7 +321,7 @@ def compile_pool() -> None:
 
 
 def default_pool() -> Pool:
-    """The pool that everything shares unless given another: made on first use, anew if closed or after a fork."""
+    """The pool that everything shares unless given another: made on first use, again if closed or after a fork."""
     global _default
     with _default_lock:
         if _default is None or _default.closed:

@@ -133,7 +133,7 @@ class Segment:
 
     @property
     def locked_tokens(self) -> int:
-        """The first so many tokens lie in page-locked memory."""
+        """Number of first tokens in page-locked memory."""
         return self.locked_ends[-1] if self.locked_ends else 0
 
     @property

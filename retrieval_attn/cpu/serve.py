@@ -44,12 +44,12 @@ MAX_CALLS = 512
 NOT_READY = 600
 """CUDA's code for work that is still under way."""
 NEVER_ASKED, ENDED = -1, -2
-"""What `serve_calls` returns, beside 0 and CUDA's codes: the limit passed; the stream was over without a request."""
+"""Results of `serve_calls` other than 0 and CUDA's codes: the limit passed; the stream ended without a request."""
 LOOKS = 16
 """Looks at the request word between two readings of the clock."""
 CHECK_NANOSECONDS = 50_000_000
 YIELD_NANOSECONDS = 5_000_000
-"""Longer than a layer takes anywhere: until then the core is kept, for whoever gives it away gets it back late."""
+"""Longer than a layer takes anywhere: until then the thread keeps its core, since it would get it back late."""
 
 _INT32, _INT64, _VOID = ir.IntType(32), ir.IntType(64), ir.VoidType()
 
@@ -109,7 +109,7 @@ def _await_request(head, row):
 
 @njit(nogil=True, cache=True)
 def _write_answer(head, address):
-    # the high half is the call's number, which nobody writes
+    # the high half is the call's number, which is not written
     atomic_swap(address, (atomic_load(address) >> 32 << 32) | head[GENERATION])
 
 

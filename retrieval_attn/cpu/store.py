@@ -338,7 +338,7 @@ def _shapes(path: SequenceKV, tokens: int) -> tuple[tuple[int, int, int], tuple[
 
 
 def keep_no_memory(path: SequenceKV, tokens: int) -> None:
-    """A path that counts so many tokens, which lie elsewhere: nobody reads them of it. What it held, it lets go of."""
+    """Replace a path's memory by `tokens` counted tokens, which are stored elsewhere and never read from it."""
     hole = hole_for(tokens, path.num_kv_heads, path.head_dim, path.value_dim, path.fmt)
     path.set_spans([Span(hole, tokens)])
     path.steps.clear()

@@ -54,7 +54,7 @@ def nearest_keys(queries: Tensor, keys: Tensor, kk: int, *, memory: int = MEMORY
         for first in range(0, n, block_keys):
             some = keys[head, first : first + block_keys]
             grouped = _by_place(some)
-            # keys outside, queries inside: a block of keys is laid out anew once, whatever the number of queries
+            # keys outside, queries inside: a block of keys is laid out again once, whatever the number of queries
             for number, start in enumerate(range(0, group * m, rows)):
                 block = query_rows[start : start + rows]
                 part = _best(block.to(keys.dtype), grouped, len(some), kk, first)
@@ -68,12 +68,12 @@ def nearest_keys(queries: Tensor, keys: Tensor, kk: int, *, memory: int = MEMORY
                 ids = (_LOW - (part & _LOW)).to(torch.int32)
                 finite = block.isfinite().all(dim=1, keepdim=True)
                 hits[start : start + rows, : ids.shape[1]] = torch.where(finite, ids, -1)
-            del grouped  # not beside the next block's
+            del grouped  # before the next block's is allocated
     return lists
 
 
 def scratch_bytes(queries: int, keys: int, kk: int) -> int:
-    """Bytes that a block of `queries` against `keys` keys takes at its peak, beside a copy of these keys.
+    """Bytes that a block of `queries` against `keys` keys takes at its peak, without a copy of these keys.
 
     4 for each score; 16 for each group's maximum and 20 for each of the kk * GROUP picked scores while the best are
     chosen (on the CPU: 32); 48 for each result while two are merged.

@@ -93,7 +93,7 @@ class PackedWeights(NamedTuple):
         return weights.to(torch.bfloat16).flatten(1)[:, : self.columns].contiguous()
 
     def split(self, sizes: list[int]) -> list[PackedWeights]:
-        """Those of so many rows each, whole tiles, that lie where they lie."""
+        """Split into weights of `sizes` rows each, whole tiles, without a copy."""
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
         words = self.words.split([size // TILE_ROWS for size in sizes])
         return [

@@ -102,7 +102,7 @@ def _products(
             x = tl.broadcast_to(x[:, None, :], (P * W, M, 128 // P))
         else:
             inside = None if WHOLE else (start + place < dim)[:, None, :]
-            # rows that are not there are the last one again: that needs no mask, and nobody stores their products
+            # rows that are not there are the last one again: that needs no mask, and their products are not stored
             x = tl.load(row + (start + place)[:, None, :], mask=inside, other=None if WHOLE else 0.0)
         x = _in_order(x, M, W, P)
         both = tl.load(scales + ((start + group % W * 128 + group // W * (128 // P)) // GROUP * ahead)[:, None])

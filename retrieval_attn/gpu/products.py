@@ -84,7 +84,7 @@ class LinearWeights(NamedTuple):
         return self.weight
 
     def split(self, sizes: list[int]) -> list[LinearWeights]:
-        """Those of so many rows each, that lie where they lie."""
+        """Split into weights of `sizes` rows each, without a copy."""
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
         return [LinearWeights(weight, bias) for weight, bias in zip(self.weight.split(sizes), biases, strict=True)]
 
@@ -104,8 +104,8 @@ class Attending(NamedTuple):
     """Weights of a layer's projections before attention.
 
     query (q_heads * head_dim, in), key and value (kv_heads * head_dim, in). query_norm, key_norm: of each head's
-    numbers, before they are turned (Qwen3); None: there is none. The three weights are alike, see `alike`. turned: of a
-    head's numbers the first so many are turned (Qwen3.5); 0: all. gates: behind each head of query stands one of
+    numbers, before they are turned (Qwen3); None: there is none. The three weights are alike, see `alike`. turned: of
+    each head, the first `turned` numbers are turned (Qwen3.5); 0: all. gates: behind each head of query stands one of
     numbers that are not turned, whose sigmoids attention's output is multiplied by.
     """
 

@@ -30,7 +30,7 @@ SKETCH_FROM = 16384
 what it costs to score more keys again, and to measure."""
 SCAN_BELOW = 262_144
 """Fewer keys are scanned: the scan of a sketch is faster than a graph. Both were timed on the machines at hand: the
-times were equal at 94,477 to 298,518 keys on two cores, and at some 281,000 on the 16 cores beside an H100
+times were equal at 94,477 to 298,518 keys on two cores, and at some 281,000 on the 16 cores of a machine with an H100
 (docs/archive/log.md). A scan loses no keys, so the constant lies where a graph is clearly faster."""
 MIN_SKETCH_RECALL = 0.95
 """Least recall of a sketch that is scanned in place of codes of all elements."""
@@ -88,7 +88,7 @@ class AutoIndex(KeyIndex):
 
     @classmethod
     def prepare(cls, options: AutoOptions, fmt: Format) -> bool:
-        """See KeyIndex.prepare: nothing beside the kinds of `possible_kinds`."""
+        """See KeyIndex.prepare: nothing but the kinds of `possible_kinds`."""
         return True
 
     @classmethod

@@ -23,7 +23,7 @@ MAX_KEYS = 2**31 - 1
 TRAIN_QUERIES = 2048
 """Queries of each query head that a kind trains on, unless it is told otherwise or asks for more."""
 TOKENS_PER_QUERY = 16
-"""A kind that asks for more gets one query of so many tokens."""
+"""Tokens per query of a kind that trains on more queries."""
 
 Alternatives = tuple[tuple[str, dict[str, Any]], ...]
 StateValue = npt.NDArray[Any] | int | float | str
@@ -38,7 +38,7 @@ class HostBytes(NamedTuple):
     other: int = 0
 
     def bytes(self, tokens: int) -> int:
-        """Bytes for one head of so many tokens."""
+        """Return the bytes of one head with `tokens` tokens."""
         held = tokens if self.limit is None else min(tokens, self.limit)
         return self.each * held + self.other * (tokens - held)
 
@@ -138,7 +138,7 @@ class KeyIndex(SearchedInSteps, ABC):
     needs_only_lists: ClassVar[bool] = False
     """Whether training lists replace training queries."""
     max_queries: ClassVar[int] = TRAIN_QUERIES
-    """A kind that finds more in long contexts the more queries it saw asks for so many there."""
+    """A kind that finds more in long contexts the more queries it saw sets a higher number."""
     possible_kinds: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(lambda options, tokens: ())
     """(options, tokens of the context, None: any number): other kinds, and their options, that an index may turn out to
     be, the likeliest first."""
@@ -154,7 +154,7 @@ class KeyIndex(SearchedInSteps, ABC):
 
     @classmethod
     def list_length(cls, options: Any, num_keys: int) -> int:
-        """Entries that training lists over so many keys should have; 0: the kind takes none."""
+        """Entries that training lists over `num_keys` keys should have; 0: the kind takes none."""
         return 0
 
     @classmethod

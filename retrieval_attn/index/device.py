@@ -97,7 +97,7 @@ class Coder(Protocol):
     """Makes the codes of one head."""
 
     def __call__(self, space: CodeSpace, fmt: Format, expected: int, finer: CodeSpace | None = None) -> KeyCodes:
-        """Empty codes of a space for keys in a format, of which so many are expected. finer: space of finer ones."""
+        """Empty codes of a space for keys in a format, of which `expected` are expected. finer: space of finer ones."""
 
     def restored(self, space: CodeSpace, fmt: Format, rows: CodeRows, finer: CodeSpace | None = None) -> KeyCodes:
         """The codes whose `rows` were these; they are copied."""
@@ -280,7 +280,7 @@ class DeviceIndex(RunsIndex):
         return cls(KeyRuns(keys, fmt), codes, (known[0], finer[0]), rescore)
 
     def serves(self, k: int, visible: int) -> bool:
-        """Whether so many keys are worth asking the device for the best k."""
+        """Whether a device search for the best k of `visible` keys pays off."""
         return visible >= SCAN_SHARE * rescore_count(self._rescore, k)
 
     @classmethod

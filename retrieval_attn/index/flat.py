@@ -3,7 +3,7 @@
 It needs no training and no memory, and is the reference that approximate kinds are measured against. With
 codes="int8" it scores one byte per channel instead and gives only the best of those their exact scores: half the
 bytes of bfloat16 or less, and a recall of .99 and more, for one byte of memory per channel. Keys that are stored as
-int8 are such bytes themselves: only the query is rounded, and nothing is held beside them.
+int8 are such bytes themselves: only the query is rounded, and nothing is held in addition.
 """
 
 # mypy: allow-untyped-defs
@@ -57,7 +57,7 @@ RESCORE = 1
 """Keys scored exactly per key wanted; the spare ones alone (57 for 100) give recall@100 of 1.000 where tried."""
 MIN_SPARE = 32
 SCAN_SHARE = 4
-"""Where more than one key in so many would be scored again, all are scored exactly instead."""
+"""If more than one key in SCAN_SHARE would be scored again, all are scored exactly instead."""
 POOL_BYTES = 64 << 20
 """Most memory for candidate pools in one pass; more queries are searched in several passes."""
 
@@ -217,7 +217,7 @@ class FlatIndex(RunsIndex):
         """Append a view of keys (n, head_dim).
 
         Raises ShapeError for another shape, dtype or more than 2**31 - 1, and for coded keys that are not finite.
-        All keys are coded anew when there are twice as many as the range was taken from, or a far larger one comes.
+        All keys are coded again when there are twice as many as the range was taken from, or a far larger one comes.
         """
         self._keys.check(keys)
         fmt, length = self._keys.fmt, len(self)

@@ -1,6 +1,6 @@
-"""`full`: no index. All keys stay beside the model, in a window that grows, and every query attends to all of them.
+"""`full`: no index. All keys stay on the device, in a window that grows, and every query attends to all of them.
 
-The baseline that retrieval is judged by, and the faster choice where the keys fit beside the model and are few. What
+The baseline that retrieval is judged by, and the faster choice if the keys are few and fit the device. What
 the host has of them is for saved contexts; should it be searched, it is scanned exactly.
 """
 
@@ -28,7 +28,7 @@ class FullIndex(FlatIndex):
 
 
 def kept_tokens(tokens: int) -> int:
-    """Tokens that a window which keeps them all has room for, where it holds so many."""
+    """Tokens that a window which keeps them all has room for, if it holds `tokens`."""
     least = tokens + FULL_ROOM
     step = max(FULL_ROOM, (1 << (least.bit_length() - 1)) // STEPS)
     return -(-least // step) * step

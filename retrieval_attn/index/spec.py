@@ -97,7 +97,7 @@ class IndexSpec:
         return self.cls.min_coded_keys(self.options, k)
 
     def possible_kinds(self, tokens: int | None = None) -> tuple[IndexSpec, ...]:
-        """Other kinds that an index over so many tokens (None: any number) may turn out to be, the likeliest first."""
+        """Other kinds that an index over `tokens` tokens (None: any number) may become, the likeliest first."""
         return tuple(IndexSpec.of(kind, options) for kind, options in self.cls.possible_kinds(self.options, tokens))
 
     def prepare(self, fmt: Format) -> bool:

@@ -219,7 +219,7 @@ class _BlasLimit:
 
 @functools.lru_cache(1)
 def _controller(modules: int) -> threadpoolctl.ThreadpoolController:
-    """Knows the process's libraries, which come by imports: looked for anew when there are other modules than before.
+    """Knows the process's libraries, which come by imports: searched again when there are other modules than before.
 
     Looking takes 4 ms, ten times as long where a GPU's libraries are there, and each layer's indexes asked for it.
     """

@@ -55,7 +55,7 @@ class FullAttention:
     """The alternative: ordinary attention with the whole KV on the device.
 
     bytes_16bit: weights as planned and KV in the model's dtype; bytes_int8: with KV in int8, which index="auto" takes
-    for answers, beside its codes; bytes_quantized: 4-bit weights and 8-bit KV.
+    for answers, without its codes; bytes_quantized: 4-bit weights and 8-bit KV.
     floor_ms: bandwidth floor of one generated token, KV in the model's dtype; retrieval_floor_ms: the same
     for retrieval, device and host reads one after the other, every host key scanned (flat index).
     """

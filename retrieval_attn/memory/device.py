@@ -40,7 +40,7 @@ class ChunkSize(NamedTuple):
         """Return the sizes for `batch` sequences.
 
         In a layer with keys the larger of MLP and attention. MLP: gate, up and their product, with the layer's input,
-        its normalised copy and the output beside them. Attention: query and output in the model's dtype and two float32
+        its normalised copy and the output. Attention: query and output in the model's dtype and two float32
         partials that are being merged. Layers with a state: `memory/weights.py`.
         """
         hidden = shape.hidden * shape.dtype_bytes
@@ -79,8 +79,8 @@ class ChunkSize(NamedTuple):
 # CUDA context, cuBLAS workspaces, a graph's own memory: what a process holds beyond its tensors. An 8B model's held
 # 1.09 GiB while decoding on an H100 (docs/archive/results/h100/memory_device.md), where the context alone takes 0.6.
 DEVICE_RESERVE = 9 * GIB // 8
-# Copies of all states that a captured step has beside the cache's own: those that it advances, and those of before its
-# newest two steps, which may have to be undone (runner/graph/states.py).
+# Copies of all states that a captured step has in addition to the cache's own: those that it advances, and those of
+# before its newest two steps, which may have to be undone (runner/graph/states.py).
 GRAPH_STATES = 3
 
 
@@ -265,7 +265,7 @@ def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:
 
 
 def most_context(size: DeviceSize, limit: int, chunk: int) -> int:
-    """Tokens of context that can be read within `limit` bytes, in chunks of so many; 0 where none can."""
+    """Tokens of context that can be read within `limit` bytes, in chunks of `chunk` tokens; 0: none."""
 
     def needed(tokens: int) -> int:
         held = replace(size, context=tokens)

@@ -52,7 +52,7 @@ class HostSize:
         return IndexSpec.of(options.index, options.index_options).host_bytes(head)
 
     def index_bytes(self, tokens: int) -> int:
-        """Bytes of the indexes over so many tokens of each sequence, at most."""
+        """Bytes of the indexes over `tokens` tokens of each sequence, at most."""
         return self.heads * max(held.bytes(tokens) for held in self.index_size())
 
     def index_text(self, tokens: int) -> str:
@@ -60,7 +60,7 @@ class HostSize:
         return max(self.index_size(), key=lambda held: held.bytes(tokens)).text
 
     def cluster_bytes(self, tokens: int) -> int:
-        """Bytes of the clusters of so many tokens of each sequence."""
+        """Bytes of the clusters of `tokens` tokens of each sequence."""
         from retrieval_attn.index.spec import IndexSpec
         from retrieval_attn.memory.clusters import host_cluster_bytes
 

@@ -246,7 +246,7 @@ def describe_bytes(config: Config, key_dim: int, asked_chunk: int) -> str:
 
 
 def _is_open(config: Config, tokens: int) -> bool:
-    """Whether the index of so many tokens is to be chosen."""
+    """Whether the index of `tokens` tokens is to be chosen."""
     return config.index == "auto" and not config.index_options and tokens >= SKETCH_FROM
 
 

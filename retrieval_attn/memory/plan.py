@@ -212,7 +212,7 @@ class _Case:
     def decided(self, options: Config, context: int) -> Config:
         """Return the choice of index="auto" for `context` tokens; `options` if the index stays on the host.
 
-        A captured step's copies of states lie beside a read, as when a second text is read. Clusters and hidden states
+        A captured step's copies of states stay during a read, as when a second text is read. Clusters and hidden states
         on the host leave less for codes and rows there.
         """
         from retrieval_attn.memory.index_choice import fitting_index

@@ -112,7 +112,7 @@ def _bits_in_groups(options: dict[str, Any]) -> list[int]:
 
 
 DELTA_BLOCK = 64
-"""Tokens of a block of transformers' gated delta rule: three float32 matrices of so many columns for each head."""
+"""Tokens of a block of transformers' gated delta rule: three float32 matrices of DELTA_BLOCK columns for each head."""
 _AXES = (1,), (3, 1)
 """Leading sizes of positions: one for each token, or three for text and images."""
 

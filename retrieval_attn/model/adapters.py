@@ -51,7 +51,8 @@ def _acts_outside(config: Any) -> str | None:
 
 
 def adapter_state(model: nn.Module) -> tuple[Any, ...]:
-    """Which adapters act in which modules, merged or beside the weights, and how strongly. Empty without adapters.
+    """Which adapters act in which modules, merged or separate from the weights, and how strongly. Empty without
+    adapters.
 
     A captured step computes with the adapters that were active when it was recorded.
     """

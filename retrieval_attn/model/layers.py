@@ -14,7 +14,7 @@ from retrieval_attn.model.multimodal import text_decoder
 
 
 class DecoderParts(NamedTuple):
-    """Decoder layers and what stands beside them, found in one walk through a model.
+    """Decoder layers and the modules next to them, found in one walk through a model.
 
     layers: with their cache layer index, in order. holders: what has the lists of decoder layers, transformers' models
     without their output. norms, rotaries: the holders' normalisations, which over a whole prompt are prefill's hidden
@@ -82,7 +82,7 @@ def _walk(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def unknown_beside_layers(model: nn.Module, known: nn.Module | None) -> list[str]:
-    """Names of the modules beside the decoder layers that are no norm, no rotary embedding and not `known`."""
+    """Names of the modules outside of the decoder layers that are no norm, no rotary embedding and not `known`."""
     return [
         name
         for holder in decoder_parts(model).holders

@@ -42,7 +42,7 @@ PACKAGE = "torchao"
 # int8: a symmetric scale per row. int4: a scale and a zero point per group, kernels of torch.
 FORMATS = {"int8": WeightFormat(8, row_bytes=4), "int4": WeightFormat(4, group_numbers=2, multiple=1024)}
 
-# What a checkpoint's quant_method needs beside transformers, as pip names it.
+# What a checkpoint's quant_method needs in addition to transformers, as pip names it.
 PACKAGES = {
     "aqlm": "aqlm",
     "auto-round": "auto-round",

@@ -26,7 +26,7 @@ from retrieval_attn.index.formats import to_float32
 from retrieval_attn.offload.staging import brought, staging
 
 DRIFTED = 1.35
-"""Above this ratio of mean squared distances, clusters are made anew. With the bundled model texts of another kind
+"""Above this ratio of mean squared distances, clusters are made again. With the bundled model texts of another kind
 (code, JSON, UUIDs after prose; JSON after code) gave 1.40 to 1.82, and new clusters took 23 to 35 % off the error of
 heads; more of the same kind gave 1.28 to 1.29, and 16 to 22 %."""
 

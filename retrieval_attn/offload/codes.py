@@ -34,7 +34,7 @@ from retrieval_attn.store.mapped import populate
 SENT_AT_ONCE = 1 << 17
 """Keys that cross to the device at once."""
 _ALIGNED_FLOATS = 64
-"""Tensors of one copy begin on multiples of so many: kernels load several numbers at once."""
+"""Alignment of the tensors of one copy in float32 numbers: kernels load several numbers at once."""
 SENDERS = 8
 """Threads that copy saved codes to page-locked memory: one alone copies at a sixth of the bus's rate."""
 SENT_BYTES = 8 << 20
@@ -445,7 +445,7 @@ def _no_room(error: BaseException) -> MemoryPlanError:
 
 @contextlib.contextmanager
 def beside(device: torch.device) -> Any:
-    """On a stream beside the one that reads; what was done is finished afterwards, whatever stream needs it.
+    """On a stream other than the one that reads; its work is finished afterwards for every stream.
 
     Within another one of the same thread: when that ends.
     """

@@ -42,7 +42,7 @@ class DeviceHiddenRows:
     """`HiddenRows` of a tensor on the device."""
 
     def __init__(self, states: Tensor, overwrite: bool) -> None:
-        """overwrite: whether nobody needs `states` once they are read."""
+        """overwrite: whether `states` are not needed once they are read."""
         self._states = states
         self._out = states if overwrite else None
 

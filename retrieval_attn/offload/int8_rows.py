@@ -38,14 +38,14 @@ WORD = torch.int32
 
 
 class Int8RowMirror:
-    """See the module. So many tokens of the segment as `length` says have rows, from token `first` on: before it are
+    """See the module. `length` tokens of the segment have rows, from token `first` on: before it are
     those of pages, which the host does not hold.
 
     Several threads may ask for rows at once, as forks do that share a segment.
     """
 
     def __init__(self, heads: int, shape: RowShape, expected: int, device: torch.device) -> None:
-        """Memory for `expected` tokens and a few more, of so many key-value heads: beside a GPU its pages are taken
+        """Memory for `expected` tokens and a few more, of `heads` key-value heads: for a GPU its pages are taken
         while the caller goes on. Raises MemoryPlanError.
         """
         self.shape, self.first, self.length = shape, 0, 0
@@ -133,7 +133,7 @@ def new_rows(keys: Tensor, values: Tensor) -> Int8RowMirror | None:
 
 
 def rows_behind(segment: Segment, tokens: int, empty: Int8RowMirror | None) -> Int8RowMirror | None:
-    """Where rows of the segment's newest tokens belong, so many; None: it has no rows, or not those of all before.
+    """Memory for the rows of the segment's newest `tokens` tokens; None: it has no rows, or not those of all before.
     empty: for a segment whose first tokens they are.
     """
     start = segment.length - tokens
@@ -183,7 +183,7 @@ register(_holder, first=True)
 
 
 class RowsUnderWay:
-    """In the place of rows that a thread makes, or could not make, or that were let go of."""
+    """In place of rows that a thread makes, or could not make, or that were dropped."""
 
     nbytes = device_nbytes = 0
 

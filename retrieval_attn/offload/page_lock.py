@@ -1,8 +1,8 @@
 """Page-locked host memory: the store's own pages, registered with the CUDA driver once they are filled.
 
-A copy from page-locked memory runs at the bus's full rate beside the processor; from ordinary memory the driver copies
+A copy from page-locked memory runs at the bus's full rate without the processor; from ordinary memory the driver copies
 piece by piece through its own buffer, at a seventh of that (7.5 against 55 GB/s on one H100). Registering costs .05 s
-per GiB, once, beside the device's work.
+per GiB, once, during the device's work.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SPAN = 1024
 class TrainingQueries:
     """Queries of up to `count` of `total` new columns, for every row and query head of one layer.
 
-    turn: what moved them, where the pass's other layers can have it, too: as long as somebody keeps it.
+    turn: what moved them, where the pass's other layers can have it, too: as long as it is referenced.
     """
 
     turn: RotationTables | None = None

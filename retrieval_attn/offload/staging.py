@@ -131,8 +131,8 @@ def brought(tensor: Tensor) -> np.ndarray:
 def brought_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Each on the CPU, once the current stream has got there: one wait for all. One that is there is itself.
 
-    The calling thread waits beside the driver: within it, in a copy to ordinary memory, it would hold up threads that
-    launch, until all that they launched is done. What is launched meanwhile does not wait for the copies.
+    The calling thread waits outside of the driver: within it, in a copy to ordinary memory, it would hold up threads
+    that launch, until all that they launched is done. What is launched meanwhile does not wait for the copies.
     """
     device = next((one.device for one in tensors if one.is_cuda), None)
     if device is None:
@@ -153,7 +153,7 @@ def brought_together(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def bringing(device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
-    """Within it, a stream beside the device's others is current, which waits for `after` alone. The caller waits for
+    """Within it, a separate stream of the device is current, which waits for `after` alone. The caller waits for
     what it does there.
     """
     if device.type != "cuda":

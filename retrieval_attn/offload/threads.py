@@ -1,4 +1,4 @@
-"""Threads that work beside a device: they start when there is work and end soon after there is none."""
+"""Threads that work while a device computes: they start when there is work and end soon after there is none."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ IDLE_SECONDS = 0.25
 
 
 SWITCH_SECONDS = 1e-4
-"""After which a thread that runs Python makes room for one that waits to. torch lets go of the interpreter with every
-operation: beside one thread of pure Python an addition of eight numbers takes 5.9 ms with Python's own .005, .03 ms
+"""After which a thread that runs Python makes room for one that waits to. torch releases the interpreter with every
+operation: next to one thread of pure Python an addition of eight numbers takes 5.9 ms with Python's own .005, .03 ms
 with this, and alone .004."""
 
 
 def take_turns_often() -> None:
     """Threads of this process wait for each other's Python no longer than SWITCH_SECONDS from now on.
 
-    For whoever launches a device's work one operation after the other while threads move and index what came before.
+    For a thread that launches a device's work one operation after the other while threads move and index what came
+    before.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
 

@@ -21,7 +21,7 @@ class LayerStats:
     """Counters of one layer since its cache was made. Seconds are wall clock, bytes are host memory read.
 
     host_seconds: retrieved attention as a whole; search_seconds and attend_seconds: its phases inside.
-    copy_seconds, index_seconds: copying keys to the host and building indexes (beside a GPU: in threads, while it
+    copy_seconds, index_seconds: copying keys to the host and building indexes (with a GPU: in threads, while it
     computes); lists_seconds: the GPU's time for training lists; wait_seconds: prefill blocked by the host.
     """
 
@@ -75,8 +75,8 @@ class Traffic:
             self._works = [one for one in self._works if one() is not None] + [weakref.ref(work)]
 
     def make_room(self, alone: bool = False, earlier: int = 1) -> float:
-        """Wait before a layer takes memory for its keys: so many earlier layers may still be copied (alone: none may),
-        and few may wait for their indexes. Returns the seconds waited. What went wrong is left to the work's own
+        """Wait before a layer takes memory for its keys: `earlier` layers before it may still be copied (alone: none
+        may), and few may wait for their indexes. Returns the seconds waited. What went wrong is left to the work's own
         `finish`.
         """
         began = time.perf_counter()

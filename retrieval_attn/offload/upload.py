@@ -38,7 +38,7 @@ GATHER_BUFFERS = 3
 INLINE_BYTES = 4 << 20
 """So little outside page-locked memory is copied at once; more is left to the threads."""
 ALIGNED = 16
-"""Values of a block begin on a multiple of so many bytes, or kernels would be compiled for others, too."""
+"""Alignment of the values of a block in bytes; without it kernels would be compiled for others, too."""
 HEADROOM = 512 << 20
 """Bytes of a device that `Uploads.reserve` leaves to the rest of a layer."""
 
@@ -190,7 +190,7 @@ class Uploads:
                 break
         try:
             yield from self._walk(wanted, todo, dtype)
-        except BaseException:  # also where nobody goes on asking
+        except BaseException:  # also if the caller stops iterating
             self.clear()
             raise
         if not then:
@@ -286,7 +286,7 @@ class Uploads:
             block.arrived.record(self._stream)
 
     def _buffer(self, nbytes: int) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A buffer of at least so many bytes, and when its last block was used."""
+        """Return a buffer of at least `nbytes` bytes, and when its last block was used."""
         for number, (buffer, _) in enumerate(self._free):
             if buffer.nbytes >= nbytes:
                 return self._free.pop(number)
@@ -311,7 +311,7 @@ class _GatherRing:
         self._buffers: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def take(self, nbytes: int) -> tuple[Tensor, torch.cuda.Event]:
-        """A buffer of at least so many bytes, and the event to record when it has been read."""
+        """Return a buffer of at least `nbytes` bytes, and the event to record when it has been read."""
         if len(self._buffers) < GATHER_BUFFERS:
             self._buffers.appendleft((pinned(nbytes), torch.cuda.Event(blocking=True)))
         buffer, sent = self._buffers.popleft()

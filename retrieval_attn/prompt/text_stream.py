@@ -17,7 +17,7 @@ character of four bytes may have begun in the last three."""
 CLEANED_CONTEXT = 10
 """The same where spaces are cleaned up: marks are joined with what is before them, and these with what is before."""
 MAX_TOKENS = 16
-"""Tokens that are decoded together before the older ones are let go."""
+"""Tokens that are decoded together before the older ones are dropped."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SHORTENED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
@@ -36,8 +36,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """stop: non-empty strings at which the text ends; they are not part of it. min_tokens: with so many tokens or
-        less, no string ends it.
+        """stop: non-empty strings at which the text ends; they are not part of it. min_tokens: with `min_tokens` tokens
+        or less, no string ends it.
         """
         self._stop, self._ignored = tuple(stop), min_tokens
         self._decode, self._word, self._skipped = decoding(tokenizer)

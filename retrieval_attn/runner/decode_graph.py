@@ -252,7 +252,7 @@ class DecodeGraph:
             return self._launch(None, draws, None)
         except Exception as error:  # who asks for the step is told
             log.debug("a step was not launched behind another: %s", error)
-            # the device may have counted its tokens: it serves nobody, and is undone
+            # the device may have counted its tokens: it is unused, and undone
             return OverlappedStep({}, None, self.kind, self.decoder.graphs[self.kind], None, None)
 
     def _launch(

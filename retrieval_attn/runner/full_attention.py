@@ -235,7 +235,7 @@ def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, ahead: Ex
         return kept  # what is missing goes behind what others may attend to
     missing = 0
     for int8 in forms:
-        kept = kept_pages(model)  # those before may have been let go for these
+        kept = kept_pages(model)  # those before may have been dropped for these
         if kept is not None and not kept.in_use and kept.layers.int8 == int8 and kept.has_room(tokens):
             return kept
         for pages in (pages_for(kept_tokens(tokens)), pages_for(tokens)):  # if there is room, for longer texts as well

@@ -1,4 +1,5 @@
-"""Where the hidden states of a prompt lie while a model reads it, and what the modules beside its layers do with them.
+"""Where the hidden states of a prompt lie while a model reads it, and what the modules outside of its layers do with
+them.
 
 On the device, or, where a long prompt's do not fit there, in host memory (`offload/hidden.py`): the embedding then
 writes them there in chunks, every decoder layer and the final norm bring chunks up and down (`runner/prefill.py`), and
@@ -39,8 +40,8 @@ class HiddenStates:
     """The hidden states on their way through the layers of one model.
 
     A wrapped layer may write its output over its input, but only when the input is the output of the layer before it,
-    or of the model's own embedding (models keep that until they return, and look at it no more), and nobody else holds
-    it: not the caller's embeddings, and not what a forward hook recorded.
+    or of the model's own embedding (models keep that until they return, and look at it no more), and no other object
+    holds it: not the caller's embeddings, and not what a forward hook recorded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,7 +80,7 @@ class HiddenStates:
         return self._forward.chunk
 
     def shrink(self, chunk: int) -> None:
-        """For the rest of the calling thread's forward so many tokens go through at once."""
+        """Set the tokens per chunk for the rest of the calling thread's forward."""
         self._forward.chunk = chunk
 
     def begin(self, cache: Any, tokens: int, batch: int, chunk: int) -> None:
@@ -120,7 +121,7 @@ class HiddenStates:
         return not torch.is_grad_enabled() and latest is not None and latest() is hidden_states
 
     def passed(self, out: Tensor, module: nn.Module, seen: bool) -> None:
-        """`out` leaves `module`. seen: somebody else may keep it (forward hooks, output_hidden_states)."""
+        """`out` leaves `module`. seen: other code may keep it (forward hooks, output_hidden_states)."""
         seen = seen or bool(module._forward_hooks)
         self._forward.latest = None if seen else weakref.ref(out)
         if seen and self.ferry is not None:

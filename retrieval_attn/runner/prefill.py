@@ -166,7 +166,7 @@ def _asked_chunks() -> weakref.WeakKeyDictionary[nn.Module, int]:
 
 @contextmanager
 def chunks_of(model: nn.Module, chunk: int) -> Iterator[None]:
-    """The calling thread's forwards take so many tokens at once, whatever the layers are wrapped with.
+    """The calling thread's forwards take `chunk` tokens at once, whatever the layers are wrapped with.
 
     Other threads' forwards of the model keep their own. Blocks nest. Raises ConfigError for a chunk below 1.
     """
@@ -316,7 +316,7 @@ class _ChunkedLayer:
             ) from error
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: leave no threads behind that build what nobody will ask
+        except BaseException:  # Ctrl-C: leave no threads that build an unused index
             abandon(cache)
             raise
         return result

@@ -1,6 +1,6 @@
 """What the first answer would wait for, done while a context is read: kernels compiled, the decode step captured.
 
-Whoever adds something that is made once for a model, device or machine adds it here: kernels of the host to
+Code that is made once for a model, device or machine is listed here: kernels of the host to
 `cpu/ahead.kernel_jobs`, which other processes compile while the model reads; what a device launches to `prepared`,
 whose threads compile and load it meanwhile; and what needs the context's end to REHEARSALS, which run then.
 """
@@ -160,7 +160,7 @@ def compiling_early(config: Config, dtype: torch.dtype | None, device: torch.dev
 def prepared(model: PreTrainedModel, cache: RetrievalCache, compiling: Compilation) -> Iterator[None]:
     """Meanwhile threads load what `compiling` compiles, and compile and load what the device will launch.
 
-    Beside a GPU only: elsewhere they would take the cores from the model.
+    With a GPU only: elsewhere they would take the cores from the model.
     """
     device = input_device(model)
     if not overlaps(device):
@@ -346,7 +346,7 @@ REHEARSALS: tuple[Rehearsal, ...] = (capture_step, search_codes)
 
 
 SLOTS = 16
-"""Of the window: few, for memory that is taken beside a reading stays taken."""
+"""Of the window: few, for memory that is taken during a read stays taken."""
 
 
 class LayerLaunches:
@@ -397,7 +397,7 @@ class LayerLaunches:
             merge_parts(Parts(parts.out[:rows], parts.lse[:rows]), host, None, query.dtype, rest)
 
     def attend_to_all(self) -> None:
-        """Attend to a window and to pages with all keys before it, beside which there is no part of the host."""
+        """Attend to a window and to pages with all keys before it, without a part of the host."""
         query, value_dim = self._query(), self._value.shape[3]
         for int8 in self._forms if len(query) == 1 else ():
             rows = (query.new_zeros(1, self._kv_heads, 1, dim) for dim in (self._dim, value_dim))
@@ -459,7 +459,7 @@ class LayerLaunches:
         attend_candidates(queries, StoredRows(keys, values), Candidates(ids, 0, 1, k), 1.0, None)
 
     def _window_parts(self, query: Tensor, slots: int) -> Parts:
-        """Attention to a window, cut as one of so many slots is."""
+        """Attention to a window, split as one of `slots` slots is."""
         batch, heads = self._key.shape[:2]
         key, value = (like.new_zeros(batch, heads, SLOTS, like.shape[3]) for like in (self._key, self._value))
         window = WindowBuffers(key, value, key.new_zeros(batch, 4, dtype=torch.int32)[:, :2])

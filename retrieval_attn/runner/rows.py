@@ -259,7 +259,7 @@ def _note_tokens(caches: Items[RetrievalCache], token_ids: Tensor, places: Tenso
 class RowsCache(Cache):
     """`past_key_values` of one forward of one new token for each row: input_ids and position_ids (rows, 1), no mask.
 
-    Made anew for every forward; `finish` ends it. errors: what went wrong with a row, by its number. Its part of the
+    Made for every forward; `finish` ends it. errors: what went wrong with a row, by its number. Its part of the
     logits means nothing then, and its cache is not used again.
     """
 
@@ -308,7 +308,7 @@ class RowsCache(Cache):
         return max(cache.batch.columns for cache in self.caches)
 
     def spec_of(self, row: int, columns: int, spec: MaskSpec) -> MaskSpec:
-        """The recipe `spec` of a layer for a row that holds so many columns; layers of one kind share it."""
+        """The recipe `spec` of a layer for a row of `columns` columns; layers of one kind share it."""
         own = self._specs.get((row, spec.window))
         if own is None or own.q_offset != columns:
             own = self._specs[row, spec.window] = replace(

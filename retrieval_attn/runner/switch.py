@@ -81,7 +81,7 @@ def _prepare_cache(model: PreTrainedModel, original: Any, generation_config: Any
 
 
 def _prepare_processors(model: PreTrainedModel, original: Any, *args: Any, **options: Any) -> Any:
-    """The processor of guidance_scale calls the model beside generate(), with a cache of its own: give it ours."""
+    """The processor of guidance_scale calls the model outside of generate(), with a cache of its own: give it ours."""
     processors = original(*args, **options)
     cache = (options.get("model_kwargs") or {}).get("past_key_values")
     if not isinstance(cache, RetrievalCache):

@@ -139,7 +139,7 @@ class Penalties:
         return torch.tensor([self._slots[id(one)][0] for one in histories], device=logits.device)
 
     def _reserve(self, rows: int, logits: Tensor) -> None:
-        """Make room for so many rows of scores like these; the rows that have slots keep them."""
+        """Make room for `rows` rows of scores like these; the rows that have slots keep them."""
         if rows <= len(self._counted) and self._seen.shape[1:] == logits.shape[1:]:
             return
         if self._seen.shape[1:] != logits.shape[1:]:

@@ -67,7 +67,7 @@ class Marks(NamedTuple):
         )
 
     def of_another(self) -> Marks:
-        """For a node that somebody else wrote of the same tokens: what its clusters know is not known here."""
+        """For a node of the same tokens by another writer: what its clusters know is not known here."""
         return Marks({number: mark._replace(clusters=None) for number, mark in self.paths.items()})
 
 
@@ -210,7 +210,7 @@ def asked_exactly(cache: RetrievalCache, devices: Sequence[torch.device]) -> lis
 
 
 def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
-    """Where each of so many layers computes."""
+    """Return the device on which each layer of 0 to `layers` - 1 computes."""
     found = {number: execution_device(layer) for layer, number in decoder_layers(model)}
     return [found.get(number, input_device(model)) for number in range(layers)]
 
@@ -291,7 +291,7 @@ def _window_arrays(parts: Sequence[Tensor]) -> dict[str, Array]:
 
 
 def _linear_state(layer: StateLayer) -> State:
-    """The states, and what else transformers' layer notes beside them: flags and sizes by number."""
+    """The states, and the other attributes of transformers' layer: flags and sizes by number."""
     states = layer.confirmed_states()
     noted = {
         name: {str(number): one for number, one in value.items()}

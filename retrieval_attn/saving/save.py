@@ -138,7 +138,7 @@ class _Pause:
         self._shared_until = max(self._shared_until, time.monotonic() + seconds)
 
     def end(self) -> None:
-        """For good: somebody waits for what is done after it."""
+        """For good: a caller waits for what is done after it."""
         self._over.set()
 
     def wait(self, ended: threading.Event) -> bool:
@@ -270,7 +270,7 @@ class Saver:
         points: Sequence[SavedPoint],
         plain: Mapping[str, Any],
     ) -> None:
-        """points: nodes that the cache may continue, the newest last. plain: kept beside the context's name."""
+        """points: nodes that the cache may continue, the newest last. plain: kept with the context's name."""
         check_name(name)
         self._store, self._plain = store, dict(plain)
         self._fork = saving_fork(cache)
@@ -335,7 +335,7 @@ def node_plain(cache: RetrievalCache) -> dict[str, Any]:
 
 
 def saved_options(config: Config, forgotten: Forgotten) -> dict[str, Any]:
-    """What, beside the tokens, what is saved depends on."""
+    """Return the options that saved data depends on, in addition to the tokens."""
     options = {name: value for name, value in config.to_dict().items() if name not in RUNTIME}
     return {**options, "forgotten": list(forgotten)}
 
@@ -413,7 +413,7 @@ class SavedLineage:
         plain: Mapping[str, Any],
         wait: bool,
     ) -> Saved:
-        """See `Context.save`. plain: kept beside the name. A bar shows the layers."""
+        """See `Context.save`. plain: kept with the name. A bar shows the layers."""
         saver = self.saver(store, name, model, tokenizer, cache, plain)
         self.saving = saver.saved
         if wait:
@@ -430,7 +430,7 @@ class SavedLineage:
     def _run_beside(self, saver: Saver) -> None:
         try:
             self._run(saver)
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # raised to the caller that waits
             saver.saved._error = error
             log.warning("saving the context %r failed: %s", saver.saved.name, error)
 
@@ -482,7 +482,7 @@ def find_saved(store: ContextStore, name: str, identity: str, template: str, *, 
 
 
 def saved_chain(store: ContextStore, name: str, digest: str, identity: str, *, ids_only: bool = False) -> SavedChain:
-    """The nodes up to a digest, their files mapped anew. name: for messages. Raises as `ContextStore.chain`."""
+    """The nodes up to a digest, their files mapped again. name: for messages. Raises as `ContextStore.chain`."""
     return SavedChain(name, store.folder, tuple(store.chain(digest, identity, ids_only=ids_only)))
 
 
@@ -530,8 +530,8 @@ def open_chain(
 ) -> tuple[RetrievalCache, SavedLineage]:
     """Open a context that was found, as `open_saved` does; nothing is captured or rehearsed for its first answer.
 
-    on_layer: called after each layer; what it raises ends the opening. Runs beside steps of the same model. on_damage:
-    is told of damage that is found later. whole_bytes: of a context with so many or fewer, none is found later.
+    on_layer: called after each layer; what it raises ends the opening. Runs in parallel to steps of the same model.
+    on_damage: is told of damage that is found later. whole_bytes: contexts of up to this size are verified at once.
     """
     nodes, last = saved.nodes, saved.nodes[-1]
     chosen = _opened_config(last, config, overrides)

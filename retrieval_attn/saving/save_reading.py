@@ -1,7 +1,7 @@
 """A context is saved while it is read: each layer goes to the disk as soon as its keys are on the host and indexed.
 
-Layer-major reading ends layer l after l/L of the time, so that most of the bytes are written beside the computing of
-later layers (CachedAttention, section 3.2.2, writes beside decoding).
+Layer-major reading ends layer l after l/L of the time, so that most of the bytes are written during the computing of
+later layers (CachedAttention, section 3.2.2, writes during decoding).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ReadingSave:
                     self.saved.new_tokens = len(self._ids)
                     writer.publish(node_plain(self._cache))
             self._name(writer.exists)
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # raised to the caller that waits
             self.saved._error = error
             if not self._waits:
                 log.warning("saving the context %r failed: %s", self.saved.name, error)
@@ -144,7 +144,7 @@ class ReadingSave:
         return True
 
     def _name(self, existed: bool) -> None:
-        """existed: somebody else had written the node."""
+        """existed: the node was in the store already."""
         self._store.name(self.saved.name, self.saved.digest, self._plain)
         marks = marks_of(self._cache).of_another() if existed else Marks(self._marks)
         assert self._kept is not None

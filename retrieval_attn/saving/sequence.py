@@ -6,7 +6,7 @@ it is needed.
 
 Names of arrays, of the state's span i: "i/keys", "i/values"; "i/index/HEAD/NAME" of one head's index, and
 "i/index/all/NAME" (kv_heads, ...) of small ones of all heads. A state that tells the index of span s of those before it
-anew has "before-s/index/...". `saving/sequence.py` has the names of clusters.
+again has "before-s/index/...". `saving/sequence.py` has the names of clusters.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class _Pieces(NamedTuple):
             low, high = (first, first) if whole or low >= high else (low, high)
             for start, end in ((first, low), (high, stop)):
                 if start < end:
-                    # a copy, a byte per key: what lies beside these tokens changes when others join
+                    # a copy, a byte per key: the members of neighbouring tokens change when others join
                     arrays[f"{prefix}{len(pieces)}"] = (ids[:, :tokens] if whole else ids[:, start:end]).copy()
                     pieces.append([number, start, end])
         return pieces, arrays

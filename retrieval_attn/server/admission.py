@@ -29,7 +29,7 @@ class Pace:
         """
         self._now, self._token_seconds = now, token_seconds
         self._requests = self._tokens = 0  # that wait
-        self._busy, self._since = 0.0, 0.0  # seconds in which somebody waited, up to a time
+        self._busy, self._since = 0.0, 0.0  # seconds in which a request waited, up to a time
         self._served: deque[tuple[float, int]] = deque([(0.0, 0)], REMEMBERED + 1)  # busy seconds then, tokens
         self._served_tokens = 0  # of all in `_served` but the first, which only begins the time
 

@@ -301,7 +301,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 ApiError(408, f"The request's headers were not received within {HEAD_SECONDS:g} s; send it again.")
             )
         else:
-            self.transport.close()  # as a keep-alive connection that nobody uses
+            self.transport.close()  # as an unused keep-alive connection
 
     def _arm(self, seconds: float, call: Callable[[], None]) -> None:
         self._disarm()

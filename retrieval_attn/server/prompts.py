@@ -23,7 +23,7 @@ from retrieval_attn.template import PromptTemplate, checked_ids, checked_text, c
 __all__ = ["ChatRenderer", "Extras", "NO_EXTRAS", "Parts", "Prompts", "Turn", "forked"]
 
 Turn = Mapping[str, Any]
-"""A message: role, content, and what chat templates know beside them."""
+"""A message: role, content, and the other fields that chat templates know."""
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ class CompletionBody(SampledBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: one of prompt and messages, and vLLM's fields beside them.
+    """POST /tokenize: one of prompt and messages, and vLLM's other fields.
 
     add_special_tokens: those that the model expects at a start; by default, unless a chat template writes them.
     """

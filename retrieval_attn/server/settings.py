@@ -28,10 +28,10 @@ class Settings:
     token, as expected from the pace of late; who had to wait longer is told to come again. deadline_seconds: from a
     request to its last token. drain_seconds: for answers under way when the server is told to end. answer_tokens: of an
     answer whose request says nothing about it. choices: `n` of a request, at most. connections: of one address, at
-    most. allowed_hosts: names of this server in requests without a key, beside those of this machine; "*": any. cors:
-    origins of web pages that may use it from a browser, such as https://chat.example. parse_special: words of special
-    tokens in raw prompts become these tokens. Raises ConfigError for a number below 1, a name with "@", or an origin
-    with a path.
+    most. allowed_hosts: names of this server in requests without a key, in addition to those of this machine; "*": any.
+    cors: origins of web pages that may use it from a browser, such as https://chat.example. parse_special: words of
+    special tokens in raw prompts become these tokens. Raises ConfigError for a number below 1, a name with "@", or an
+    origin with a path.
     """
 
     name: str

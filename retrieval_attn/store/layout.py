@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """The store's folder where nobody names one: RETRIEVAL_ATTN_STORE, else in the user's data folder."""
+    """The store's folder if none is given: RETRIEVAL_ATTN_STORE, else in the user's data folder."""
     given = os.environ.get(VARIABLE)
     return Path(given).expanduser().absolute() if given else user_folder() / "contexts"
 
@@ -77,7 +77,7 @@ class StoreLayout:
         return self.nodes / digest[:2] / digest
 
     def fresh(self, suffix: str) -> Path:
-        """A path in `tmp` that nobody has."""
+        """Return an unused path in `tmp`."""
         return self.tmp / f"{uuid.uuid4().hex}{suffix}"
 
     def exists(self) -> bool:

@@ -25,7 +25,7 @@ _WILL_NEED = 3
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14: reads pages in, and fails where touching one would end the process."""
 _AHEAD = 1 << 24
-"""Bytes behind a range that the disk is asked for with it: it reads on while somebody looks at the range."""
+"""Bytes behind a range that the disk is asked for with it: it reads on while the range is used."""
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _PAGE = mmap.PAGESIZE
 _FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -182,7 +182,7 @@ def file_bytes(view: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
     """The file's own pages behind a C-contiguous view of a private map, of the same shape; None for any other array.
 
     They can be page-locked where they are: those of a private map would be copied first. They are what `view` has as
-    long as nobody wrote to it. To write to them ends the process.
+    long as it was not written to. To write to them ends the process.
     """
     private = _map_of(view)
     if private is None or private.twin is None or not view.flags.c_contiguous:

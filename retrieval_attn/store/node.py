@@ -233,7 +233,7 @@ class SavedNode:
         return True
 
     def release(self, file: str) -> None:
-        """Forget a bundle's bytes where they were read, not mapped; whoever needs them again reads and checks them."""
+        """Forget a bundle's bytes where they were read, not mapped; the next use reads and checks them again."""
         self._file(file).release()
 
     def populate(self, file: str, names: Iterable[str] | None = None) -> None:

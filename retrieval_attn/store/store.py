@@ -85,7 +85,7 @@ class ContextStore:
         return [SavedNode(self._layout, record["digest"], ids_only=ids_only) for record in records]
 
     def known_damaged(self, named: NamedContext) -> bool:
-        """Whether damage was found in what a name means, and nobody saved it again since. Raises StoreError."""
+        """Whether damage was found in what a name means, and it was not saved again since. Raises StoreError."""
         return any(is_marked(self._layout, digest) for digest in named.chain)
 
     def continues(self, digest: str) -> bool:
@@ -124,7 +124,7 @@ class ContextStore:
         self._release(set(digests))
 
     def _release(self, digests: set[str] | None) -> None:
-        """Let go the pins of these nodes; None: all."""
+        """Release the pins of these nodes; None: all."""
         with self._lock:
             over = [pin for pin in self._pins if digests is None or pin.digests[-1] in digests]
             self._pins = [pin for pin in self._pins if pin not in over]
@@ -175,5 +175,5 @@ class ContextStore:
         return stored_bytes(self._layout)
 
     def close(self) -> None:
-        """Let go nodes that were published and not named: the next `gc` may remove them."""
+        """Release nodes that were published and not named: the next `gc` may remove them."""
         self._release(None)

@@ -185,7 +185,7 @@ class NodeWriter:
 
 
 def is_marked(layout: StoreLayout, digest: str) -> bool:
-    """Whether damage of a node was found, and nobody saved it again since."""
+    """Whether damage of a node was found, and it was not saved again since."""
     marked = layout.node(digest) / DAMAGED
     with guarded("read", marked):
         try:

@@ -37,7 +37,7 @@ from retrieval_attn.index.task.tasks import query_of, scan_alone, scratch_of, ta
 def _join_lists(step, scratch, entry, query, lists, found, floor, like):
     """Bring the best candidates of all lists to the front of `found`, in any order; returns how many, <= top_k.
 
-    At most `keep` of them, beside those that are attended to whatever their scores.
+    At most `keep` of them, in addition to those that are attended to whatever their scores.
 
     Coded candidates of a range are joined first, and scored again: in parts, other keys would get their exact score.
     """

@@ -68,7 +68,7 @@ class Rest(NamedTuple):
     """Treatment of the keys that are not among the best of a step.
 
     clusters: of each row, by which they are estimated, and whose pieces have members then; None: they are left out.
-    named: so many keys at least are named in the buffers' candidates, and each query attends to all of its own.
+    named: minimum keys that are named in the buffers' candidates, and each query attends to all of its own.
     """
 
     clusters: Sequence[ClusterTable | None]
@@ -92,7 +92,7 @@ class LayerStep:
     """(rows, kv_heads * group, n) float32: the share of the weights that was estimated. See `out`."""
 
     def __init__(self, pool: Pool, fmt: Format, *, layer: int = 0, buffers: StepBuffers | None = None) -> None:
-        """A step without a plan. layer: named in errors, may be set anew. Compiles the step for `fmt`, or loads it.
+        """A step without a plan. layer: named in errors, may be set again. Compiles the step for `fmt`, or loads it.
 
         buffers: where queries are read and results written (page-locked memory that a device copies from and to);
         None: memory of its own, new at every plan that changes shapes.
@@ -263,8 +263,8 @@ class LayerStep:
         return True
 
     def forget(self, row: int | None = None) -> None:
-        """Drop the plan and let go of the keys, values and indexes in it; `plan` makes another at the same address.
-        row: let go of this row's alone; the next plan of the others takes less.
+        """Drop the plan with its keys, values and indexes; `plan` makes another at the same address.
+        row: drop only this row's; the next plan of the others takes less.
 
         Until then a run through `callback` does nothing: `out` and `lse` stay as they are. Tables that hold nothing of
         what was searched stay: the next plan may be like this one.

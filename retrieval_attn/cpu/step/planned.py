@@ -203,7 +203,7 @@ class PlannedRow:
         return True
 
     def forget(self) -> None:
-        """Let go of the pieces and of what was made of them alone."""
+        """Release the pieces and the data made from them."""
         self.pieces, self.tables, self.written, self._searches = None, None, False, {}
 
     def _known_searches(
@@ -286,7 +286,7 @@ class PlannedRows:
         )
 
     def make_places(self, room: Needs, clusters: int) -> TaskTable:
-        """New places with so much room, of a step whose memory is for so many clusters. `write` fills them."""
+        """Allocate places with `room`, of a step with memory for `clusters` clusters. `write` fills them."""
         self.places = TaskTable(len(self), self.shape.heads, _power(room.ranges), _power(room.tasks))
         self.room, self.clusters, self._placed = room, clusters, [0] * len(self)
         for row in self._rows:
@@ -323,7 +323,7 @@ class PlannedRows:
             self._highs[number] = high
 
     def forget(self, row: int | None = None) -> None:
-        """Let go of what a row, None: all, has that is not the step's own."""
+        """Release the data of a row, None: of all, that is not the step's own."""
         for number, planned in enumerate(self._rows):
             if row in (None, number):
                 planned.forget()

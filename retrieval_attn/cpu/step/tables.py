@@ -363,7 +363,7 @@ class Arena:
             return cls._all.setdefault(pool, cls())
 
     def room(self, scratch: int, candidates: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Return two arrays of at least so many bytes; the caller keeps them, since later calls may replace them."""
+        """Return arrays of at least `scratch` and `candidates` bytes, kept by the caller; later calls replace them."""
         with self._lock:
             if self._scratch.nbytes < scratch:
                 self._scratch = aligned_empty((scratch,), np.uint8)

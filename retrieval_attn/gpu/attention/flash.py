@@ -416,7 +416,7 @@ def math_attention(
 logger = logging.getLogger(__name__)
 
 CUDNN_QUERIES = 1024
-"""From so many queries on cuDNN comes first: a plan for each shape is made once, and costs milliseconds."""
+"""Queries from which on cuDNN comes first: a plan for each shape is made once, and costs milliseconds."""
 
 
 def attend(

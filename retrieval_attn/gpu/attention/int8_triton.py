@@ -46,7 +46,7 @@ def _pack_kernel(
     most = tl.max(tl.abs(found), axis=1)
     step = tl.minimum(tl.maximum(most * share, least), largest)
     shares = tl.div_rn(found, tl.broadcast_to(tl.where(most > 0, step, 1.0)[:, None], (N, D)))
-    # half to even: what is below 2^22 has no bits behind the point beside so large a number
+    # half to even: what is below 2^22 has no bits behind the point next to a number of this size
     steps = (shares + 12582912.0) - 12582912.0
     steps = tl.minimum(tl.maximum(steps, -MAX_STEPS), MAX_STEPS)
     begin = packed + row * (dim + 4)

@@ -12,7 +12,7 @@ from torch import Tensor
 ROWS = 16
 """Queries of a head that a program merges."""
 _ANY = ["heads", "queries", "la_b", "la_h", "la_q", "lb_b", "lb_h", "lb_q"]
-"""Numbers for which nothing is compiled anew. Strides of the numbers are multiples of 16, but for rare head sizes."""
+"""Numbers for which nothing is compiled again. Strides of the numbers are multiples of 16, but for rare head sizes."""
 
 
 @triton.jit(do_not_specialize=_ANY)

@@ -43,7 +43,7 @@ class WindowCache:
     def __init__(self, key: Tensor, value: Tensor, capacity: int, sinks: int = 0) -> None:
         """Empty cache shaped after `key` (batch, kv_heads, *, head_dim) and `value`, for `capacity` tail tokens.
 
-        sinks: room for so many sink tokens; more make the buffer grow.
+        sinks: room for sink tokens; more make the buffer grow.
         """
         self.sink_len = 0
         self.tail_len = 0
@@ -52,7 +52,7 @@ class WindowCache:
         self._tail = sinks  # slot of the tail's first token
         self._key = _room_for(key, sinks + capacity)
         self._value = _room_for(value, sinks + capacity)
-        self._places: WindowPlaces | None = None  # of these, once somebody has asked
+        self._places: WindowPlaces | None = None  # of these, once `places` was read
 
     @property
     def batch(self) -> int:
@@ -96,11 +96,11 @@ class WindowCache:
         self._capacity = key.shape[2] - self._tail
 
     def own(self) -> None:
-        """Move into memory of its own again: somebody else's buffers get other tokens."""
+        """Move into memory of its own again: the shared buffers get other tokens."""
         self._key, self._value, self._places = self._key.clone(), self._value.clone(), None
 
     def note_appended(self, count: int) -> None:
-        """`count` real tokens were written behind the tail by somebody else, who knew `span` and `buffers`."""
+        """`count` real tokens were written behind the tail by a caller that knew `span` and `buffers`."""
         if self.valid is not None:
             self.valid = torch.cat([self.valid, self._all_valid(count)], dim=1)
         self.tail_len += count
@@ -124,7 +124,7 @@ class WindowCache:
         self.tail_len += count
 
     def shrink(self, capacity: int) -> None:
-        """Let go of what the buffer has grown by beyond room for `capacity` tail tokens.
+        """Release the memory of the buffer beyond room for `capacity` tail tokens.
 
         Raises ShapeError if there are more.
         """
@@ -201,7 +201,7 @@ class WindowCache:
         return attend(query, key, value, scale=scale, mask=mask, softcap=softcap)
 
     def clone(self, capacity: int = 0, sinks: int = 0) -> WindowCache:
-        """An independent copy; used by forks. It has room for so many tail tokens and sinks at least."""
+        """An independent copy; used by forks. It has room for at least `capacity` tail tokens and `sinks` sinks."""
         other = object.__new__(WindowCache)
         other.__dict__.update(self.__dict__)
         other._resize(max(self._tail, sinks), max(self._capacity, capacity))
@@ -211,7 +211,7 @@ class WindowCache:
         return torch.ones(self.batch, tokens, dtype=torch.bool, device=self._key.device)
 
     def _resize(self, tail: int, capacity: int) -> None:
-        """Move into new memory, in which the tail begins at a slot and has room for so many tokens."""
+        """Move into new memory, in which the tail begins at a slot and has room for `capacity` tokens."""
         low, high, moved = *self.span, tail - self._tail
         key, value = (_room_for(part, tail + capacity) for part in self.buffers)
         for new, old in ((key, self._key), (value, self._value)):

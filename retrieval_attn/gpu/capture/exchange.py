@@ -93,7 +93,7 @@ class Runtime(Protocol):
         """Make later work wait for the call and see its results."""
 
     def beside(self, record: Callable[[], None]) -> object:
-        """Record work that runs beside what follows. Returns what `after` takes; nothing else may look at it before."""
+        """Record work that runs in parallel to later work; return the argument of `after`, opaque to the caller."""
 
     def after(self, begun: Any) -> None:
         """Make later work wait for the work that `beside` began."""

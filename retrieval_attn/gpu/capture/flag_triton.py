@@ -1,8 +1,8 @@
 """Triton kernels: a graph asks the host, waits for its answer, fetches results. Imported only where there is Triton.
 
-A replay's number is its flag: nothing has to be reset between replays, which would race with whoever is late, and a
+A replay's number is its flag: nothing has to be reset between replays, which would race with a late reader, and a
 flag that an earlier replay left is no flag of this one. Who asks or waits is one warp of one program: what waits leaves
-the multiprocessors to the work that runs beside the host's search.
+the multiprocessors to the work that runs during the host's search.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -267,7 +267,7 @@ class PollingReplay:
             if launched is not None:
                 launched()
 
-        # by one thread at a time: a launch may wait for a graph under way, and then nobody could answer that one
+        # by one thread at a time: a launch may wait for a graph under way, which could then not be answered
         with self._exchange.turn, torch.cuda.device(self._exchange.device), no_gc():
             if not self.calls:  # as where the device reads all that it names: no kernel looks at a number
                 launch()

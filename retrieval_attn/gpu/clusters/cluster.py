@@ -111,7 +111,7 @@ def spread(count: int, total: int, device: torch.device) -> Tensor:
 
 
 def _sampled(rows: Tensor, most: int) -> Tensor:
-    """At most so many of rows (heads, n, dim), from all over them."""
+    """Return at most `most` of rows (heads, n, dim), evenly spaced."""
     return rows[:, spread(min(rows.shape[1], most), rows.shape[1], rows.device)]
 
 

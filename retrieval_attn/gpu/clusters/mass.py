@@ -43,7 +43,7 @@ SAMPLED = 1 << 14
 """Keys of a head that are summed at least, where it has more: up to twice as many, nearly all of which those are at
 64K, 128K and so on. An eighth of 16K, 2,000 keys, left KL as it was and heads' errors at .0427 in place of .0411."""
 RUN = 16
-"""Neighbours that are summed together: the scores of so many fill a sector of memory."""
+"""Neighbours that are summed together: their scores fill a sector of memory."""
 
 
 class ClusterEntry(NamedTuple):
@@ -119,7 +119,7 @@ class ClusterMass:
         self.entries[own] = [None] * len(self.entries[own])
 
     def room(self, queries: int) -> TailPartial:
-        """Memory for the estimates of so many queries, any contents."""
+        """Memory for the estimates of `queries` queries, any contents."""
         out = torch.empty(queries, self.value_dim, dtype=torch.float32, device=self.table.device)
         return TailPartial(out, torch.empty(queries, dtype=torch.float32, device=self.table.device))
 
@@ -192,7 +192,7 @@ class ClusterMass:
 
 
 def mass_grid(entries: int, members: int, *, step: bool = True) -> tuple[int, int, int]:
-    """How `members` queries of each of so many heads are shared out: queries that a program serves, programs side by
+    """How `members` queries of each of `entries` heads are shared out: queries that a program serves, programs side by
     side for a head's queries, and programs that share a head's keys, at most.
 
     step: they are those of a step, whose number is always the same; one kernel serves any number of a question's.
@@ -203,7 +203,7 @@ def mass_grid(entries: int, members: int, *, step: bool = True) -> tuple[int, in
 
 
 def is_sampled(keys: int, device: torch.device) -> tuple[Tensor, int]:
-    """Which of so many keys are summed, bool (keys,), and for how many each of them counts: one run of `every`, not
+    """Which of `keys` keys are summed, bool (keys,), and for how many each of them counts: one run of `every`, not
     always the same one, so that what comes back in a text at equal distances is not always met or missed.
     """
     every = 1 << max(keys // SAMPLED, 1).bit_length() - 1

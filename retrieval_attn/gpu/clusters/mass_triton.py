@@ -2,7 +2,7 @@
 
 Exponentials meet their clusters in a product with a one-hot matrix, made four bytes at a time in registers: no addition
 is atomic, and sums are the same at every run. Exponentials are relative to the least score that was named, which hardly
-one of the others exceeds; keys so far below it that they vanish are as nothing beside the named ones.
+one of the others exceeds; keys so far below it that they vanish count as nothing against the named ones.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -54,7 +54,7 @@ def _terms(units, bases, variances, factors, least, number, i, scale, softcap, M
     # never 0, which times the -inf of a named key would be NaN
     unit, base = tl.maximum(tl.load(units + number) * scale, 1e-30), tl.load(bases + number) * scale
     start = tl.load(least + i) * unit + base
-    if softcap > 0:  # not compiled twice: whoever launches ahead does not know it
+    if softcap > 0:  # not compiled twice: a launch ahead of time does not know it
         start = softcap * _tanh(start / softcap)
     # a query that is not finite has no factor
     start = tl.where(tl.abs(start * tl.load(factors + number)) < float("inf"), start, float("nan"))
@@ -130,7 +130,7 @@ def _mass_kernel(
     upper, lower = tl.arange(0, H).to(tl.int16), (4 * tl.arange(0, L // 4)).to(tl.int16)[None, :]
     rows = scores + here[:, None] * max_keys
     total = tl.zeros((H * G, L), tl.float32)
-    # the grid is captured, the length is not: so many programs share whatever keys there are now
+    # the grid is captured, the length is not: a fixed number of programs shares the current keys
     for first in range(program * N, tl.cdiv(length, every * RUN) * RUN, programs * N):
         run = first // RUN + tl.arange(0, N) // RUN
         run = run * every + (run * 7 & (every - 1))

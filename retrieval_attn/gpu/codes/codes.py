@@ -15,7 +15,7 @@ from torch import Tensor
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 ROWS_AT_ONCE = 1 << 15
-"""Keys that PyTorch codes, or scans, at once: their float32 numbers must not show beside a layer's keys."""
+"""Keys that PyTorch codes, or scans, at once: their float32 numbers must be few against a layer's keys."""
 ALIGNED = 16
 """Bytes that a kernel loads at once: codes of a head begin on a multiple, and capacities are multiples."""
 SIGN = 128
@@ -84,7 +84,7 @@ class DeviceCodes:
             self.finer.hold(length)
 
     def _room(self, tokens: int) -> Tensor:
-        """Memory for the codes of so many keys."""
+        """Memory for the codes of `tokens` keys."""
         return self.codes.new_empty(tokens, self.codes.shape[1])
 
     def behind(self, first: int) -> DeviceCodes:
@@ -118,7 +118,7 @@ class DeviceCodes:
 
 
 def capacity_for(tokens: int) -> int:
-    """At least so many: what lies behind codes of so many keys is aligned."""
+    """Round `tokens` up to a multiple of ALIGNED, so that data after the codes is aligned."""
     return -(-tokens // ALIGNED) * ALIGNED
 
 

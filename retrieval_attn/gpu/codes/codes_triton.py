@@ -117,7 +117,7 @@ def _bring_kernel(table, WORDS: tl.constexpr, N: tl.constexpr):
     """Copy what the rows of a table name, see `BRING_WORDS`."""
     program, programs = tl.program_id(1), tl.num_programs(1)
     words = table + tl.program_id(0) * WORDS
-    # multiples of 16 bytes beside the table, which begins on one: then the compiler loads 16 bytes at once
+    # multiples of 16 bytes from the table, which begins on one: then the compiler loads 16 bytes at once
     source = table + tl.multiple_of(tl.load(words), 2)
     target = table + tl.multiple_of(tl.load(words + 1), 2)
     count = tl.multiple_of(tl.load(words + 2), 2)

@@ -91,7 +91,7 @@ def _attend_kernel(
     chosen = better | (equal & (tl.cumsum(tl.where(equal, 1, 0), axis=0) <= wanted - _count(better)))
 
     score = product * scale
-    if softcap > 0:  # not compiled twice: whoever launches ahead does not know it
+    if softcap > 0:  # not compiled twice: a launch ahead of time does not know it
         score = softcap * (1 - 2 / (tl.exp(2 * score / softcap) + 1))
     top = tl.max(tl.where(chosen & (score == score), score, -float("inf")), axis=0)
     shift = tl.where(top > -float("inf"), top, 0.0)  # no key: -inf - -inf would be NaN

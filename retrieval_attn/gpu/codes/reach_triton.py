@@ -95,7 +95,7 @@ def _reach_kernel(
         if IS_TOLD:
             score = tl.where(is_read, score, product)
         score *= scale
-        if softcap > 0:  # not compiled twice: whoever launches ahead does not know it
+        if softcap > 0:  # not compiled twice: a launch ahead of time does not know it
             score = softcap * (1 - 2 / (tl.exp(2 * score / softcap) + 1))
         score = tl.where(inside, score, -float("inf"))
         higher = tl.maximum(top, tl.max(tl.where(score == score, score, -float("inf")), axis=0))

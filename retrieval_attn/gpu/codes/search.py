@@ -182,7 +182,7 @@ class SearchScratch:
 
     @property
     def suits_kernels(self) -> bool:
-        """Whether kernels can pick among so many: all the groups' best scores, and all keys of the groups picked."""
+        """Whether kernels can select among `max_keys` keys: the groups' best scores, and all keys of their groups."""
         return max(self.max_keys // self.group, self.picked * self.group) < MAX_NUMBERS
 
     def turns(self, entries: int, members: int) -> Iterator[QueryGroup]:
@@ -259,7 +259,7 @@ class CodeSearch(CodedHeads):
     block: queries that a program scores at a time. tiles: of the queries, by their codes; None: of one row, whose
     entries have codes of their own. finer: None: all keys that are picked are named. staged: codes in host memory are
     brought, and `place` says where to, before `run`; otherwise they are scanned where they lie. told: what `run` writes
-    beside ids; None: nothing.
+    in addition to ids; None: nothing.
     """
 
     staged = False
@@ -277,7 +277,7 @@ class CodeSearch(CodedHeads):
         tables: SharedTables | None = None,
         waits: bool = True,
     ) -> None:
-        """q_heads: queries of a row at most, a multiple of kv_heads. block: None: what suits so many. tables: see
+        """q_heads: queries of a row at most, a multiple of kv_heads. block: None: chosen by their number. tables: see
         `CodedHeads`. waits: `bind` waits for the device, which otherwise must be done with the search before the next
         `bind`; not with tables.
         """
@@ -358,7 +358,7 @@ class CodeSearch(CodedHeads):
 
         Fewer q_heads than it was made for will do, if they are a multiple of kv_heads.
         places: int64, the row of ids for query head h of row b, at b * q_heads + h; None: that one. opaque: runs a
-        function that finds its arguments anew at every replay. after: called behind the kernels of each turn, while
+        function that finds its arguments again at every replay. after: called behind the kernels of each turn, while
         `scratch` has what they left; not where plain PyTorch names the keys. scale: of logits, which what is left of
         keys that were picked, but not named, will be taken for, and what is told of those that are.
         """

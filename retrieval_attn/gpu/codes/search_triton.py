@@ -5,7 +5,7 @@ the order of additions: every replay names the same keys. A query keeps 16 bits 
 the difference to the score of a key whose codes are all in the middle of their levels, in 11 bits: half the bytes.
 
 The finer codes of some hundred keys per query are scattered over host memory. Reads over the bus have a high latency
-and overlap, so many programs read few keys each; a second kernel keeps the best keys of a query.
+and overlap: a large number of programs reads few keys each; a second kernel keeps the best keys of a query.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -138,8 +138,8 @@ def _keep_kernel(
     if TELLS:
         product = tell(tl.where(is_named, value, -float("inf")), lacking, told_best, scale, ROUNDS)
         tl.store(told + row * room + place, product, mask=is_named)
-    # what is left of a key that is not named is what its finer code says, with the variance that this lacks: whoever
-    # sums up takes that of the others for it
+    # what is left of a key that is not named is what its finer code says, with the variance that this lacks: the code
+    # that sums up takes that of the others for it
     code_lacking = tl.minimum(tl.load(code_variances + query) * scale * scale, MOST_VARIANCE)
     shift = (lacking - code_lacking) / (2 * scale) - tl.load(code_bases + query)
     code_unit = tl.maximum(tl.load(code_units + query), 1e-30)
@@ -193,7 +193,7 @@ WIDE_TILE, WIDE_WARPS = 32, 8
 """Queries of a tile from which on a program has more warps: four would hold 194 registers a thread."""
 NARROW_TILE, MOST_REGISTERS = 64, 64
 """Bytes of a code up to which a program of SMALL_BLOCK queries, and half of them up to which one of twice as many needs
-no more than so many registers a thread: eight programs then fit a multiprocessor of an H100. With 70 seven fit, and the
+no more than MOST_REGISTERS a thread: eight programs then fit a multiprocessor of an H100. With 70 seven fit, and the
 last of 1,056 come alone (33.6 us in place of 30.0)."""
 COLUMNS = 32
 """Numbers of a row at most, as keys are picked: what is chosen of it are the bits of a word."""
@@ -317,7 +317,7 @@ def _score_keys(
     plane = tl.where(tl.arange(0, 2) == 0, FINE, 1)[None, None, :]
     centre = tl.load(centres + query, mask=here, other=0.0)[None, :]
     factor = tl.load(factors + query, mask=here, other=1.0)[None, :]
-    # the grid is captured, the length is not: so many programs share whatever keys there are now
+    # the grid is captured, the length is not: a fixed number of programs shares the current keys
     for start in range(first, length, step):
         key = start + tl.arange(0, N)
         inside = key < length
@@ -373,7 +373,7 @@ def _score_tiles_kernel(
 ):  # fmt: skip
     """Scores of all codes of a tile's entry for the tile's queries, see `_score_keys`; row i of scratch is query i's.
 
-    The grid is captured, the number of tiles is not: so many programs share whatever tiles there are now.
+    The grid is captured, the number of tiles is not: a fixed number of programs shares the current tiles.
     """
     count = tl.maximum(tl.load(tiles).to(tl.int32), 1)
     parts = tl.num_programs(0) // count
@@ -482,7 +482,7 @@ def _pick_kernel(
         lacking = tl.minimum(tl.load(variances + query) * scale * scale, MOST_VARIANCE)
         product = tell(product, lacking, told_best, scale, ROUNDS)
         tl.store(told + row * room + slot, product, mask=slot < named)
-    # whoever sums up the others finds the named ones gone, and need not read what went to the host
+    # the kernel that sums up the others finds the named ones gone, and need not read what went to the host
     tl.store(scores + at * max_keys + line, -float("inf"), mask=slot < named)
 
 
@@ -567,7 +567,7 @@ def _score(search: CodeSearch, scratch: SearchScratch, turn: QueryGroup, members
 
 
 def _stages(queries: int, key_bytes: int, width: int) -> int:
-    """Codes that are on their way at once for a program of so many queries.
+    """Codes that are loaded at once by a program of `queries` queries.
 
     One for few: eight programs of a multiprocessor hide each other's loads, and do not pass codes through shared memory
     first. 128K keys of 8 heads take 47 us for 52 with codes of 64 bytes, 39 for 40 with 40, those of four texts 129 for
@@ -580,19 +580,19 @@ def _stages(queries: int, key_bytes: int, width: int) -> int:
 
 
 def _tile_programs(queries: int) -> int:
-    """Programs for all tiles of so many queries: no more than fit an H100 at once, for where there are no such tiles
+    """Programs for all tiles of `queries` queries: no more than fit an H100 at once, for where there are no such tiles
     the others wait only to find that.
     """
     return PROGRAMS if queries <= SMALL_BLOCK else PROGRAMS // 2 if queries < WIDE_TILE else PROGRAMS // 4
 
 
 def _registers(queries: int, width: int) -> dict[str, int]:
-    """A limit for a program that scores so many queries at a time, of codes of `width` columns; none for many."""
+    """A limit for a program that scores `queries` queries at a time, of codes of `width` columns; none for many."""
     return {"maxnreg": MOST_REGISTERS} if queries * width <= SMALL_BLOCK * NARROW_TILE else {}
 
 
 def _warps(numbers: int) -> int:
-    """So many that a thread holds 32 numbers, or 64 of many: a sum over few threads is quick."""
+    """Return the warps with which a thread holds 32 numbers, or 64 of many: a sum over few threads is quick."""
     return min(max(4, numbers // 1024), max(8, numbers // 2048))
 
 

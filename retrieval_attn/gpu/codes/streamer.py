@@ -2,7 +2,7 @@
 
 Scanned where they lie, codes keep the device waiting for the bus, and the bus waits while the device does anything
 else. Which codes the next layer needs is known before its queries are: so a step has memory for two layers, which take
-turns in it, and what it computes costs no time beside the bus.
+turns in it, and what it computes costs no time in addition to the bus.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BRING_WORDS = 3
 WORD = 8
 """Bytes of a word."""
 ALIGNED = 256
-"""Codes of a head begin on a multiple of so many bytes."""
+"""Alignment of the codes of a head in bytes."""
 
 
 class Source(NamedTuple):
@@ -95,7 +95,7 @@ class CodeTurns:
         self._memory: Tensor | None = None
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """(TURNS, so many or more) uint8. Who has the memory of a call before keeps it: between two steps it holds
+        """Memory (TURNS, at least `nbytes`) uint8. That of an earlier call stays valid: between two steps it holds
         nothing. Raises torch.OutOfMemoryError.
         """
         if self._memory is None or self._memory.shape[1] < nbytes:

@@ -14,7 +14,7 @@ from retrieval_attn.errors import BackendError
 CHUNK_WORDS = 1 << 16
 """Of the memory that shared tables lie in, at least: a step of 16 rows and 32 layers has 25 thousand."""
 ALIGNED_WORDS = 16
-"""A shared table begins on a multiple of so many: kernels are compiled for aligned addresses."""
+"""Alignment of a shared table in words: kernels are compiled for aligned addresses."""
 
 
 class Writer(Protocol):
@@ -51,7 +51,7 @@ class SharedTables:
 
 
 class _Chunk:
-    """Memory of several tables. table: (words,) int64 on the device. room: words at its end that nobody has."""
+    """Memory of several tables. table: (words,) int64 on the device. room: free words at its end."""
 
     def __init__(self, words: int, device: torch.device) -> None:
         self.table, self.room = torch.zeros(words, dtype=torch.int64, device=device), words

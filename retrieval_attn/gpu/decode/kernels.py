@@ -53,8 +53,9 @@ class HostResult(NamedTuple):
     """The host's partial as it comes back: out (batch * q_heads, value_dim) and lse (batch * q_heads,), float32.
 
     rows: int64 (batch * q_heads,), which of them belongs to query head h of row b, at b * q_heads + h; None: that one.
-    estimated: beside lse, the share of the part's weights that is estimated, and where it is counted: a tally, float32
-    (batch * q_heads, 2), at b * q_heads + h the sum of what it is of all keys' weights, and how often it was added.
+    estimated: in addition to lse, the share of the part's weights that is estimated, and where it is counted: a tally,
+    float32 (batch * q_heads, 2), at b * q_heads + h the sum of what it is of all keys' weights, and how often it was
+    added.
     """
 
     out: Tensor

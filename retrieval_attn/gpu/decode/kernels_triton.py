@@ -64,8 +64,8 @@ def _window_kernel(
     queries = tl.load(query + at, mask=in_group[:, None] & in_dim[None, :], other=0.0)
     key_at, value_at = key + row * key_b + head * key_h, value + row * value_b + head * value_h
 
-    # The new token is stored, and attended to, by the first program, from registers. Nobody reads its slot: programs of
-    # one launch run in any order, so another one could read it before it is written.
+    # The new token is stored, and attended to, by the first program, from registers. No program reads its slot:
+    # programs of one launch run in any order, so another one could read it before it is written.
     first = split == 0
     fresh_key = tl.load(new_key + row * new_key_b + head * new_key_h + column, mask=in_dim, other=0.0)
     fresh_value = tl.load(new_value + row * new_value_b + head * new_value_h + value_column, mask=in_value, other=0.0)

@@ -65,7 +65,7 @@ class PagedKeys(NamedTuple):
 
 
 def empty_pages(pages: int, key: Tensor, value: Tensor) -> PagedKeys:
-    """Room for so many pages of tokens like key and value (batch, kv_heads, tokens, dim), int8 rows with their steps
+    """Room for `pages` pages of tokens like key and value (batch, kv_heads, tokens, dim), int8 rows with their steps
     behind them. Memory is not written to.
     """
     (heads, dim), value_dim = (key.shape[1], key.shape[3]), value.shape[3]
@@ -220,7 +220,7 @@ def path_partial(
 
 
 def worth_sharing(rows: int, tokens: int) -> bool:
-    """Whether rows attend to so many shared tokens faster together than each by itself.
+    """Whether rows attend to `tokens` shared tokens faster together than each by itself.
 
     One row gains nothing, and a short node costs more to launch and to merge than its keys cost to read.
     """

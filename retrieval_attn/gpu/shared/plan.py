@@ -43,7 +43,7 @@ Ids = Sequence[int] | NDArray[np.int32]
 
 
 def pages_for(tokens: int) -> int:
-    """Pages that so many tokens take."""
+    """Return the number of pages of `tokens` tokens."""
     return -(-tokens // PAGE_TOKENS)
 
 
@@ -76,11 +76,11 @@ class PlanShape:
         cls, rows: int, q_heads: int, kv_heads: int, pages: int, *, levels: int = LEVELS, processors: int = 1,
         exact: bool = False, packed: bool = False,
     ) -> PlanShape:  # fmt: skip
-        """For a batch on a device of so many multiprocessors; 1 on a CPU. exact: of float32, which takes more room.
-        packed: of int8 pages.
+        """For a batch on a device with `processors` multiprocessors; 1 on a CPU. exact: of float32, which takes more
+        room. packed: of int8 pages.
 
         Tile and splits depend on the batch's size alone, and the parts of a node on its length besides: what a row gets
-        does not depend, not in its last bit, on the rows beside it. Raises ConfigError, the numbers named.
+        does not depend, not in its last bit, on the other rows. Raises ConfigError, the numbers named.
         """
         if min(rows, q_heads, kv_heads, levels) < 1 or pages < 0 or q_heads % kv_heads:
             raise ConfigError(

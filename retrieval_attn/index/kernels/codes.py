@@ -141,7 +141,7 @@ def extend_codes(
     measured: int,
     before: Callable[[], Sequence[npt.NDArray[Any]]],
 ) -> tuple[Codes, int]:
-    """`encode_more`, or all keys coded anew where the old range no longer serves: codes, and keys it was taken from.
+    """`encode_more`, or all keys coded again if the old range no longer fits: codes, and keys it was taken from.
 
     measured: how many keys the range of `codes` was taken from. A new range is taken once there are twice as many, and
     for keys that may lie twice as far out as any before (coarser steps for all, but none is lost). before: gives the

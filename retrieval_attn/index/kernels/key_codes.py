@@ -72,7 +72,7 @@ Split = tuple[int, int, int]
 
 @functools.cache
 def splits(key_bytes: int, head_dim: int) -> tuple[Split, ...]:
-    """All ways to store numbers of a key in exactly so many bytes; as many bytes as numbers, or more: 8 bits each."""
+    """All ways to store numbers of a key in exactly `key_bytes`; as many bytes as numbers, or more: 8 bits each."""
     if key_bytes >= head_dim:
         return ((head_dim, 0, 0),)
     found = [

@@ -32,7 +32,7 @@ TILE_KEYS = 32
 BLOCK_QUERIES = 128
 """Queries that share one pass over the keys: with their numbers they fill half of a 32 KiB L1 at 128 channels."""
 SAMPLE_STEP = 16
-"""One tile in so many is scanned first. A tile holds keys from all over the context, so that the sample does too."""
+"""One tile in SAMPLE_STEP is scanned first. A tile holds keys from the whole context, so that the sample does too."""
 AHEAD = 8
 """Rows asked for ahead of the one that is scored."""
 LOWEST_SUM = -(2**31)
@@ -216,7 +216,7 @@ def _scan_block(packed, num_keys, planes, first, count, kept, pool, counts, boun
     counts[:] = 0
     bounds[:] = np.iinfo(np.int32).max  # rows that only fill up a tile of queries stay out
     bounds[:count] = LOWEST_SUM
-    # Of the sample's best, so many that the last is very likely below the kept-th best of all keys.
+    # Of the sample's best, a number such that the last is very likely below the kept-th best of all keys.
     share = kept / SAMPLE_STEP
     sampled = int(share + 4.0 * np.sqrt(share) + 4.0)
     sample = tiles // SAMPLE_STEP * TILE_KEYS > 4 * sampled

@@ -49,7 +49,7 @@ TILE_CODES = 16
 CODES_AHEAD = 64
 """Coded keys that are asked for ahead of a scan: the processor does so itself, but not across pages."""
 SAMPLE_STEP = 32
-"""One key in so many is scored first, for a bound that few others pass."""
+"""One key in SAMPLE_STEP is scored first, for a bound that few others pass."""
 BOUND_WORDS = 32
 """int32 that a tile of 4 queries has among the bounds of a coded scan: a bound for each lane of sums, and a zero."""
 AHEAD = 32
@@ -62,7 +62,7 @@ _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 
 def score_columns(padded: int) -> int:
-    """Columns of the scratch `scores` in `scan_exact` for so many queries, a multiple of 4."""
+    """Columns of the scratch `scores` in `scan_exact` for `padded` queries, a multiple of 4."""
     return max(TILE_KEYS, min(MOST_COLUMNS, KEPT_SCORES // padded // TILE_KEYS * TILE_KEYS))
 
 
@@ -148,7 +148,7 @@ def _bits_set(typingctx, bits):
 def bound_of_groups(scores, row, size, groups, k, best):
     """A score that k of scores[row, :size] reach at least, or -inf; of some thousand, few others do.
 
-    The best of each of so many groups of scores, a multiple of 16 and size / 2 at most, are k scores at least with the
+    The best of each of `groups` groups of scores, a multiple of 16 and size / 2 at most, are k scores at least with the
     k-th best of these. Neighbours are in different groups. best (1, at least groups) float32: scratch.
     """
     _best_of_groups(scores[row].ctypes.data, groups, size // groups, best.ctypes.data)

@@ -25,7 +25,7 @@ FILL = 16
 CANDIDATES = 256
 """Keys considered for a node's edges at most."""
 ENTRIES = 16
-"""Much named nodes that every search starts from, beside the landmarks."""
+"""Much named nodes that every search starts from, in addition to the landmarks."""
 
 
 class HeadGraph(NamedTuple):

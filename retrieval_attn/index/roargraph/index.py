@@ -46,10 +46,10 @@ EXACT_BELOW = 4096
 TAIL = 256
 """Inserted keys that are scanned one by one before they are linked."""
 SCAN_SHARE = 16
-"""More than one key in so many wanted: a scan is faster than a graph."""
+"""If more than one key in SCAN_SHARE is wanted, a scan is faster than a graph."""
 MAX_QUERIES = 8192
 """With 2,048 of 131,072 tokens, keys that hold nearly all of a query's weight had no edge that led there
-(docs/archive/log.md); more than this take memory and time that are not there beside a model which reads."""
+(docs/archive/log.md); more than this take memory and time that a reading model does not leave."""
 
 
 MIN_PER_HIDDEN = 8
@@ -76,7 +76,7 @@ class RoarGraphIndex(RunsIndex):
         self._keys: JoinedKeys = JoinedKeys(keys, fmt)
         self._head = head
         self.options = options
-        self._saving = False  # whether somebody may still read the links as they are
+        self._saving = False  # whether a save may still read the links as they are
 
     @classmethod
     def list_length(cls, options: GraphOptions, num_keys: int) -> int:

@@ -184,7 +184,7 @@ def without_keys(cells: Cells, stays: npt.NDArray[np.bool_], landmarks: npt.NDAr
 
 
 def cells_fit(cells: Cells, nodes: int, num_keys: int) -> bool:
-    """Whether arrays from a file are cells of a graph of so many nodes over so many keys."""
+    """Whether arrays from a file are cells of a graph of `nodes` nodes over `num_keys` keys."""
     starts, keys = cells
     return (
         starts.dtype == keys.dtype == np.int32

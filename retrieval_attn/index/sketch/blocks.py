@@ -26,7 +26,7 @@ WIDE_STEP, NARROW_STEP, THIN_STEP = 4, 8, 16
 """Numbers of a row in one vector: in 8, 4 and 2 bits."""
 WIDE_LEVELS, NARROW_LEVELS, THIN_LEVELS = 256, 16, 4
 WIDE_ERROR, NARROW_ERROR = 1e-4, 0.0115
-"""Mean squared error of a Gaussian number in so many levels, of its variance (Max, 1960, table 1, uniform steps)."""
+"""Mean squared error of a Gaussian number in these levels, of its variance (Max, 1960, table 1, uniform steps)."""
 FITTED_KEYS = 2048
 """Most keys that steps are chosen by."""
 SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.42, 0.35, 0.3, 0.25, 0.2)

@@ -3,7 +3,7 @@
 All ways of the tables below are weighed for some of the training queries: what they find of the exact best keys, and
 what they read. The cheapest way that finds enough is taken; leaves are looked at in part only where that saves and
 loses nothing, for a tree does not help every head. Nothing is timed: the tables say what is tried and what a row costs
-beside a byte of the front.
+relative to a byte of the front.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FitQueries(NamedTuple):
 
 
 def sizes_for(rank: int) -> list[int]:
-    """The SIZES that a front of so many numbers can have."""
+    """The SIZES that a front of `rank` numbers can have."""
     return [size for size in SIZES if 4 * size <= rank] or [SIZES[0]]
 
 
@@ -110,7 +110,7 @@ def best_way(held: FitQueries, plans: dict[int, FrontPlan], kept: int) -> Way:
 
 
 def _finds(held: FitQueries, seen: npt.NDArray[np.bool_]) -> bool:
-    """Whether so many of the best keys, (m, k), are enough."""
+    """Whether the best keys that are `seen`, bool (m, k), are enough."""
     weight = float((seen * held.weights).sum(axis=1).mean())
     return min(float(seen.mean()), weight) >= FOUND
 

@@ -72,7 +72,7 @@ class FrontPlan(NamedTuple):
 
 
 def splits(key_bytes: int, rank: int) -> list[tuple[int, int]]:
-    """How many numbers may get 4 bits and how many 2 in so many bytes; they end less than 16 behind the last one."""
+    """How many numbers may get 4 bits and how many 2 in `key_bytes`; they end less than 16 behind the last one."""
     ways = [(8 * ones, 16 * (key_bytes // BYTES_STEP - ones)) for ones in range(key_bytes // BYTES_STEP + 1)]
     most = -(-rank // THIN_STEP) * THIN_STEP
     return [way for way in ways if sum(way) <= most] or [ways[-1]]

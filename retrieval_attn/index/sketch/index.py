@@ -63,7 +63,7 @@ LEARNED = 4
 FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: directions without queries must not blow up."""
 LATE_SHARE = 8
-"""Keys are ordered anew when more than one in so many came after the last ordering."""
+"""Keys are ordered again when more than one in LATE_SHARE came after the last ordering."""
 
 
 def learn_projection(
@@ -134,7 +134,7 @@ class SketchIndex(RunsIndex):
         self._measured = len(self)
         """How many keys the steps were taken from."""
         self._way = Way(arguments.front.key_bytes, arguments.passing, arguments.leaves.share)
-        self._saving = False  # whether somebody may still read the last block as it is
+        self._saving = False  # whether a save may still read the last block as it is
 
     @classmethod
     def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HostBytes, ...]:
@@ -221,7 +221,7 @@ class SketchIndex(RunsIndex):
         """Append keys, projected as the first ones were; see KeyIndex.insert. Raises ShapeError.
 
         They lie behind the leaves and are always looked at, until they are one in eight: then all keys are ordered and
-        coded anew, as they are when there are twice as many as the steps were taken from, or a far larger one comes.
+        coded again, as they are when there are twice as many as the steps were taken from, or a far larger one comes.
         """
         self._keys.check(keys)
         length, total = len(self), len(self) + len(keys)
@@ -283,7 +283,7 @@ class SketchIndex(RunsIndex):
         kept = self.rescore_count(request.k)
         if request.visible < SCAN_SHARE * kept:
             return exact_search(request.fmt)
-        # leaves of hidden keys take places: so many more are looked at
+        # leaves of hidden keys take places: as many more are looked at
         share = self._search.leaves.share
         if request.hidden:
             share *= len(self) / max(1, len(self) - request.hidden)

@@ -26,11 +26,11 @@ TREE_NUMBERS = 16
 LEAF_NUMBERS = 32
 """Most numbers of a leaf's mean, each in 8 bits."""
 PLACE_BYTES = 4 + LEAF_NUMBERS // BLOCK
-"""Bytes per key beside its codes: the id of its place, and its share of the leaf's mean."""
+"""Bytes per key in addition to its codes: the id of its place, and its share of the leaf's mean."""
 SPREAD_SAMPLE = 256
 """Keys of a node that the number which varies most is told from."""
 SAMPLE_STEP = 8
-"""One pair of blocks of means in so many is scanned first, to know how high a score the wanted share reaches."""
+"""One pair of blocks of means in SAMPLE_STEP is scanned first, to know how high a score the wanted share reaches."""
 GOLDEN = 0.618
 """Leaves that follow each other lie about so much of the tree apart."""
 

@@ -37,13 +37,13 @@ AHEAD_BYTES = 12 << 10
 SAMPLED = 4096
 """Most keys that are scanned first, for a bound that about as many keys pass as are wanted."""
 SAMPLED_SHARE, LEAST_SAMPLED = 16, 512
-"""Of the keys one in so many is, but never fewer than these."""
+"""Of the keys one in SAMPLED_SHARE is, but never fewer than these."""
 HALVINGS = 12
 MAX_NUMBER = 127
 WAITING = 16
 """Rows that are asked for while others are scored: as many come from memory at a time, and no burst of them queues."""
 SCORED = 16
-"""Rows that are scored by one call: a call with so many arrays takes as long as four."""
+"""Rows that are scored by one call: a call with SCORED arrays takes as long as four."""
 WAITING_ROOM = 256
 """Places of rows that wait."""
 SCORES = 8 * BLOCK

@@ -69,7 +69,7 @@ def _scan_parts(
 
 
 def scratch_floats(leaf_rows: int) -> int:
-    """float32 numbers per query that choosing blocks and their bound take, for so many rows of coded means."""
+    """float32 numbers per query that choosing blocks and their bound take, for `leaf_rows` rows of coded means."""
     return max(SAMPLED + PAIR, 4 * leaf_rows)
 
 

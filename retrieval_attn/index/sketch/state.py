@@ -145,7 +145,7 @@ def _rows_of(array: StateValue | None) -> int:
 
 
 def _padded(rows: npt.NDArray[Any], multiple: int = 2, value: int = 0) -> npt.NDArray[Any]:
-    """A copy where kernels want it, a multiple of so many rows."""
+    """Copy rows to aligned memory, padded with `value` to a multiple of `multiple` rows."""
     copied = aligned_empty((-(-len(rows) // multiple) * multiple, *rows.shape[1:]), rows.dtype)
     copied[: len(rows)], copied[len(rows) :] = rows, value
     return copied

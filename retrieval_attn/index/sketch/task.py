@@ -142,7 +142,7 @@ def _prepare(step, task, span, row, scratch):
             row.wanted, sample, bounds[four], scores,
         )  # fmt: skip
         scored += own * (counts[tile] * BLOCK + (row.ordered if counts[tile] < row.total else 0))
-    # all that was written above is visible to whoever reads this generation there
+    # all that was written above is visible to a thread that reads this generation there
     atomic_swap(row.ready_at, step.generation)
     return scored
 

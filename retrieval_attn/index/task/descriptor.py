@@ -74,7 +74,7 @@ STEP = np.dtype(
         ("tile_at", _WORD),  # float32 (padded, scan.score_columns(padded)), 4 * 64 at least
         ("joined_at", _WORD),  # int64 (joined,)
         ("joined", _WORD),
-        ("own_at", _WORD),  # what a kind's search takes beside all this
+        ("own_at", _WORD),  # further arguments of a kind's search
     ],
     align=True,
 )

@@ -86,7 +86,8 @@ class SearchedInSteps:
         return None
 
     def search_batch_key(self, k: int, visible: int) -> Hashable | None:
-        """Indexes that give the same here, but for None, give the same `compiled_search` for the best k of so many.
+        """Indexes that give the same here, but for None, give the same `compiled_search` for the best k of `visible`
+        keys.
 
         None: what that returns is this index's alone.
         """

@@ -102,7 +102,7 @@ _Known = dict[bool, _Trial | str]
 modules.
 """
 _tried: weakref.WeakKeyDictionary[nn.Module, tuple[Any, _Known]] = weakref.WeakKeyDictionary()
-"""What trials of layers have found, beside what it depends on: where their weights lie."""
+"""Results of trials of layers, with the addresses of the weights that they depend on."""
 
 
 def _fused(layer: nn.Module, index: int, rows: int) -> Callable[..., Any]:

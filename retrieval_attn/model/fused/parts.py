@@ -14,7 +14,7 @@ from retrieval_attn.model.fused.norms import counts_from_one, eps_of, is_rms_nor
 from retrieval_attn.model.quantization import packed_weights
 
 TRIED_SIZES = 1.0, 1e-3
-"""Of the numbers that layers are compared on: small ones show what a norm adds, and a part beside its residual."""
+"""Of the numbers that layers are compared on: small ones show what a norm adds, and a part next to its residual."""
 
 
 class Different(Exception):

@@ -1,6 +1,6 @@
 """Many rows with weights of 4 bits: multiplied by a copy of one matrix at a time in bfloat16.
 
-Torch's own product is made for the few rows of a step: it unpacks a matrix anew for each 16 of them. A prompt's chunk
+Torch's own product is made for the few rows of a step: it unpacks a matrix again for each 16 of them. A prompt's chunk
 has thousands, and for these a copy and a product of whole numbers is far less work. The copy is gone with the product;
 the memory plan counts one (`memory/weights.py`).
 """

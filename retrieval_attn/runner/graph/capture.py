@@ -36,7 +36,7 @@ class Recordable(Protocol):
     """Object that is bound to a decoder: one cache, or a row for each of several.
 
     cache: the model's `past_key_values`, of which attention finds its way to the layers while `recording`. chooses: the
-    next step's token is the likeliest one; False: somebody else says which, behind each step.
+    next step's token is the likeliest one; False: the caller sets it, after each step.
     """
 
     recording: bool

@@ -179,7 +179,7 @@ class HostStep:
         return size_class(self._search.max_keys) if self._search is not None and self._search.max_keys else 0
 
     def plan(self, rows: Sequence[HostRow | None], retrieve: Retrieve, changed: Collection[int] | None = None) -> None:
-        """Plan for what its rows retrieve now, which may be nothing; None: nobody has this row. Raises CaptureError.
+        """Plan for what its rows retrieve now, which may be nothing; None: the row is free. Raises CaptureError.
 
         changed: those that are not as they were planned last, as far as the caller knows; None: all.
         """
@@ -306,8 +306,8 @@ class HostStep:
         return begun
 
     def join(self, begun: Any) -> tuple[HostResult, Partial | None]:
-        """Record: wait for the call. What the host found, or the device in its place, and what the device found beside
-        the host, out (batch * q_heads, value_dim) and lse (batch * q_heads,).
+        """Record: wait for the call. What the host found, or the device in its place, and what the device found in
+        addition to the host, out (batch * q_heads, value_dim) and lse (batch * q_heads,).
         """
         runtime = self._resources.runtime
         if self._reached is not None and self.reads is not Reads.HOST:

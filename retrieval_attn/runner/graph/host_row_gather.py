@@ -83,7 +83,7 @@ class GatheredRows:
         self.found: Partial | None = None
 
     def bind(self, paths: Sequence[SequenceKV | None], apart: Sequence[CodedPieces], rows_of: list[list[int]]) -> bool:
-        """Take the coded keys of a planned step; whether the device reads all of them. paths: None: nobody's row."""
+        """Take the coded keys of a planned step; whether the device reads all of them. paths: None: a free row."""
         entries: list[GatherEntry | None] = [None] * len(self._reach.entries)
         for path, one, members in zip(paths, apart, rows_of, strict=True):
             found = [] if path is None else reach_entries(path, one, self._least)
@@ -100,7 +100,7 @@ class GatheredRows:
         self._reach.bind([None] * len(self._reach.entries))
 
     def forget(self, row: int | None = None) -> None:
-        """Let go of keys and values, or of those of one row, until the next plan."""
+        """Release keys and values, or those of one row, until the next plan."""
         self._reach.forget(slice(None) if row is None else slice(row * self._heads, (row + 1) * self._heads))
 
     def run(self, query: Tensor, scoring: Scoring, opaque: Callable[..., None]) -> None:

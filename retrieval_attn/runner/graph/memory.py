@@ -34,7 +34,7 @@ class StepMemory:
     layers: those that attend; the states of others are in `states.py`. On the device: token and position int64 (batch,
     1), the step's inputs, which a step replaces by those of the next one; chosen int64 (batch,), the likeliest token
     after the step; spans int32 (layers, batch, 2), the used slots of every layer's windows; stored int32 (batch,), by
-    how much a step makes a row longer: 1, or 0 for a row that nobody has. On the host, int64, a row for each
+    how much a step makes a row longer: 1, or 0 for a free row. On the host, int64, a row for each
     layer and microbatch: meters (layers, MAX_MICROBATCHES, workers * METER_WORDS) and descriptors (layers,
     MAX_MICROBATCHES, WORDS), as in `StepBuffers`.
     """

@@ -28,7 +28,7 @@ from retrieval_attn.runner.graph.support import cache_refusal
 KEPT_DECODERS = 2
 """Decoders that a model keeps for later caches, each with its window buffers and graphs; the oldest goes."""
 LARGE_BYTES = 1 << 30
-"""Of window buffers, as index "full" has them: of decoders with so many only the newest is kept."""
+"""Bytes of window buffers, as index "full" has them, from which only the newest decoder is kept."""
 
 _decoders: weakref.WeakKeyDictionary[PreTrainedModel, list[GraphDecoder]] = weakref.WeakKeyDictionary()
 _failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, str]] = weakref.WeakKeyDictionary()

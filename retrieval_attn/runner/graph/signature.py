@@ -30,7 +30,7 @@ _KNOWN = "_retrieval_attn_known"
 class ModelWatch:
     """State that a graph of a model depends on, and whether steps can be recorded, as addresses and ids.
 
-    Modules, hooks, weights and where they lie, adapters, and attributes that somebody added. Everything that is looked
+    Modules, hooks, weights and where they lie, adapters, and added attributes. Everything that is looked
     at stays alive, so that ids stay taken.
     """
 
@@ -75,7 +75,7 @@ class Look(NamedTuple):
 
 class KnownModel:
     """A model that is looked at often, and closely only where it changed. It lies in the model, and dies with it: hooks
-    that are looked at may know the model. A copy of the model is looked at anew.
+    that are looked at may know the model. A copy of the model is looked at again.
     """
 
     def __init__(self) -> None:

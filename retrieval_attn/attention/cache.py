@@ -18,7 +18,7 @@ from retrieval_attn.attention.coded_clusters import beside_codes_bytes
 from retrieval_attn.attention.layer import CacheLayer, LayeredCache
 from retrieval_attn.attention.reread import note_factors, read_again_in_generate
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.attention.sequence import Batch, distinct, own_start
+from retrieval_attn.attention.sequence import Batch, distinct, retrieval_start
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.attention.tail_mass import TailMass
@@ -146,10 +146,10 @@ class RetrievalCache(LayeredCache):
         count = columns - min(given, columns) if given > 0 else -given
         if count > columns:
             raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {columns}.")
-        if count != columns and columns - count <= own_start(self.batch):
+        if count != columns and columns - count <= retrieval_start(self.batch):
             why = "forgotten" if self.batch.exact is None else "in pages that others may attend to"
             raise CacheMismatchError(
-                f"cannot remove {count} of {columns} tokens: those before token {own_start(self.batch)} are "
+                f"cannot remove {count} of {columns} tokens: those before token {retrieval_start(self.batch)} are "
                 f"{why}. Fork a context before that if it may go back that far."
             )
         self.quiet()
@@ -178,7 +178,7 @@ class RetrievalCache(LayeredCache):
         """
         if tokens == self.batch.columns:
             return True
-        return self.crops_anywhere and own_start(self.batch) < tokens < self.batch.columns
+        return self.crops_anywhere and retrieval_start(self.batch) < tokens < self.batch.columns
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times; the host part is shared, not copied."""

@@ -17,7 +17,7 @@ from retrieval_attn.attention.exact import ExactPass
 from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.paged_prefix import PagedLayers, PagedSpan
 from retrieval_attn.attention.prior_kv import PriorKV
-from retrieval_attn.attention.sequence import Batch, Forgotten, own_start, rows_by_path
+from retrieval_attn.attention.sequence import Batch, Forgotten, retrieval_start, rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
 from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
@@ -108,7 +108,7 @@ class LayerKV:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Per row, the tokens of its host path that retrieval covers: those between sinks and tail, not forgotten."""
-        start = own_start(self._batch)
+        start = retrieval_start(self._batch)
         starts = [start] * len(self._sinks) if start else self._sinks
         return list(zip(starts, self._retrieve_stops, strict=True))
 
@@ -281,7 +281,7 @@ class LayerKV:
     def _reload_tail(self, columns: int) -> None:
         """The crop to `columns` columns went past the window: read a new tail back from the host."""
         forgotten, sinks = self._batch.forgotten, sinks_of(self.window)
-        start = max(own_start(self._batch), columns - self._size.kept)
+        start = max(retrieval_start(self._batch), columns - self._size.kept)
         padding = self._batch.padding(start, columns)
         keys, values = [], []
         for row, host in enumerate(self.hosts):
@@ -312,7 +312,7 @@ class LayerKV:
 
     def first_row(self) -> tuple[SequenceKV, tuple[int, int]]:
         """Return the path of the first row and its entry of `ranges`."""
-        start = own_start(self._batch)
+        start = retrieval_start(self._batch)
         return self._batch.sequences[0].kv[self._number], (start or self._sinks[0], self._retrieve_stops[0])
 
     def prepare_spill(self) -> None:
@@ -374,7 +374,7 @@ class LayerKV:
     def retrieves_after(self, total: int) -> bool:
         """Predict `retrieves` after a pass of `total` tokens, see `take_pass`; with padding, maybe True in error."""
         tail = min(self.window.tail_len + total, self._size.kept)
-        first = own_start(self._batch) or (0 if self._batch.exact is not None else self._config.sink)
+        first = retrieval_start(self._batch) or (0 if self._batch.exact is not None else self._config.sink)
         return self.columns + total - tail > first
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from torch import Tensor
 
 from retrieval_attn.attention.layer_uploads import Cutter, LayerUploads
-from retrieval_attn.attention.sequence import Batch, own_start, rows_by_path, stacked, unstacked
+from retrieval_attn.attention.sequence import Batch, retrieval_start, rows_by_path, stacked, unstacked
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge
@@ -36,7 +36,7 @@ class PriorKV:
         """window: of the layer, with the last of its `columns` columns. fmt: of its rows on the host."""
         self._batch, self._number, self._like = batch, number, window.tail()[0]
         sinks = sinks_of(window)
-        start = own_start(batch)
+        start = retrieval_start(batch)
         self._cut = functools.partial(UploadSpan.of, start=start)
         self._held = [(self._cut(host), rows) for host, rows in rows_by_path(batch.hosts(number)) if len(host)]
         self._paths = [(one, rows) for one, rows in self._held if one.stop > start]

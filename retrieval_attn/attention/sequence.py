@@ -283,8 +283,8 @@ def has_position(batch: Batch, most: int | None, tokens: int = 1) -> bool:
     return most is None or attended_columns(batch) + tokens <= most
 
 
-def own_start(batch: Batch) -> int:
-    """The first column that layers attend to by themselves, but for sinks: behind what is forgotten or in pages."""
+def retrieval_start(batch: Batch) -> int:
+    """Return the first column after sinks that layers attend to themselves: after forgotten ones and pages."""
     return batch.forgotten.stop if batch.exact is None else batch.exact.tokens
 
 

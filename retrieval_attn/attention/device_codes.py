@@ -1,8 +1,8 @@
-"""Retrieved attention over a path whose keys have codes on the device, for the queries of any number of tokens.
+"""Retrieved attention over a sequence whose keys have codes on the device, for any number of new tokens.
 
-The device names keys by their codes, the host scores those exactly and attends (`index/device.py`). Queries go through
-both in chunks: while the host works on one, the device searches the next. All heads of a layer are in a chunk, and
-nothing is compiled for a number of queries.
+The device selects candidates by codes, the host rescores them and attends (`index/device.py`). Queries are processed
+in chunks: while the host works on one, the device searches the next. A chunk has all heads of a layer, and no kernel
+is compiled for a number of queries.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from retrieval_attn.index.task.descriptor import METER_WORDS, WORDS
 from retrieval_attn.offload.staging import pinned
 
 MOST_QUERIES = 512
-"""Queries of one key-value head in a chunk at most."""
+"""Maximum queries of one key-value head in a chunk."""
 LEAST_QUERIES = 128
-"""The same for a chunk that is not split: planning a step takes as long as answering these."""
+"""Maximum of a chunk that is not split: planning a step takes as long as answering these."""
 MOST_CANDIDATES = 16 << 20
-"""Keys that are named in a chunk at most."""
+"""Maximum candidates in a chunk."""
 
 
 @dataclass(frozen=True)
 class CodedRange:
-    """Tokens [start, stop) of a path, of which those of one piece are coded on the device.
+    """Tokens [start, stop) of a sequence's KV cache, with codes of one piece of them on the device.
 
-    shape: what its codes are searched by. k: keys that each query attends to; if `estimated`, in addition to all that
-    are named.
+    shape: sizes of the code search. k: keys that each query attends to; if `estimated`, in addition to all
+    candidates.
     """
 
     path: SequenceKV
@@ -67,8 +67,8 @@ def coded_range(
 ) -> CodedRange | None:
     """Return tokens [start, stop) with their codes on the device; None if no search for the best k can use these.
 
-    Not where a path has codes of several segments, either. spec: of the path's indexes. estimated: whether what is not
-    attended to is.
+    None for codes of several segments, too. spec: of the indexes. estimated: whether keys without attention are
+    estimated.
     """
     shape = spec.code_shape(path.head_dim, k, estimated)
     if shape is None:
@@ -95,12 +95,12 @@ class QuestionShape(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Positions of a chunk at most."""
+        """Maximum positions of a chunk."""
         by_candidates = MOST_CANDIDATES // (self.q_heads * self.codes.room)
         return max(1, min(MOST_QUERIES // self.group, by_candidates))
 
     def chunk(self, positions: int) -> int:
-        """Positions of a chunk: half of all, so that host and device work at the same time, where that is enough."""
+        """Return the positions of a chunk: half of all, so that host and device overlap, if that is enough work."""
         least = max(1, LEAST_QUERIES // self.group)
         chunks = max(-(-positions // self.most), min(2, positions // least), 1)
         return max(1, -(-positions // chunks))
@@ -109,8 +109,8 @@ class QuestionShape(NamedTuple):
 class DeviceCodeSource:
     """Attention of queries (q_heads, positions, head_dim) on a device over a `CodedRange`: `begin`, then `finish`.
 
-    rest: after `finish`, the share of the weights that is estimated, (q_heads, positions) float32 on the device; None
-    where the path has no clusters.
+    rest: after `finish`, the estimated share of the weights, (q_heads, positions) float32 on the device; None
+    without clusters.
     """
 
     rest: Tensor | None = None
@@ -128,7 +128,7 @@ class DeviceCodeSource:
         self._chunks = [slice(at, min(at + size, queries.shape[1])) for at in range(0, queries.shape[1], size)]
 
     def begin(self) -> None:
-        """Let the device search for the first queries; at most once, before `finish`."""
+        """Launch the search of the first chunk; at most once, before `finish`."""
         if self._desk is None and self._chunks:
             self._desk = _ChunkBuffers.take(self._shape, self._pool)
             self._desk.bind(self._over)
@@ -159,12 +159,12 @@ class DeviceCodeSource:
         if self._rests:
             others = joined(self._rests, len(out))
             found = merged(Partial(out, lse), others)
-            # of what the host answered a share is estimated, of what the device did all
+            # a share of the host's result is estimated, and all of the device's
             rest.mul_(torch.exp(lse - found.lse)).add_(torch.exp(others.lse - found.lse)).nan_to_num_()
         return found, total_cost(costs)
 
     def _send(self, number: int) -> None:
-        """Let the device search for a chunk, and send what the host needs of it."""
+        """Launch the search of a chunk and the copies of its queries and candidates to the host."""
         assert self._desk is not None
         queries = self._queries[:, self._chunks[number]].contiguous()
         with on_device(queries.device):
@@ -174,22 +174,22 @@ class DeviceCodeSource:
             self._rests.append(rest)
 
     def _run(self, slot: _Slot, positions: int) -> StepCost:
-        """The host's part of a chunk whose queries and candidates are on their way to `slot`."""
+        """Run the host's step of a chunk whose queries and candidates are being copied to `slot`."""
         over, step = self._over, slot.step
         step.layer = over.path.layer
         options: dict[str, Any] = {**self._scoring._asdict(), "threads": over.path.threads}
         options["rest"] = Rest([over.parts.table], over.shape.named if over.estimated else 0)
         if not step.plan([over.pieces], self._shape.q_heads, positions, over.k, **options):
             raise BackendError(
-                f"layer {over.path.layer}: a question cannot be searched: an index beside the codes has no compiled "
-                "search, or its candidates need too much memory; retrieve fewer keys"
+                f"layer {over.path.layer}: the codes cannot be searched: an index of keys without codes has no "
+                "compiled search, or its candidates need too much memory; retrieve fewer keys"
             )
         slot.wait()
         return step.run()
 
 
 class _Slot:
-    """Memory of a chunk that the host reads and writes, page-locked where that means something, and its step."""
+    """Host memory of a chunk, page-locked with CUDA, and its step."""
 
     def __init__(self, shape: QuestionShape, pool: Pool) -> None:
         self._shape = shape
@@ -208,20 +208,20 @@ class _Slot:
         self._taken = torch.cuda.Event() if cuda else None
 
     def receive(self, queries: Tensor, ids: Tensor) -> None:
-        """Copy a chunk's queries (q_heads, positions, head_dim) and what was named for them here, without waiting."""
+        """Copy a chunk's queries (q_heads, positions, head_dim) and candidates here, without blocking."""
         self._queries[: queries.numel()].view(queries.shape).copy_(queries, non_blocking=True)
         self._ids[: len(ids)].copy_(ids, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
     def wait(self) -> None:
-        """Until what was sent is here, and the results before are gone."""
+        """Block until the copies to the host are done, and those of earlier results to the device."""
         for event in (self._sent, self._taken):
             if event is not None:
                 event.synchronize()
 
     def results(self, out: Tensor, lse: Tensor, rest: Tensor) -> None:
-        """Copy the step's results to out (q_heads, positions, value_dim), lse and rest, without waiting."""
+        """Copy the step's results to out (q_heads, positions, value_dim), lse and rest, without blocking."""
         with on_device(out.device):
             out.copy_(self._out[: out.numel()].view(out.shape), non_blocking=True)
             lse.copy_(self._lse[: lse.numel()].view(lse.shape), non_blocking=True)
@@ -231,14 +231,14 @@ class _Slot:
 
 
 def _numbers(count: int, cuda: bool) -> Tensor:
-    """Host memory for `count` numbers of 4 bytes."""
+    """Allocate host memory for `count` numbers of 4 bytes, uint8."""
     return pinned(4 * count) if cuda else torch.empty(4 * count, dtype=torch.uint8)
 
 
 class _ChunkBuffers:
-    """Memory for two chunks of a question and its search on the device. Kept for the next layer, and the next question.
+    """Buffers of two chunks of a question and of its search on the device, reused by later layers and questions.
 
-    A desk is for one question at a time: two concurrent questions take two.
+    One question uses them at a time: two concurrent questions take two.
     """
 
     _idle: dict[tuple[QuestionShape, int], list[_ChunkBuffers]] = {}
@@ -255,7 +255,7 @@ class _ChunkBuffers:
 
     @classmethod
     def take(cls, shape: QuestionShape, pool: Pool) -> _ChunkBuffers:
-        """A desk that is idle, or a new one."""
+        """Return idle buffers, or new ones."""
         with cls._lock:
             for key in [key for key, desks in cls._idle.items() if not desks or desks[0]._pool.closed]:
                 del cls._idle[key]
@@ -265,13 +265,13 @@ class _ChunkBuffers:
         return cls(shape, pool)
 
     def bind(self, over: CodedRange) -> None:
-        """Search, and estimate by, what this range has on the device."""
+        """Bind the search to the codes of a range, and the estimate to its clusters."""
         self.search.bind(over.codes)
         if over.parts.entries is not None:
             self.mass.bind(over.parts.entries)
 
     def give_back(self) -> None:
-        """Release keys, codes and clusters; the next question may take the desk."""
+        """Release keys, codes and clusters; the next question may take the buffers."""
         self.search.forget()
         self.mass.forget()
         for slot in self.slots:
@@ -280,9 +280,9 @@ class _ChunkBuffers:
             self._idle.setdefault(self._key, []).append(self)
 
     def name(self, queries: Tensor, scoring: Scoring) -> tuple[Tensor, TailPartial | None]:
-        """Keys for queries (q_heads, positions, head_dim), on the device: (q_heads * positions, room) int32.
+        """Select candidates of queries (q_heads, positions, head_dim) on the device: (q_heads * positions, room) int32.
 
-        And the estimate of the others, where clusters are bound.
+        Return the estimate of all other keys, too, if clusters are bound.
         """
         return name_and_estimate(self.search, self.mass, queries.flatten(0, 1), scoring)
 
@@ -290,7 +290,7 @@ class _ChunkBuffers:
 def name_and_estimate(
     search: QuestionSearch, mass: ClusterMass, queries: Tensor, scoring: Scoring
 ) -> tuple[Tensor, TailPartial | None]:
-    """Keys for queries (m, head_dim) of a bound search, (m, room) int32, and the estimate of the others, if any."""
+    """Select candidates (m, room) int32 of queries (m, head_dim), and estimate other keys; None without clusters."""
     ids = torch.empty(len(queries), search.shape.room, dtype=torch.int32, device=queries.device)
     if not any(mass.entries):
         search.name(queries, ids)
@@ -299,18 +299,18 @@ def name_and_estimate(
 
 
 def joined(rests: list[TailPartial], q_heads: int) -> Partial:
-    """Estimates of chunks, each (q_heads * its positions), as (q_heads, positions)."""
+    """Concatenate the estimates of chunks, each (q_heads * its positions), to (q_heads, positions)."""
     outs = [rest.out.view(q_heads, -1, rest.out.shape[1]) for rest in rests]
     lses = [rest.lse.view(q_heads, -1) for rest in rests]
     return Partial(torch.cat(outs, dim=1), torch.cat(lses, dim=1))
 
 
 def merged(*parts: Partial) -> Partial:
-    """Partials (q_heads, positions, ...) of disjoint keys, as one."""
+    """Merge partials (q_heads, positions, ...) of disjoint keys."""
     whole = merge([Partial(one.out[None], one.lse[None]) for one in parts])
     return Partial(whole.out[0], whole.lse[0])
 
 
 def on_device(device: torch.device) -> Any:
-    """A context in which kernels are launched on `device`."""
+    """Return a context in which kernels are launched on `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()

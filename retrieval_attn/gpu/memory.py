@@ -1,7 +1,7 @@
-"""Device memory as a limit that is kept: a cap for the allocator, and what a process holds at most.
+"""Limit of device memory: a cap for the allocator, and the peak memory of a process.
 
 The caching allocator sees only its own tensors. The CUDA context, the code of loaded kernels and the library
-workspaces come on top, so a cap for the process is a cap for the allocator minus what those take.
+workspaces need memory, too, so the allocator's cap is the process's cap minus theirs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from retrieval_attn.errors import MemoryPlanError
 log = logging.getLogger(__name__)
 GIB = 1 << 30
 ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-"""By which the environment configures PyTorch's allocator."""
+"""Environment variables that configure PyTorch's allocator."""
 LATER_CONTEXT = 256 << 20
-"""What kernels and graphs that are loaded after the cap was set may add to the context."""
+"""Bytes that kernels and graphs loaded after the cap was set may add to the context."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-"""Where Linux tells of a device's bus."""
+"""Folder of Linux with the bus of each device."""
 MAX_CONTEXT = 3 * GIB // 4
-"""More than this outside the allocator is other processes' (0.5 GiB were seen on an H100)."""
+"""Bytes outside the allocator above which other processes hold the rest (0.5 GiB were seen on an H100)."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device. context: what this process holds outside the allocator. outside: all that lies there, other
-    processes' as well.
+    """Bytes of one device. context: of this process outside the allocator. outside: all bytes there, those of other
+    processes included.
     """
 
     total: int
@@ -46,14 +46,14 @@ class DeviceMemory:
 
 def device_memory(device: torch.device) -> DeviceMemory:
     """Return the memory of `device` (CUDA); start its context if needed."""
-    torch.empty(1, device=device)  # without a context nothing is known
+    torch.empty(1, device=device)  # the memory of a device is known only with a context
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
     return DeviceMemory(total, free, min(outside, MAX_CONTEXT), outside)
 
 
 def expand_segments(device: torch.device) -> None:
-    """Let PyTorch's allocator return free pages in any place, so that no memory stays in pieces too small for tensors.
+    """Let PyTorch's allocator return free pages at any address, so that free memory is not fragmented.
 
     Call it before weights are loaded. `enable` does not: the process of a model that is loaded already belongs to its
     caller. Does nothing for devices other than CUDA, or if the environment configures the allocator.
@@ -79,15 +79,15 @@ def spare_bytes(device: torch.device) -> int:
 
 
 def split_bytes(device: torch.device) -> int:
-    """How much of `spare_bytes` lies in pieces between tensors, which larger ones cannot take; 0 without CUDA."""
+    """Return the fragmented part of `spare_bytes` between tensors, unusable for larger ones; 0 without CUDA."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
 
 
 def bandwidth(device: torch.device) -> float | None:
-    """Bytes per second that the memory of `device` (CUDA) brings by its clock, two transfers to each, and the width of
-    its bus; None where torch does not know them.
+    """Return the bytes per second of the memory of `device` (CUDA) by its clock, two transfers each, and the width of
+    its bus; None if torch does not know them.
     """
     properties = torch.cuda.get_device_properties(device)
     kilohertz, bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
@@ -95,8 +95,8 @@ def bandwidth(device: torch.device) -> float | None:
 
 
 def bus_bandwidth(device: torch.device) -> float | None:
-    """Bytes per second of the bus between the host and `device` (CUDA), by the device's highest rate, for an idle one
-    lowers it, and the width that it has; None where the system does not tell.
+    """Return the bytes per second of the bus between the host and `device` (CUDA), by the device's highest rate (idle
+    devices lower it) and its current width; None if the system does not tell them.
     """
     properties = torch.cuda.get_device_properties(device)
     try:
@@ -109,9 +109,9 @@ def bus_bandwidth(device: torch.device) -> float | None:
 
 
 def allocator_share(limit: int, memory: DeviceMemory) -> float:
-    """Fraction of the device that the allocator may have, so that the whole process stays below `limit` bytes.
+    """Return the allocator's fraction of the device with which the whole process stays below `limit` bytes.
 
-    Raises MemoryPlanError where the context alone takes the limit.
+    Raises MemoryPlanError if the context alone takes the limit.
     """
     room = min(limit, memory.total) - memory.context - LATER_CONTEXT
     if room <= 0:
@@ -123,9 +123,9 @@ def allocator_share(limit: int, memory: DeviceMemory) -> float:
 
 
 def cap(device: torch.device, limit: int | None) -> None:
-    """From now on the allocator refuses what would take this process beyond `limit` bytes; None: no limit.
+    """Cap the allocator so that this process stays below `limit` bytes; None: no limit.
 
-    Raises MemoryPlanError where the context alone takes the limit.
+    Raises MemoryPlanError if the context alone takes the limit.
     """
     torch.cuda.empty_cache()
     number = _number_of(device)
@@ -151,22 +151,22 @@ def lower_cap_for_graphs(device: torch.device) -> None:
     room = max(0, _caps[number] - memory.outside)
     if room / memory.total >= torch.cuda.memory.get_per_process_memory_fraction(number):
         return
-    log.info("graphs lie beside tensors (%.2f GiB do); these may have %.2f GiB", memory.outside / GIB, room / GIB)
+    log.info("outside the allocator (graphs, contexts): %.2f GiB; tensors: %.2f GiB", memory.outside / GIB, room / GIB)
     torch.cuda.set_per_process_memory_fraction(room / memory.total, number)
 
 
 _caps: dict[int, int] = {}
-"""By the number of a device that has a cap: what tensors and all that lies outside the allocator may have together."""
+"""Bytes for tensors and memory outside the allocator together, by the number of a device with a cap."""
 
 
 def _number_of(device: torch.device) -> int:
-    """For functions of PyTorch that refuse a device without one, as those of a process's share do."""
+    """Return a device's number, also of one without: functions of a process's memory fraction need it."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes on one device since `start_peak`: of tensors now and at most, and of the whole process at most."""
+    """Bytes on one device since `start_peak`: of tensors now, their peak, and the peak of the whole process."""
 
     allocated: int
     peak: int
@@ -174,7 +174,7 @@ class Peak:
 
 
 def start_peak(device: torch.device) -> None:
-    """Begin to measure; nothing happens on other devices than CUDA."""
+    """Start to measure; does nothing on devices other than CUDA."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,9 +1,9 @@
 """Int8RowMirror: an int8 copy of a segment's keys and values in host memory, which a GPU reads over the bus.
 
-A step attends to a few hundred keys of each head, wherever they are. The processor's loads of them wait for its memory,
-and the device for the processor's answer; the device itself has thousands of loads under way, and brings the same rows
-at the bus's rate (`gpu/codes/host_row_gather.py`). What a key and its value take there is one row, begun on a multiple
-of its parts, so that no request of the bus brings anything else; their steps, which would not fit, lie on the device.
+A step attends to a few hundred scattered keys of each head. Loads of them by the CPU wait for its memory, and the
+device waits for the CPU; loads by the device itself overlap by the thousand and fetch the same rows at the bus's rate
+(`gpu/codes/host_row_gather.py`). A key and its value form one row, aligned to a multiple of its parts, so that no bus
+request fetches other data; the float32 steps of the int8 numbers, which would not fit the row, stay on the device.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from retrieval_attn.store.mapped import populate
 
 log = logging.getLogger(__name__)
 AT_ONCE = 1 << 14
-"""Tokens of a segment whose rows are made at a time, of what the host stores."""
+"""Tokens of a segment that are converted to rows at once."""
 NO_ROOM = MemoryPlanError, torch.OutOfMemoryError
 WORD = torch.int32
-"""Rows are written by numbers of it."""
+"""Dtype of writes to rows."""
 
 
 class Int8RowMirror:
@@ -45,8 +45,8 @@ class Int8RowMirror:
     """
 
     def __init__(self, heads: int, shape: RowShape, expected: int, device: torch.device) -> None:
-        """Memory for `expected` tokens and a few more, of `heads` key-value heads: for a GPU its pages are taken
-        while the caller goes on. Raises MemoryPlanError.
+        """Allocate rows of `expected` tokens and some spare ones, of `heads` key-value heads; a GPU populates the pages
+        asynchronously. Raises MemoryPlanError.
         """
         self.shape, self.first, self.length = shape, 0, 0
         self._heads, self._device, self._turn = heads, device, threading.Lock()
@@ -61,12 +61,12 @@ class Int8RowMirror:
     def _take(self, capacity: int) -> None:
         rows = host_rows(self._heads, capacity, self.shape.width, self._device)
         self._rows = rows if self._device.type == "cpu" else as_device(rows, self._device)
-        self._memory = rows  # kept: the other one is its address
+        self._memory = rows  # referenced, since `_rows` is only its address
         self._steps = torch.empty(self._heads, capacity, 2, device=self._device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory, with room for more."""
+        """Bytes of host memory, spare rows included."""
         return self._memory.nbytes
 
     @property
@@ -75,8 +75,8 @@ class Int8RowMirror:
         return self._steps.nbytes
 
     def write(self, keys: Tensor, values: Tensor) -> None:
-        """Rows of the next tokens, keys (heads, n, head_dim) and values (heads, n, value_dim) of a floating dtype, or
-        as int8 is stored, by the current stream. Raises MemoryPlanError.
+        """Append rows of keys (heads, n, head_dim) and values (heads, n, value_dim), of a floating dtype or stored as
+        int8, on the current stream. Raises MemoryPlanError.
         """
         start, stop = self.length, self.length + keys.shape[1]
         if self._taken is not None:
@@ -109,20 +109,20 @@ class Int8RowMirror:
                 if not write_rows(segment, self, *(stored_on(self._device, array, segment.fmt) for array in stored)):
                     return None
             asked = start, stop, least, self._rows.data_ptr()
-            if self._asked is None or self._asked[0] != asked:  # the same objects, which plans know again
+            if self._asked is None or self._asked[0] != asked:  # the same objects, which plans compare by identity
                 span = slice(start - self.first, stop - self.first)
                 own = zip(self._rows.view(torch.int8)[:, span], self._steps[:, span], strict=True)
                 self._asked = asked, [GatherEntry(rows, steps, stop - start, least) for rows, steps in own]
             return self._asked[1]
 
     def cut(self, length: int) -> None:
-        """The segment's tokens from `length` on are others."""
+        """Drop the rows of the segment's tokens from `length` on, which were replaced."""
         self.length = max(0, min(self.length, length - self.first))
 
 
 def new_rows(keys: Tensor, values: Tensor) -> Int8RowMirror | None:
-    """Memory for rows of keys (heads, n, head_dim) and values (heads, n, value_dim); None where no device reads such,
-    or no memory is had: the log says so.
+    """Allocate rows for keys (heads, n, head_dim) and values (heads, n, value_dim); None, with a log line, if kernels
+    do not read rows of this shape or there is no memory.
     """
     shape = RowShape(keys.shape[2], values.shape[2])
     try:
@@ -133,11 +133,11 @@ def new_rows(keys: Tensor, values: Tensor) -> Int8RowMirror | None:
 
 
 def rows_behind(segment: Segment, tokens: int, empty: Int8RowMirror | None) -> Int8RowMirror | None:
-    """Memory for the rows of the segment's newest `tokens` tokens; None: it has no rows, or not those of all before.
-    empty: for a segment whose first tokens they are.
+    """Return the mirror to append the segment's newest `tokens` tokens to; None if rows of earlier tokens are missing.
+    empty: the mirror of a segment that has none yet.
     """
     start = segment.length - tokens
-    if start < 0:  # they went to two segments
+    if start < 0:  # the tokens are in two segments
         return None
     if segment.rounded is None and empty is not None:
         segment.rounded, empty.first = empty, start
@@ -147,7 +147,7 @@ def rows_behind(segment: Segment, tokens: int, empty: Int8RowMirror | None) -> I
 
 
 def write_rows(segment: Segment, rounded: Int8RowMirror, keys: Tensor, values: Tensor) -> bool:
-    """`Int8RowMirror.write` for a segment that has these rows. False: there is no memory, and it has none any more."""
+    """Call `write` of the segment's mirror. Return False if there is no memory: the segment then drops its rows."""
     try:
         rounded.write(keys, values)
     except NO_ROOM as error:
@@ -177,23 +177,23 @@ class RowHolder:
 
 
 _having: weakref.WeakSet[Segment] = weakref.WeakSet()
-"""Segments that were given rows."""
+"""Segments with rows."""
 _holder = RowHolder()
 register(_holder, first=True)
 
 
 class RowsUnderWay:
-    """In place of rows that a thread makes, or could not make, or that were dropped."""
+    """Placeholder of rows that a thread makes, that it failed to make, or that were dropped."""
 
     nbytes = device_nbytes = 0
 
     def cut(self, length: int) -> None:
-        """There are none, and a frozen segment is not cut."""
+        """Do nothing: there are no rows, and a frozen segment is not cut."""
 
 
 def ask_for_rows(segment: Segment, device: torch.device) -> None:
-    """Have a thread make rows of a segment without any, if nothing is added to it any more: of a context that was
-    opened, say. Plans find them once they are there.
+    """Make rows of a frozen segment without any in a thread, such as one of an opened context. Plans use the rows once
+    they are complete.
     """
     if segment.rounded is None and segment.frozen:
         segment.rounded = RowsUnderWay()
@@ -223,8 +223,8 @@ def _make_rows(reference: weakref.ref[Segment], device: torch.device) -> None:
 
 @functools.cache
 def _say_none(tokens: int, reason: str) -> None:
-    """Once, not of every layer."""
-    log.warning("the host attends to what is named of %d tokens: no rows for the device (%s)", tokens, reason)
+    """Log once, not for every layer."""
+    log.warning("no int8 rows for the GPU, so the CPU attends to the candidates of %d tokens (%s)", tokens, reason)
 
 
 @functools.cache

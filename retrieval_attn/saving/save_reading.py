@@ -1,7 +1,7 @@
-"""A context is saved while it is read: each layer goes to the disk as soon as its keys are on the host and indexed.
+"""ReadingSave: save a context during its prefill, each layer as soon as its keys are on the host and indexed.
 
-Layer-major reading ends layer l after l/L of the time, so that most of the bytes are written during the computing of
-later layers (CachedAttention, section 3.2.2, writes during decoding).
+Layer-major prefill finishes layer l of L after l/L of the time, so that most bytes are written while later layers are
+computed (CachedAttention, section 3.2.2, writes during decoding).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from retrieval_attn.store import ContextStore, NodeWriter, check_name
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.02
-"""Between two looks at whether a layer is ready."""
+"""Seconds between two checks of a layer."""
 
 
 class ReadingSave:
-    """Saves `cache`, which is empty and about to read `ids`: read within `beside`, then call `finish`."""
+    """Save the empty `cache` while it reads `ids`: read in the block of `beside`, then call `finish`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ReadingSave:
         self._read = self._written = 0
         self._marks: dict[int, PathMark] = {}
         self._turn = threading.Lock()
-        """Held while a layer's state is taken: then its arrays stay as they are, but not before."""
+        """Held while a layer's state is copied: its arrays do not change then."""
         self._complete, self._stop = threading.Event(), threading.Event()
         self._plain: dict[str, Any] = {}
         self._kept: SavedLineage | None = None
@@ -68,7 +68,7 @@ class ReadingSave:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Meanwhile the cache reads. Left by an exception, nothing is saved."""
+        """Save layers in a thread while the block reads with the cache. An exception in the block cancels the save."""
         before = self._cache.on_layer
 
         def on_layer() -> None:
@@ -91,8 +91,8 @@ class ReadingSave:
     def finish(self, kept: SavedLineage, plain: Mapping[str, Any], *, wait: bool, progress: bool) -> None:
         """Complete the save: publish the name once the text is on the disk. plain: kept with the name.
 
-        kept: of the context, which knows of the save as `kept.saving`, and of the node when it is there. wait: return
-        then, or raise StoreError; otherwise a thread goes on, and Python does not end before it.
+        kept: the context's lineage, which gets the save as `kept.saving` and the node when it is written. wait: block
+        until then, or raise StoreError; otherwise a thread continues, and Python exits after it.
         """
         self._plain, self._kept, kept.saving, self._waits = dict(plain), kept, self.saved, wait
         thread = self.saved._thread
@@ -116,7 +116,7 @@ class ReadingSave:
                 self.saved.digest = writer.digest
                 if not writer.exists and not self._write_layers(writer):
                     return
-                while not self._complete.is_set():  # the last layer is there; what follows may fail still
+                while not self._complete.is_set():  # all layers are written; the rest of the read may still fail
                     if self._stop.wait(LOOK_SECONDS):
                         return
                 if not writer.exists:
@@ -132,7 +132,7 @@ class ReadingSave:
             atexit.unregister(threading.current_thread().join)
 
     def _write_layers(self, writer: NodeWriter) -> bool:
-        """False: reading has failed."""
+        """Write all layers; return False if the read has failed."""
         for number in range(len(self._cache.layers)):
             if not self._wait_for(number):
                 return False
@@ -151,7 +151,7 @@ class ReadingSave:
         self._kept.note(SavedPoint(str(self._store.folder), self.saved.digest, len(self._ids), Forgotten(), marks))
 
     def _wait_for(self, number: int) -> bool:
-        """Until layer `number` is on the host and indexed. False: reading has failed."""
+        """Block until layer `number` is on the host and indexed. Return False if the read has failed."""
         while not self._stop.is_set():
             layer = self._cache.layers[number]
             if self._complete.is_set():

@@ -1,4 +1,4 @@
-"""The keys of a head as a sketch: rows in leaves, then the way they are to be searched, then their front."""
+"""Build a sketch of the keys of a head: rows in leaves, then the search parameters, then the front."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from retrieval_attn.index.sketch.leaves import TREE_NUMBERS, Leaves, code_means,
 from retrieval_attn.index.sketch.rows import KeyRows, clear_places, empty_rows
 
 SAMPLED_KEYS = 8192
-"""Most keys that the projection, steps and the way to search are learned from, evenly spaced."""
+"""Maximum keys, evenly spaced, from which projection, steps and search parameters are learned."""
 MIN_LEAVES = 512
-"""With fewer leaves all are looked at."""
+"""Leaves below which a search scans all of them."""
 TILE = 64
 
 
@@ -42,7 +42,7 @@ class Ordered(NamedTuple):
     every: int
 
     def front(self, size: int) -> Front:
-        """Their front of `size` bytes per key."""
+        """Return their front of `size` bytes per key."""
         front = empty_front(plan_front(self.numbers, self.keys.mean, [size])[size], len(self.keys.rows))
         write_front(front, self.keys, 0, int((self.ids >= 0).sum()))
         return front
@@ -63,10 +63,10 @@ def ordered_keys(
     leafy: bool,
     coder: RowCoder | None = None,
 ) -> Ordered:
-    """Keys of `arrays`, ids from 0 on, coded with steps that fit them; leafy: in leaves, where they are many. Raises
+    """Code the keys of `arrays`, ids from 0 on, with steps fitted to them; leafy: order many keys in leaves. Raises
     NotFiniteError.
 
-    room: of how many keys there is to be room. coder: codes the keys, of one array, elsewhere.
+    room: keys to allocate room for. coder: codes the keys of a single array on a device.
     """
     total, rank = sum(len(array) for array in arrays), len(key_side)
     every = max(1, total // SAMPLED_KEYS)
@@ -106,7 +106,7 @@ def held_for(
     taken = np.flatnonzero(made.ids >= 0)
     places[made.ids[taken]] = taken
     own = (queries @ query_side.T).astype(np.float32)
-    sampled = np.arange(0, len(made.numbers), 2) * made.every  # every second one is enough to weigh by
+    sampled = np.arange(0, len(made.numbers), 2) * made.every  # every second one is enough for weights
     scores = np.zeros((len(queries), 0), np.float32)
     homes, sample_homes = np.zeros(found.ids.shape, np.int64), np.zeros(len(sampled), np.int64)
     if made.leaves.ordered:

@@ -24,7 +24,7 @@ from retrieval_attn.model.fused.parts import (
 
 
 class LayerScoring(NamedTuple):
-    """How a layer has its keys scored, see `hooks.AttendingLayer`."""
+    """Scale, soft-cap and sinks of a layer's scores, see `hooks.AttendingLayer`."""
 
     scale: float
     softcap: float | None
@@ -43,7 +43,7 @@ class AttendingParts(NamedTuple):
         return self._replace(feed=None)
 
     def compared(self, layer: Any, index: int, rows: int) -> LayerScoring:
-        """See `LayerParts.compared`: how the layer has keys scored, if its kernels ask attention the same."""
+        """See `LayerParts.compared`: the layer's scoring, if its kernels and its modules call attention alike."""
         into = self.attending
         numbers = numbers_for(into.query, index)
         options: dict[str, Any] = {
@@ -81,7 +81,7 @@ class AttendingParts(NamedTuple):
 
 
 class FusedAttending:
-    """`forward` of one decoder layer; anything but a step goes the layer's own way."""
+    """`forward` of one decoder layer; anything but a decode step runs the layer's own forward."""
 
     def __init__(self, layer: nn.Module, index: int, parts: AttendingParts, scoring: LayerScoring) -> None:
         self._layer: Any = layer
@@ -145,14 +145,14 @@ def attending_parts(layer: Any, rows: int) -> AttendingParts:
 
 
 def _rotary_dim(config: Any, head_dim: int) -> int:
-    """How many of a head's numbers are turned, as the model's config says; layers are compared behind that."""
+    """Return the rotated numbers of a head by the model's config; the comparison of layers checks it."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     return int(head_dim * factor) if isinstance(factor, float) and 0 < factor < 1 else head_dim
 
 
 def _projections(attention: Any, rows: int) -> tuple[AnyWeights, AnyWeights, AnyWeights] | None:
-    """Query, key and value, of three modules or of one (Phi-3)."""
+    """Return the weights of query, key and value, from three modules or from one (Phi-3)."""
     merged = weights_of(getattr(attention, "qkv_proj", None), rows)
     if merged is None:
         found = [weights_of(getattr(attention, name, None), rows) for name in ("q_proj", "k_proj", "v_proj")]
@@ -172,7 +172,7 @@ def _projections(attention: Any, rows: int) -> tuple[AnyWeights, AnyWeights, Any
 
 
 class _Probe:
-    """Stands for a cache and its layers: keeps what attention is asked, and gives a known answer."""
+    """Double of a cache and its layers: records the attention call and returns a given result."""
 
     packs = False
 

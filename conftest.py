@@ -68,10 +68,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Pins torch's threads."""
+    """Pins torch's threads; small windows evict early from here on: modules of tests compute with it."""
     import torch
 
+    from tests.small_windows import spill_early
+
     torch.set_num_threads(torch_threads(PROCESSES))
+    spill_early()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

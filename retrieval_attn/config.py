@@ -31,6 +31,8 @@ QuestionAttention = Literal["exact", "retrieval"]
 FullAttention = Literal["auto", "always", "never"]
 TailMode = bool | Literal["auto"]
 Place = Literal["auto", "device", "host"]
+SPILL_TOKENS = 512
+"""Generated tokens that a window gathers beyond its size before the oldest of them move to the host as one block."""
 MEAN_RETRIEVE = 100
 """Keys per head that `retrieve="auto"` shares out: the default of `retrieve`, so that a token costs as much."""
 
@@ -61,7 +63,6 @@ class Config:
         which come there for it, if they fit and a token is sooner so (`runner/full_attention.py`); if only int8 fits,
         in int8.
         "always": wherever they fit. "never": every answer retrieves. Engines always retrieve.
-    spill: generated tokens that gather on the device beyond the window before a block moves to the host.
     host_dtype: storage of the host's keys and values; "auto" is the model's own dtype. "int8": whole steps of the
         largest number of each key and value of each head, with the step as float32 behind them: 132 bytes instead
         of 256 for head_dim 128 in bfloat16; so are those in an engine's pages.
@@ -79,7 +80,6 @@ class Config:
     prefill_chunk: int = 8192
     question_attention: QuestionAttention = "exact"
     full_attention: FullAttention = "auto"
-    spill: int = 512
     host_dtype: str = "auto"
     graph: GraphMode = "auto"
     threads: int | None = None
@@ -88,7 +88,6 @@ class Config:
         _require_int("sink", self.sink, 0, "use 0 to keep no sink tokens")
         _require_int("window", self.window, 0, "use 0 to keep only the spill block on the device")
         _require_int("prefill_chunk", self.prefill_chunk, 1, "8192 is a good start")
-        _require_int("spill", self.spill, 1, "512 is a good start")
         _check_retrieve(self.retrieve)
         require_question_attention(self.question_attention)
         if self.full_attention not in ("auto", "always", "never"):
@@ -139,6 +138,11 @@ class Config:
     def keeps_all(self) -> bool:
         """Whether all keys stay on the device, see index "full"."""
         return self.index == "full"
+
+    @property
+    def spill(self) -> int:
+        """Tokens that gather beyond the window before a block moves to the host: at most as many as the window has."""
+        return min(SPILL_TOKENS, self.window) or SPILL_TOKENS
 
     @property
     def estimates(self) -> bool:

@@ -17,7 +17,7 @@ from retrieval_attn.runner.decode import DecodeSteps, forward, positions
 from retrieval_attn.runner.forget import forget_tokens
 from tests.tiny_models import random_ids, tiny_model
 
-SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": 12, "index": "flat"}
+SMALL: dict[str, Any] = {"sink": 4, "window": 16, "retrieve": 12, "index": "flat"}
 CONFIG = ra.Config(**SMALL)
 # so few keys that even a small retrieve is needed for a graph to be searched at all
 ROARGRAPH: dict[str, Any] = {"index": "roargraph", "retrieve": 2}
@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"batch": 2, "padded": 5},
     "shared": {"repeats": 3},
     "shared padded": {"batch": 2, "repeats": 2, "padded": 5},
-    "spill always": {"config": CONFIG.replace(window=1, spill=1, sink=0), "new": 5},
+    "spill always": {"config": CONFIG.replace(window=1, sink=0), "new": 5},
     "grows into retrieval": {"prompt": 14, "new": 40},
     "padded grows": {"batch": 2, "padded": 5, "prompt": 14, "new": 40},
     "roargraph": {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},

@@ -65,7 +65,10 @@ def run_rank(folder: Path) -> int:
     """All cases on this rank. Returns 0; 1 after an error, which is written down."""
     import torch
 
+    from tests.small_windows import spill_early
+
     rank = int(os.environ["RANK"])
+    spill_early()
     try:
         if not torch.cuda.is_available():
             torch.set_num_threads(1)

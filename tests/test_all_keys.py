@@ -34,7 +34,7 @@ from retrieval_attn.runner.full_attention import (
 from retrieval_attn.runner.graph import registry
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids
 
-SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "threads": 1, "retrieve": 2}
+SMALL: dict[str, Any] = {"sink": 4, "window": 16, "threads": 1, "retrieve": 2}
 TOLERANCE = 2e-5
 GIB = 1 << 30
 

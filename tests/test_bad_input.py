@@ -24,9 +24,10 @@ from retrieval_attn.errors import (
     MemoryPlanError,
     UnsupportedModelError,
 )
+from tests.small_windows import PRODUCT_SPILL
 from tests.tiny_models import VOCABULARY, build_model, config_of, handed_out, random_ids, tiny_model
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=10)
+CONFIG = ra.Config(sink=4, window=16, retrieve=10)
 
 
 @pytest.fixture
@@ -75,6 +76,12 @@ def model() -> Iterator[Any]:
 def test_values_of_options(kind: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         kind(**options)
+
+
+@pytest.mark.parametrize(("window", "spill"), [(0, 512), (1, 1), (100, 100), (512, 512), (4096, 512)])
+def test_blocks_are_as_large_as_the_window_at_most(window: int, spill: int) -> None:
+    """Tests replace the property for small windows: this is the one that users have."""
+    assert PRODUCT_SPILL.fget(ra.Config(window=window)) == spill
 
 
 def test_unknown_options_are_refused_everywhere(model: Any) -> None:

@@ -27,7 +27,7 @@ from tests.tiny_models import build_model
 
 pytestmark = pytest.mark.usefixtures("emulated_graphs", "compiled")
 
-ROOMY = {**REACHED, "window": 100, "spill": 128}
+ROOMY = {**REACHED, "window": 100}
 """Windows that take more tokens than most tests have: until they move to the host, it has no part in steps."""
 DRAWS = [
     SamplingParams(logprobs=3), SamplingParams(temperature=0.8, seed=3, logprobs=1), SamplingParams(logprobs=2),
@@ -265,7 +265,7 @@ def test_questions_on_a_text_go_ahead_while_its_keys_have_codes(launches: list[s
     """A question pushes tokens of the text out of the window. Its own have no codes: once they follow, the host attends
     to them.
     """
-    llm = llm_of(CONFIG.replace(**{**ROOMY, "window": 40, "spill": 16}))
+    llm = llm_of(CONFIG.replace(**{**ROOMY, "window": 40}))
     llm.model = build_model("llama", max_position_embeddings=8192)
     text = ids(900, 3)
     answers = {}

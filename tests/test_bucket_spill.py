@@ -16,7 +16,7 @@ from tests.tiny_models import build_model
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
 
-SIZES: dict[str, Any] = {"window": 32, "spill": 8}
+SIZES: dict[str, Any] = {"window": 32}
 """Several times the tokens of a spill stay: none of a spill is one of the next."""
 
 
@@ -104,8 +104,9 @@ def test_a_window_is_joined_ahead_by_what_will_leave_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(held_module, "join_clusters", noted)
     rows.steps(rows.pairs, 16)
     held = layers_of(rows)[0].held
-    assert asked and all(stop - start == SIZES["spill"] for start, stop in asked)
-    assert (held.ranges[0][1] - SIZES["spill"], held.ranges[0][1]) in asked
+    spill = rows.pairs[0].row.config.spill
+    assert asked and all(stop - start == spill < SIZES["window"] for start, stop in asked)
+    assert (held.ranges[0][1] - spill, held.ranges[0][1]) in asked
 
 
 @pytest.mark.parametrize("kind", ["device", "sketch"])

@@ -16,7 +16,7 @@ from retrieval_attn.memory.device_room import chosen_index
 from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import QUESTION, Loaded, needle_text
 
-CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve="auto", prefill_chunk=512)
+CONFIG = ra.Config(sink=8, window=64, retrieve="auto", prefill_chunk=512)
 
 
 def hosts_of(context: ra.Context) -> list[SequenceKV]:
@@ -74,7 +74,7 @@ def test_rows_of_a_batch_choose_for_themselves(context: ra.Context) -> None:
 
 def test_a_text_that_was_too_short_to_measure(caplog: pytest.LogCaptureFixture) -> None:
     host_part._warn_no_budgets.cache_clear()
-    config = CONFIG.replace(sink=2, window=8, spill=8)
+    config = CONFIG.replace(sink=2, window=8)
     caplog.set_level(logging.WARNING)
     found, plain = (
         Decoded(enabled("llama"), False, config=config.replace(retrieve=retrieve), prompt=8, new=40)
@@ -87,7 +87,7 @@ def test_a_text_that_was_too_short_to_measure(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.usefixtures("emulated_graphs")
 def test_a_captured_step_retrieves_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrieval_attn.offload.build.allocated", lambda *_: HeadBudgets((2, 70, 9, 30, 1, 5)))
-    config = CONFIG.replace(sink=2, window=8, spill=8)
+    config = CONFIG.replace(sink=2, window=8)
     model = enabled("llama")
     options: dict[str, Any] = {"config": config, "prompt": 300, "new": 12}
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)

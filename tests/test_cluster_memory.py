@@ -16,7 +16,7 @@ from retrieval_attn.memory.plan import plan
 from tests.test_memory_plan import item, llama3_8b
 from tests.tiny_models import build_model, random_ids
 
-CONFIG = ra.Config(index="device", sink=4, window=16, spill=8, retrieve=2)
+CONFIG = ra.Config(index="device", sink=4, window=16, retrieve=2)
 ON_DEVICE = "clusters of coded keys"
 
 

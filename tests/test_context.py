@@ -21,7 +21,7 @@ from retrieval_attn.runner import decode
 from retrieval_attn.template import PromptTemplate
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model
 
-CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512)
+CONFIG = ra.Config(sink=8, window=64, retrieve=50, prefill_chunk=512)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_llm_generates_for_many_prompts_together(
 )
 def test_prompts_are_grouped_by_tokens(needle_model_path: Path, lengths: list[int], groups: list[list[int]]) -> None:
     """At most 800 tokens, or windows, in one batch, and no more padding than tokens."""
-    llm = ra.LLM(needle_model_path, device="cpu", sink=10, window=70, spill=20, prefill_chunk=800)
+    llm = ra.LLM(needle_model_path, device="cpu", sink=10, window=70, prefill_chunk=800)
     assert llm._groups(lengths) == groups
 
 
@@ -210,7 +210,7 @@ def test_streamer_of_plain_generate() -> None:
 
     model = tiny_model("llama")
     ids = random_ids(1, 50)
-    ra.enable(model, sink=4, window=16, spill=8, retrieve="all")
+    ra.enable(model, sink=4, window=16, retrieve="all")
     try:
         recorder = Recorder()
         out = model.generate(
@@ -247,9 +247,9 @@ def test_layer_major_prefill_leaves_embeddings_and_hidden_states_alone() -> None
     before = embeddings.clone()
     with torch.no_grad():
         expected = model(inputs_embeds=embeddings, output_hidden_states=True, use_cache=False).hidden_states
-        ra.enable(model, sink=4, window=16, spill=8, retrieve="all", prefill_chunk=16)
+        ra.enable(model, sink=4, window=16, retrieve="all", prefill_chunk=16)
         for record in (False, True):
-            cache = ra.RetrievalCache(model, sink=4, window=16, spill=8, retrieve="all")
+            cache = ra.RetrievalCache(model, sink=4, window=16, retrieve="all")
             got = model(inputs_embeds=embeddings, past_key_values=cache, output_hidden_states=record).hidden_states
     assert torch.equal(embeddings, before)
     assert len(got) == len(expected)
@@ -261,7 +261,7 @@ def test_the_models_own_embeddings_are_written_over() -> None:
     """A long prompt holds its hidden states once; recorded ones are those of an ordinary forward all the same."""
     model = copy.deepcopy(tiny_model("qwen3"))
     ids = random_ids(1, 70)
-    options: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": "all"}
+    options: dict[str, Any] = {"sink": 4, "window": 16, "retrieve": "all"}
     made: list[torch.Tensor] = []
     with torch.no_grad():
         other = copy.deepcopy(model)  # recording leaves hooks behind
@@ -298,7 +298,7 @@ def test_a_long_prompt_that_is_read_at_once_is_told_once(caplog: pytest.LogCaptu
     model = build_model("llama")
     ids = random_ids(1, 300)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 2, "pad_token_id": 0}
-    config = ra.Config(sink=4, window=16, spill=8, retrieve="all", prefill_chunk=64)
+    config = ra.Config(sink=4, window=16, retrieve="all", prefill_chunk=64)
 
     def told() -> list[str]:
         caplog.clear()

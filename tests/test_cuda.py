@@ -18,7 +18,7 @@ from tests.tiny_models import CONFIGS, QUESTION, random_ids, tiny_model
 
 pytestmark = pytest.mark.cuda
 
-ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all")
+ALL = ra.Config(sink=4, window=16, retrieve="all")
 
 
 def logits_of(model: Any, cache: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from retrieval_attn.offload.queries import _drawn_on
 from tests.test_tensor_parallel import BUNDLED, TINY, check_logits, make_cases, run_both
 from tests.tiny_models import QUESTION, build_model, needle_text, random_ids, tiny_model
 
-ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all")
+ALL = ra.Config(sink=4, window=16, retrieve="all")
 CPU = torch.device("cpu")
 two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs two CUDA devices, torch sees {torch.cuda.device_count()}"

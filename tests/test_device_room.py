@@ -242,7 +242,7 @@ def test_a_context_reads_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -
     """Its cache has codes, asks them, and keeps who watches the layers."""
     monkeypatch.setattr(index_choice, "SKETCH_FROM", 100)
     monkeypatch.setattr(device_room, "free_device_bytes", lambda model: GIB)
-    model: Any = ra.enable(build_model("llama"), ra.Config(sink=4, window=16, spill=8, retrieve=2))
+    model: Any = ra.enable(build_model("llama"), ra.Config(sink=4, window=16, retrieve=2))
     tokenizer: Any = Tokenizer()
     context = ra.Context(model, tokenizer)
     seen: list[None] = []
@@ -264,7 +264,7 @@ def test_auto_is_decided_for_every_cache_and_once(monkeypatch: pytest.MonkeyPatc
     free = iter([GIB, GIB, 0])
     monkeypatch.setattr(index_choice, "SKETCH_FROM", 100)
     monkeypatch.setattr(device_room, "free_device_bytes", lambda model: next(free))
-    config = ra.Config(sink=4, window=16, spill=8, retrieve=2)
+    config = ra.Config(sink=4, window=16, retrieve=2)
     model: Any = ra.enable(build_model("llama"), config)
     cache = ra.RetrievalCache(model, config)
     ids = random_ids(1, 400)

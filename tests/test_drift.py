@@ -14,7 +14,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from tests.tiny_models import build_model, random_ids
 
 TOKENS, TURN = 3000, 480
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=4, index="flat")
+CONFIG = ra.Config(sink=4, window=16, retrieve=4, index="flat")
 WORDS = {"read": torch.arange(8, 40), "other": torch.arange(48, 80)}
 
 

@@ -18,7 +18,7 @@ from retrieval_attn.store.record import decode, encode
 from tests.store.test_forged import header_of, reseal
 from tests.tiny_models import Loaded
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=20, index="flat", threads=1)
+CONFIG = ra.Config(sink=4, window=16, retrieve=20, index="flat", threads=1)
 IDS = [(7 * number) % 3000 + 10 for number in range(700)]
 WRONG: list[Any] = [None, True, -1, 2**62, 1.5, "x", [], {}, [[]]]
 GONE = "gone"

@@ -33,7 +33,7 @@ from tests.test_hybrid import new_model
 from tests.tiny_models import BASE, QUESTION, Loaded, build_model, config_of, needle_text, random_ids, tiny_model
 
 TOKENS, START, STOP = 300, 5, 170
-CONFIG = ra.Config(sink=8, window=32, spill=16, retrieve="all", index="flat")
+CONFIG = ra.Config(sink=8, window=32, retrieve="all", index="flat")
 
 
 def read(model: Any, ids: Tensor, config: ra.Config = CONFIG) -> Any:
@@ -322,7 +322,7 @@ def test_what_positions_do_is_seen_and_not_assumed() -> None:
 def test_a_context_forgets_and_counts_what_is_left(loaded: Loaded) -> None:
     """The bundled model finds a number that stays and no longer one that is forgotten; questions in one batch, too."""
     text = needle_text(6000)
-    config = ra.Config(sink=16, window=64, spill=16, retrieve=50, prefill_chunk=512)
+    config = ra.Config(sink=16, window=64, retrieve=50, prefill_chunk=512)
     context = ra.Context(*loaded, config).read(text)
     fork, tokens = context.fork(), context.num_tokens
     assert context.forget(16, 200) is context

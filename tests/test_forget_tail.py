@@ -119,7 +119,7 @@ def test_a_bound_context_forgets_between_two_answers(loaded: Loaded, emulated_gr
     """Captured steps of the same decoder go on with what is left: the same tokens as without a graph."""
     answers = []
     for graph in (True, False):
-        config = ra.Config(sink=8, window=64, spill=16, retrieve=50, index="flat", graph=graph)
+        config = ra.Config(sink=8, window=64, retrieve=50, index="flat", graph=graph)
         context = ra.Context(*loaded, config).read(needle_text(3000), progress=False)
         tokens = [context.ask(QUESTION, max_new_tokens=12).tokens]
         for stop in (100, 500):

@@ -21,7 +21,7 @@ from retrieval_attn.runner.graph import registry
 from tests.graph_cases import Decoded, enabled
 from tests.tiny_models import build_model, random_ids
 
-SMALL: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "threads": 1}
+SMALL: dict[str, Any] = {"sink": 4, "window": 16, "threads": 1}
 TOLERANCE = 2e-5
 
 

@@ -13,7 +13,7 @@ from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.gpu.attention.window import WindowCache
 from tests.tiny_models import random_ids, tiny_model
 
-CONFIG = ra.Config(sink=4, window=24, spill=8, retrieve=6)
+CONFIG = ra.Config(sink=4, window=24, retrieve=6)
 
 
 def windows_of(cache: RetrievalCache) -> list[WindowCache]:

@@ -22,7 +22,7 @@ from tests.test_hybrid import new_model, shared_model
 from tests.test_prefill import by_layer, check_same_bytes, hooked
 from tests.tiny_models import build_model, random_ids, tiny_model
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, index="flat")
+CONFIG = ra.Config(sink=4, window=16, index="flat")
 TOKENS = 400
 CHUNK = 96
 """Not a divisor of TOKENS: the last chunk is shorter."""

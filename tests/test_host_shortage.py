@@ -27,7 +27,7 @@ def test_a_window_that_no_memory_holds(loaded: Loaded) -> None:
     assert ra.Context(*loaded, ra.Config(window=16, threads=1)).read(IDS, progress=False).num_tokens == 100
 
 
-@pytest.mark.parametrize("name", ["window", "sink", "spill", "prefill_chunk", "threads"])
+@pytest.mark.parametrize("name", ["window", "sink", "prefill_chunk", "threads"])
 def test_numbers_that_no_array_has(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at most 2147483647"):
         ra.Config.from_dict({name: 2**31})

@@ -21,7 +21,7 @@ from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.tiny_models import QUESTION, needle_text, random_ids, tiny_model
 
 INT8 = Format.INT8
-CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512, host_dtype="int8")
+CONFIG = ra.Config(sink=8, window=64, retrieve=50, prefill_chunk=512, host_dtype="int8")
 
 
 def hard_rows() -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_append_crop_and_fork(append: Literal["exact", "retrieval"]) -> None:
     Breaks if the host's keys visit the device as steps, a crop reads back other rows, or a fork shares a tail.
     """
     model = tiny_model("llama")
-    config = ra.Config(sink=4, window=16, spill=8, retrieve="all", question_attention=append, host_dtype="int8")
+    config = ra.Config(sink=4, window=16, retrieve="all", question_attention=append, host_dtype="int8")
     ids = random_ids(1, 150)
     with torch.no_grad():
         right = model(ids).logits[:, -1]

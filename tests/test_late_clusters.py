@@ -22,7 +22,7 @@ def _turns_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrieval_attn.attention.retrieval.DECODE_TOKENS", 64)
 
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=4, index="auto")
+CONFIG = ra.Config(sink=4, window=16, retrieve=4, index="auto")
 
 
 @pytest.mark.parametrize("tail", [True, False])

@@ -191,9 +191,7 @@ def logits_of(device: str, lengths: list[int], **options: Any) -> torch.Tensor:
     """Of a context, and of questions of so many tokens after it, one after the other; a small model in float32."""
     model = build_model("llama", **options).to(device)
     ids = random_ids(2, 1500 + sum(lengths))
-    config = ra.Config(
-        sink=4, window=32, spill=8, retrieve=16, question_attention="retrieval", index="device", graph=False
-    )
+    config = ra.Config(sink=4, window=32, retrieve=16, question_attention="retrieval", index="device", graph=False)
     ra.enable(model, config)
     cache = ra.RetrievalCache(model, config)
     found: list[torch.Tensor] = []
@@ -219,7 +217,7 @@ def test_a_model_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_it_costs_is_counted(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer's statistics: the same scores computed, the layer's rows read once, not those of each query."""
-    config = ra.Config(sink=4, window=64, spill=16, retrieve=24, index="device", question_attention="retrieval")
+    config = ra.Config(sink=4, window=64, retrieve=24, index="device", question_attention="retrieval")
     context = ra.Context(*loaded, config).read(needle_text(8000), progress=False)
     question = needle_text(900)[-700:] + QUESTION
     host = context.ask(question, raw=True, max_new_tokens=1)
@@ -232,7 +230,7 @@ def test_what_it_costs_is_counted(loaded: Loaded, monkeypatch: pytest.MonkeyPatc
 
 def test_both_ways_are_rehearsed(loaded: Loaded) -> None:
     """At the end of a read: with a short question, and with the shortest that keys come for."""
-    config = ra.Config(sink=4, window=64, spill=16, retrieve=24, index="device")
+    config = ra.Config(sink=4, window=64, retrieve=24, index="device")
     context = ra.Context(*loaded, config).read(needle_text(8000), progress=False)
     layer: Any = next(layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer))
     start, stop = layer.held.ranges[0]

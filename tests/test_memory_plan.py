@@ -93,12 +93,13 @@ def test_prefill_peak_equals_measured_bytes(context: int, chunk: int, measured_g
     ],
 )
 def test_the_plan_covers_what_processes_held(
-    index: str, context: int, prefill_gib: float, decode_gib: float | None
+    index: str, context: int, prefill_gib: float, decode_gib: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Llama-3-8B's shape on an H100, CUDA context included (docs/archive/results/h100: memory, memory_device,
     prefill_device). Nothing beyond the plan, which is no more than half a GiB above.
     """
-    config = {"index": index, "spill": 128}
+    monkeypatch.setattr("retrieval_attn.config.SPILL_TOKENS", 128)  # as those processes had it
+    config = {"index": index}
     answer = plan(llama3_8b(), context=context, host_memory="64GiB", config=config, embedding="device")
     assert prefill_gib <= answer.device_bytes / GIB <= prefill_gib + 0.5
     if decode_gib is not None:
@@ -160,9 +161,9 @@ def test_a_config_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_window_and_host_equal_hand_sums() -> None:
     """3 layers x 2 heads x (8 + 8) numbers x 4 bytes = 384 bytes per token."""
-    options = Config(sink=4, window=16, spill=4, prefill_chunk=32)
+    options = Config(sink=4, window=16, prefill_chunk=32)
     answer = plan(tiny(), context=100, batch=2, gpu_memory="2GiB", host_memory="4GiB", config=options)
-    assert item(answer.device, "sinks and window") == 2 * 24 * 384
+    assert item(answer.device, "sinks and window") == 2 * 28 * 384
     assert item(answer.device, "prefill: KV of one layer") == 2 * 100 * 128
     assert item(answer.host, "keys and values") == 2 * 100 * 384
     index = 2 * 100 * 3 * 2 * (64 + 4 * 32 + 8)  # a line of codes, 32 links, id and term, for each key of each head

@@ -20,7 +20,7 @@ from retrieval_attn.gpu.attention.merge import Partial
 from tests.tiny_models import CONFIGS, handed_out, random_ids, tiny_model
 
 # One thread: for so few keys, waking a second one costs more than the work.
-ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", threads=1)
+ALL = ra.Config(sink=4, window=16, retrieve="all", threads=1)
 TOLERANCE = 1e-5
 PROMPT, STEPS = 150, 12
 RETRIEVING = [name for name in CONFIGS if name != "mistral_sliding"]

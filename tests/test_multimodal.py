@@ -163,7 +163,7 @@ def test_a_checkpoint_is_planned_loaded_and_asked(tmp_path: Path, needle_model_p
     shape = planned.shape
     assert shape.parameters == sum(weight.numel() for weight in model.parameters())
     assert shape.active_parameters < shape.parameters and shape.full_layers == 2
-    llm = ra.LLM(tmp_path, threads=1, **ROARGRAPH, window=16, spill=8, sink=4)
+    llm = ra.LLM(tmp_path, threads=1, **ROARGRAPH, window=16, sink=4)
     assert type(llm.model) is type(model)
     context = llm.read("Some words of a text. " * 40, progress=False)
     assert context.cache.index_kinds() == {"roargraph": 4}

@@ -17,7 +17,7 @@ from retrieval_attn.attention.retrieval import Reading, RetrievalLayer
 from retrieval_attn.runner.decode import forward
 from tests.tiny_models import build_model, random_ids
 
-CONFIG = ra.Config(index="flat", sink=8, window=32, spill=16, retrieve=8)
+CONFIG = ra.Config(index="flat", sink=8, window=32, retrieve=8)
 
 
 class Conversation:

@@ -29,7 +29,7 @@ from retrieval_attn.runner.rows import step
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
-OPTIONS: dict[str, Any] = {"sink": 8, "window": 64, "spill": 16, "retrieve": 50, "prefill_chunk": 300}
+OPTIONS: dict[str, Any] = {"sink": 8, "window": 64, "retrieve": 50, "prefill_chunk": 300}
 WAIT = 60.0
 
 

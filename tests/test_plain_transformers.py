@@ -18,7 +18,7 @@ from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataErro
 from retrieval_attn.template import checked_ids
 from tests.tiny_models import handed_out, random_ids, tiny_model
 
-ALL = ra.Config(sink=4, window=16, spill=8, retrieve="all", threads=1)
+ALL = ra.Config(sink=4, window=16, retrieve="all", threads=1)
 IDS = random_ids(1, 90)
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 

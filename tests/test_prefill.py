@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("small_graphs")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 GRAPH = {"beam": 64}
-CONFIG = ra.Config(sink=4, window=16, spill=8, index="roargraph", index_options=GRAPH)
+CONFIG = ra.Config(sink=4, window=16, index="roargraph", index_options=GRAPH)
 
 
 @pytest.fixture

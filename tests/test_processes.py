@@ -18,7 +18,7 @@ import retrieval_attn as ra
 from retrieval_attn.runner.prefill import wrapped_chunk
 from tests.tiny_models import build_model, random_ids
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=10)
+CONFIG = ra.Config(sink=4, window=16, retrieve=10)
 
 
 def test_counts_of_threads_and_a_fork(needle_model_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_window_is_causal_in_the_question(padded: bool, softcap: float | None)
 def test_a_long_question_leaves_the_window_as_large_as_it_was() -> None:
     """Breaks if the next decode step finds a window of another size: its graph would be captured anew."""
     model, ids = build_model("llama"), random_ids(1, 700)
-    config = ra.Config(sink=4, window=32, spill=8, retrieve=16, question_attention="retrieval", index="flat")
+    config = ra.Config(sink=4, window=32, retrieve=16, question_attention="retrieval", index="flat")
     ra.enable(model, config)
     cache = ra.RetrievalCache(model, config)
     layers: list[Any] = list(cache.layers)
@@ -228,7 +228,7 @@ def test_a_long_question_leaves_the_window_as_large_as_it_was() -> None:
 @pytest.mark.parametrize("index", ["flat", "device"])
 def test_rows_of_a_batch_answer_as_alone(index: str, loaded: Loaded) -> None:
     """Rows over one context, with padding in front of the shorter, longer than the window's tail and not."""
-    config = ra.Config(sink=4, window=64, spill=16, retrieve=24, index=index, question_attention="retrieval")
+    config = ra.Config(sink=4, window=64, retrieve=24, index=index, question_attention="retrieval")
     config = config.replace(index_options=KINDS["device"] if index == "device" else {})
     context = ra.Context(*loaded, config).read(needle_text(8000), progress=False)
     questions = [QUESTION, needle_text(900)[-700:] + QUESTION, "And the number of the grass?" + QUESTION]
@@ -242,7 +242,7 @@ def test_a_model_answers_through_codes_as_through_a_scan(n: int) -> None:
     """The same best keys, so the same logits: of the question's last token, and of those after it."""
     model, ids = build_model("llama"), random_ids(2, 1500 + n)
     found = []
-    sizes: dict[str, Any] = {"sink": 4, "window": 32, "spill": 8, "retrieve": 16, "tail": False}
+    sizes: dict[str, Any] = {"sink": 4, "window": 32, "retrieve": 16, "tail": False}
     for index, options in (("flat", {}), ("device", {"rescore": 8})):
         config = ra.Config(**sizes, question_attention="retrieval", index=index, index_options=options)
         ra.enable(model, config)

@@ -23,7 +23,7 @@ from retrieval_attn.runner.ready import THREADS, LayerLaunches, Preparation
 from tests.test_compiled import COUNT_COMPILED
 from tests.test_structure import ROOT
 
-CONFIG = ra.Config(sink=16, window=48, spill=32, retrieve=20, index="flat", prefill_chunk=256)
+CONFIG = ra.Config(sink=16, window=48, retrieve=20, index="flat", prefill_chunk=256)
 Loaded = tuple[Any, Any]
 TEXT = "The number of the grass is 123. The sky is blue and the sea is deep. " * 20
 

@@ -24,7 +24,7 @@ def windows() -> int:
 def test_an_answer_leaves_only_the_contexts_own_windows(needle_model_path: Path, graph: bool) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(needle_model_path, dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(needle_model_path)
-    config = ra.Config(sink=8, window=64, spill=16, retrieve=8, index="flat", graph=graph)
+    config = ra.Config(sink=8, window=64, retrieve=8, index="flat", graph=graph)
     gc.collect()
     before = windows()
     gc.disable()

@@ -15,7 +15,7 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.runner.prefill import finish_prefill
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, build_model, needle_text, random_ids
 
-CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512)
+CONFIG = ra.Config(sink=8, window=64, retrieve=50, prefill_chunk=512)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_windows_are_put_back_as_they_were(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], where: str
 ) -> None:
     """A sliding layer has forgotten what was in its window, and an int8 host has rounded it."""
-    config = ra.Config(sink=4, window=32, spill=8, retrieve=10, **options)
+    config = ra.Config(sink=4, window=32, retrieve=10, **options)
     ids = random_ids(1, 700)[0].tolist()
     context, never = (
         ra.Context(build_model(name), loaded[1], config).read(ids[:150], progress=False) for _ in range(2)

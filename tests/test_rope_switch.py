@@ -33,7 +33,7 @@ from tests.tiny_models import VOCABULARY, build_model, random_ids
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread")
 
 SWITCH = 100
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve="all", prefill_chunk=32, threads=1)
+CONFIG = ra.Config(sink=4, window=16, retrieve="all", prefill_chunk=32, threads=1)
 FACTORS: dict[str, Any] = {
     "short_factor": [1.0] * 8,
     "long_factor": [1.5 + step for step in range(8)],

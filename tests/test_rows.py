@@ -28,7 +28,7 @@ from tests.tiny_models import CONFIGS, LAYERS, build_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
-BASE: dict[str, Any] = {"sink": 4, "window": 24, "spill": 8, "retrieve": 16, "prefill_chunk": 512}
+BASE: dict[str, Any] = {"sink": 4, "window": 24, "retrieve": 16, "prefill_chunk": 512}
 TOLERANCE = 1e-5
 GPU_TOLERANCE = 1e-4
 
@@ -172,7 +172,7 @@ def test_options_of_each_row() -> None:
         {"tail": False},
         {"host_dtype": "int8"},
         {"host_dtype": "int8", "index": "sketch"},
-        {"sink": 0, "window": 40, "spill": 3},
+        {"sink": 0, "window": 40},
     ]
     pairs = [Pair(model, read(model, 700 + 40 * seed, seed, **options)) for seed, options in enumerate(changes)]
     steps(model, pairs, 12)
@@ -258,7 +258,7 @@ def test_rows_that_are_left_at_the_end_of_python_say_nothing() -> None:
         "from retrieval_attn.runner.rows import step\n"
         "model = tiny_model('llama')\n"
         "ra.enable(model)\n"
-        "caches = [ra.RetrievalCache(model, ra.Config(sink=4, window=24, spill=8, retrieve=6)) for _ in range(2)]\n"
+        "caches = [ra.RetrievalCache(model, ra.Config(sink=4, window=24, retrieve=6)) for _ in range(2)]\n"
         "torch.set_grad_enabled(False)\n"
         "for cache in caches:\n"
         "    model(random_ids(1, 100), past_key_values=cache)\n"
@@ -309,7 +309,8 @@ def test_steps_are_planned_anew_where_rows_have_changed(monkeypatch: pytest.Monk
         return real(one, paths, *args, **kwargs)
 
     monkeypatch.setattr(together, "plan_paths", plan_paths)
-    pairs = [Pair(model, read(model, 300 + 50 * seed, seed, spill=16)) for seed in range(3)]
+    monkeypatch.setattr(ra.Config, "spill", 16)
+    pairs = [Pair(model, read(model, 300 + 50 * seed, seed)) for seed in range(3)]
 
     def planned(count: int, own: list[Pair]) -> list[int]:
         plans.clear()

@@ -26,6 +26,7 @@ from retrieval_attn.errors import (
     StoreMismatchError,
     UnknownContextError,
 )
+from retrieval_attn.saving import save
 from retrieval_attn.store import OS_DISK, ContextStore
 from retrieval_attn.store.disk import OsDisk
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, needle_text, tiny_model
@@ -194,6 +195,22 @@ def test_what_is_refused(read: ra.Context, loaded: Loaded, store: ContextStore) 
     with pytest.raises(StoreMismatchError, match="chat template"):
         opened((model, chatty), store, "bergen")
     assert answers(opened(loaded, store, "bergen")) == answers(read)
+
+
+def test_options_that_are_gone_are_named(
+    read: ra.Context, loaded: Loaded, store: ContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases before had `Config.spill`."""
+    plain = save.node_plain
+
+    def earlier(cache: ra.RetrievalCache) -> dict[str, Any]:
+        found = plain(cache)
+        return {**found, "config": {**found["config"], "spill": 512}}
+
+    monkeypatch.setattr(save, "node_plain", earlier)
+    read.save("earlier", store=store)
+    with pytest.raises(StoreMismatchError, match=r"another release \(Unknown option spill;.*Read its text again"):
+        opened(loaded, store, "earlier")
 
 
 def test_damage_is_found(read: ra.Context, loaded: Loaded, store: ContextStore) -> None:

@@ -13,7 +13,7 @@ from retrieval_attn.attention.sequence import Batch, rows_by_path, stacked, unst
 from retrieval_attn.errors import CacheMismatchError
 from tests.tiny_models import build_model, random_ids
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=6, prefill_chunk=64)
+CONFIG = ra.Config(sink=4, window=16, retrieve=6, prefill_chunk=64)
 
 
 def model_of(name: str) -> Any:

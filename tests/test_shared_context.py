@@ -18,7 +18,7 @@ from retrieval_attn.store import ContextStore
 from retrieval_attn.store.bundle import _PREFIX
 from tests.tiny_models import Loaded
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve="all", index="flat", threads=1)
+CONFIG = ra.Config(sink=4, window=16, retrieve="all", index="flat", threads=1)
 IDS = [(7 * number) % 3000 + 10 for number in range(200)]
 MORE = [(11 * number) % 3000 + 10 for number in range(60)]
 ASKED = [11, 12, 13]

@@ -18,7 +18,7 @@ from tests.test_finer_codes import context_of, ids_of
 from tests.test_prefill import check_same_bytes, hooked
 from tests.tiny_models import build_model, random_ids
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve=2, prefill_chunk=200)
+CONFIG = ra.Config(sink=4, window=16, retrieve=2, prefill_chunk=200)
 TOKENS = 400
 DECIDED = 64
 

@@ -17,7 +17,7 @@ import torch
 import retrieval_attn as ra
 from tests.tiny_models import QUESTION, build_model
 
-CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50)
+CONFIG = ra.Config(sink=8, window=64, retrieve=50)
 LONG: dict[str, Any] = {"max_new_tokens": 400, "temperature": 9.0, "seed": 1}
 """An answer that does not end by itself for a long time: random tokens."""
 
@@ -213,7 +213,7 @@ def test_a_program_that_leaves_a_stream_ends_normally(needle_model_path: Path, l
 def test_threads_share_a_model_that_is_not_enabled() -> None:
     """Each switches it over for a while; it goes back when the last one is done, and every answer is the same."""
     model = build_model("llama")
-    cache = ra.RetrievalCache(model, sink=4, window=16, spill=8, retrieve=10)
+    cache = ra.RetrievalCache(model, sink=4, window=16, retrieve=10)
     ids = torch.arange(3, 63)[None]
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "pad_token_id": 0}
     expected = model.generate(ids, custom_generate=ra.generate, retrieval=cache.config, do_sample=False, **options)

@@ -29,7 +29,7 @@ from tests.tail_reference import Watch, watched
 from tests.test_long_questions import uploads_of
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids
 
-SMALL = ra.Config(sink=4, window=24, spill=8, retrieve=6, graph=False, tail=True)
+SMALL = ra.Config(sink=4, window=24, retrieve=6, graph=False, tail=True)
 PROMPT = 330
 INDEXES: dict[str, dict[str, Any]] = {
     "flat": {"index": "flat"},
@@ -200,7 +200,7 @@ def test_nothing_between_sinks_and_window_gives_nothing(index: str, watch: Watch
 @pytest.mark.parametrize("index", ["flat", "device"])
 def test_a_context_asked_forked_and_extended(index: str, loaded: Loaded, watch: Watch) -> None:
     """The bundled model; questions through the index."""
-    config = ra.Config(sink=8, window=64, spill=16, retrieve=20, prefill_chunk=512, **INDEXES[index])
+    config = ra.Config(sink=8, window=64, retrieve=20, prefill_chunk=512, **INDEXES[index])
     context = ra.Context(*loaded, config).read(needle_text(1_500), progress=False)
     context.ask(QUESTION, max_new_tokens=2, question_attention="retrieval")
     watch.check(tolerance(index))

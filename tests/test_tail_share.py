@@ -13,7 +13,7 @@ from retrieval_attn_eval.bench.fidelity.captured_mass import CapturedMass
 from tests.cpu.test_clusters import DIM, GROUP, KV_HEADS, SCALE, make_path, make_queries
 from tests.tiny_models import QUESTION, Loaded, needle_text
 
-CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512)
+CONFIG = ra.Config(sink=8, window=64, retrieve=50, prefill_chunk=512)
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from tests.tiny_models import QUESTION, build_model, needle_text, random_ids
 
 SCRIPT = Path(run_rank.__code__.co_filename)
 MODELS = ("llama", "qwen3", "gemma2")
-TINY: dict[str, Any] = {"sink": 4, "window": 16, "spill": 8, "retrieve": 6}
-BUNDLED: dict[str, Any] = {"sink": 8, "window": 64, "spill": 16, "retrieve": 50, "index": "flat"}
+TINY: dict[str, Any] = {"sink": 4, "window": 16, "retrieve": 6}
+BUNDLED: dict[str, Any] = {"sink": 8, "window": 64, "retrieve": 50, "index": "flat"}
 PROMPT, NEW = 150, 3
 
 

@@ -98,7 +98,7 @@ def test_a_pass_leaves_no_tables_behind(beside: bool, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Rotation, "turn", turn)
     monkeypatch.setattr(host_work, "overlaps", lambda device: beside)
-    config = ra.Config(sink=4, window=16, spill=8, index="sketch")
+    config = ra.Config(sink=4, window=16, index="sketch")
     ra.enable(model, config)
     for number, total in enumerate((300, 400, 500)):
         cache = ra.RetrievalCache(model, config)
@@ -153,7 +153,7 @@ def test_a_layer_samples_what_its_index_asks_for(monkeypatch: pytest.MonkeyPatch
         return make(cls, keys, fmt, options, training)
 
     monkeypatch.setattr(RoarGraphIndex, "make", classmethod(noted))
-    config = ra.Config(sink=8, window=64, spill=16, retrieve=5, index="roargraph", index_options=GRAPH)
+    config = ra.Config(sink=8, window=64, retrieve=5, index="roargraph", index_options=GRAPH)
     with torch.no_grad():
         ra.enable(model, config)
         model(random_ids(1, 4_000), past_key_values=ra.RetrievalCache(model, config))
@@ -163,7 +163,7 @@ def test_a_layer_samples_what_its_index_asks_for(monkeypatch: pytest.MonkeyPatch
 
 def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:
     """A needle 1,200 tokens back, found by a graph that scores a part of the keys, the question retrieving as well."""
-    config = ra.Config(sink=8, window=64, spill=16, retrieve=50, index="roargraph", index_options=GRAPH)
+    config = ra.Config(sink=8, window=64, retrieve=50, index="roargraph", index_options=GRAPH)
     context = ra.Context(*loaded, config).read(needle_text(16_000), progress=False)
     answer = context.ask(QUESTION, max_new_tokens=24, question_attention="retrieval")
     assert "7391846" in answer.text
@@ -175,7 +175,7 @@ def test_a_context_answers_through_a_graph(loaded: tuple[Any, Any]) -> None:
 def test_a_short_turn_extends_the_index_and_a_long_one_builds_it_anew() -> None:
     """Fails if every turn rebuilds (the dear way), or if a context that begins short never gets a trained index."""
     model = tiny_model("llama")
-    config = ra.Config(sink=4, window=16, spill=8, index="roargraph", index_options=GRAPH)
+    config = ra.Config(sink=4, window=16, index="roargraph", index_options=GRAPH)
     cache = ra.RetrievalCache(model, config)
     with torch.no_grad():
         ra.enable(model, config)

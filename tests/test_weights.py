@@ -22,7 +22,7 @@ from tests.tiny_models import VOCABULARY, random_ids, tiny_model
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread")
 
-CONFIG = ra.Config(sink=4, window=16, spill=8, retrieve="all", prefill_chunk=64, threads=1)
+CONFIG = ra.Config(sink=4, window=16, retrieve="all", prefill_chunk=64, threads=1)
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": False}
 TEXT = tuple(random_ids(1, 120, seed=3)[0].tolist())
 QUESTION = (5, 6, 7)

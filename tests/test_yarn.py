@@ -18,7 +18,7 @@ from retrieval_attn.model.rope import with_yarn
 from tests.tiny_models import needle_text
 
 POSITIONS = 131_072
-SMALL: dict[str, Any] = {"sink": 8, "window": 64, "spill": 16, "retrieve": 20, "device": "cpu"}
+SMALL: dict[str, Any] = {"sink": 8, "window": 64, "retrieve": 20, "device": "cpu"}
 
 
 def test_the_config_asks_for_it() -> None:

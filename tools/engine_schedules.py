@@ -36,7 +36,7 @@ from retrieval_attn.store import ContextStore
 from tests.engine_audit import check_engine
 from tools.engine_actions import Actions, watched
 
-CONFIG = ra.Config(sink=4, window=24, spill=8, retrieve=6, prefill_chunk=64)
+CONFIG = ra.Config(sink=4, window=24, retrieve=6, prefill_chunk=64)
 STOP = frozenset({3})
 SAVED_TOKENS = (150, 600)
 """Of the saved contexts that requests name."""
@@ -264,8 +264,10 @@ def main() -> int:
     args = parser.parse_args()
     from retrieval_attn_eval.bench.session.subject import number_tokenizer
     from tests.emulation.emulated import emulated
+    from tests.small_windows import spill_early
     from tests.tiny_models import tiny_model
 
+    spill_early()
     model = tiny_model("llama")
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokenizer, answers, cached = number_tokenizer(vocabulary), 0, 0

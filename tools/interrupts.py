@@ -29,12 +29,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrieval_attn as ra
 from retrieval_attn.index.roargraph import index as roargraph
+from tests.small_windows import spill_early
 
 PACKAGE = Path(ra.__file__).parent
 QUESTION = "What is the special magic Bergen number?"
 NEEDLE = "The special magic {} number is: {}. "
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-CONFIG = ra.Config(sink=8, window=64, spill=16, retrieve=50, prefill_chunk=512)
+CONFIG = ra.Config(sink=8, window=64, retrieve=50, prefill_chunk=512)
 INDEXES: dict[str, dict[str, Any]] = {
     "auto": {},
     "device": {"index": "device"},
@@ -273,6 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=PACKAGE / "model" / "bundled")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(argv)
+    spill_early()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     tallies = run(args.moments, args.seed, args.indexes.split(","), args.model, device=args.device)
     for name, tally in tallies.items():

@@ -180,7 +180,7 @@ def _seen_rotations(model: PreTrainedModel) -> Rotations:
     vocabulary = int(embeddings.weight.shape[0])
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (1, PROBE_TOKENS), generator=generator).to(device)
     places = torch.arange(PROBE_TOKENS, device=device)
-    config = Config(sink=0, window=PROBE_TOKENS, spill=PROBE_TOKENS, index="flat", tail=False)
+    config = Config(sink=0, window=PROBE_TOKENS, index="flat", tail=False)
     caches = []
     was_training = model.training
     model.eval()

@@ -78,7 +78,7 @@ def compare(model: PreTrainedModel, new_cache: NewCache, tokens: int = 64, decod
     ids = torch.randint(3, text_config.vocab_size, (1, tokens + decode_steps), generator=generator).to(device)
     dtype = next(model.parameters()).dtype
     tolerance = ROUNDING_TOLERANCE if own_method(model.config) == "bitsandbytes" else TOLERANCE.get(dtype, 1e-4)
-    config = Config(sink=2, window=8, spill=4, retrieve="all")
+    config = Config(sink=2, window=8, retrieve="all")
     was_training = model.training
     model.eval()
     retrieval_layers = 0

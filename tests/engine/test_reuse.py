@@ -26,7 +26,7 @@ from tests.emulation.emulated import emulated
 from tests.engine_audit import check_engine
 from tests.tiny_models import random_ids, tiny_model
 
-CONFIG = ra.Config(sink=4, window=24, spill=8, retrieve=6, prefill_chunk=64)
+CONFIG = ra.Config(sink=4, window=24, retrieve=6, prefill_chunk=64)
 NO_STOP: frozenset[int] = frozenset()
 SHARED = 1 << 26
 

@@ -96,7 +96,7 @@ class LastKeysEager(LastKeys):
         return None
 
 
-SMALL = ra.Config(sink=4, window=16, spill=8, retrieve=12, index="test-last", tail=False)
+SMALL = ra.Config(sink=4, window=16, retrieve=12, index="test-last", tail=False)
 
 
 def test_it_answers_a_context_as_a_longer_window_does(loaded: tuple[Any, Any]) -> None:

@@ -59,7 +59,14 @@ class _TooManyTokensError(RetrievalAttentionError, ValueError):
 
 
 class ContextLengthError(_TooManyTokensError):
-    """A request has more tokens than the model has positions."""
+    """A request has more tokens than the model serves.
+
+    reason: why these are fewer than its positions; "" if they are not, or the message has it.
+    """
+
+    def __init__(self, message: str, *, limit: int | None = None, tokens: int | None = None, reason: str = "") -> None:
+        super().__init__(message, limit=limit, tokens=tokens)
+        self.reason = reason
 
 
 class CacheMismatchError(RetrievalAttentionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,14 +16,16 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config, Quantization, resolve
 from retrieval_attn.context import Context
-from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError
+from retrieval_attn.errors import ContextLengthError, InputDataError, MemoryPlanError, UnsupportedModelError
 from retrieval_attn.gpu.memory import cap, device_memory
 from retrieval_attn.index.threads import check_threads, say_if_threads_spin
+from retrieval_attn.memory.arithmetic import HOST_RESERVE
 from retrieval_attn.memory.device import DEVICE_RESERVE
 from retrieval_attn.memory.device_room import free_device_bytes
-from retrieval_attn.memory.plan import Plan, WeightOptions, plan
-from retrieval_attn.memory.shape import embedding_place
-from retrieval_attn.memory.units import parse_bytes, show_bytes
+from retrieval_attn.memory.host_room import available_host_bytes
+from retrieval_attn.memory.plan import DEFAULT_CONTEXT, Plan, WeightOptions, plan, plan_fitting
+from retrieval_attn.memory.shape import embedding_place, model_shape
+from retrieval_attn.memory.units import parse_bytes, show_bytes, show_tokens
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.grouped_loading import kernel_format
 from retrieval_attn.model.loading import (
@@ -35,15 +38,16 @@ from retrieval_attn.model.loading import (
 )
 from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
-from retrieval_attn.model.rope import length_rope, max_positions
+from retrieval_attn.model.rope import ContextLimit, length_rope, limit_context, max_positions
 from retrieval_attn.offload.host_table import move_table
 from retrieval_attn.runner.ready import compiling_early
 from retrieval_attn.runner.switch import enable
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import prompt_ids
 
-# Tokens planned for when a model does not say how many positions it has.
-DEFAULT_CONTEXT = 131072
+log = logging.getLogger(__name__)
+MORE_MEMORY = 'give more memory, store keys with host_dtype="int8", or load 4-bit weights with quantization="int4"'
+"""How more of a model's positions fit."""
 
 
 class LLM:
@@ -72,8 +76,10 @@ class LLM:
         and float32 on the CPU, where 16-bit arithmetic is slower. quantization: of the linear layers' weights when they
         are loaded: "int8" or "int4" (torchao); None: as the checkpoint has
         them, which may be quantised by any method that transformers loads. gpu_memory: a hard cap, e.g. "24GiB", CUDA
-        context included; what the plan for `max_context` tokens (default: the model's positions) needs beyond it, or
-        beyond what is free on the device, is refused before anything is loaded.
+        context included; what the plan for `max_context` tokens needs beyond it, or beyond what is free on the device,
+        is refused before anything is loaded. max_context: None: the model's positions, or as many as fit the memory of
+        GPU and host, which a log line says; longer texts are then refused. With tensor_parallel and weights that a
+        device_map offloads: the model's positions.
         device_map: layers on several GPUs, as transformers takes it ("auto"). tensor_parallel: heads shared by the
         processes of a torchrun, one GPU each. With either, gpu_memory holds for each GPU; weights that a device_map
         keeps on "cpu" or "disk" are not planned for. yarn: factor of the checkpoint's positions by YaRN,
@@ -102,7 +108,15 @@ class LLM:
         self.max_context: int = max_context or known or DEFAULT_CONTEXT
         kind = chosen_dtype(kernel_format(model_config, quantization), dtype, self.device)
         weights: WeightOptions = {"dtype": kind, "quantization": quantization, "embedding": place}
-        needed = self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel)
+        chosen = max_context is None
+        needed = self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel, chosen=chosen)
+        reason = ""
+        if chosen and needed is None and self.device.type == "cpu" and device_map is None and not tensor_parallel:
+            reason = self._fit_host(model_config, weights)
+        elif needed is not None and needed.context < self.max_context:
+            reason, self.max_context = needed.context_reason(self.max_context), needed.context
+        if reason:
+            log.warning("max_context %s: %s.", show_tokens(self.max_context), reason)
         with compiling_early(self.config, loaded_dtype(model_config, weights["dtype"], self.device), self.device):
             self.tokenizer = load(AutoTokenizer, name_or_path)
             self.model = self._loaded(
@@ -117,6 +131,8 @@ class LLM:
         self.device = input_device(self.model)
         if needed is not None and needed.shape.host_table_bytes:
             move_table(self.model)
+        if reason:
+            limit_context(self.model, ContextLimit(self.max_context, reason, MORE_MEMORY))
         enable(self.model, self.config)
 
     def __repr__(self) -> str:
@@ -130,8 +146,13 @@ class LLM:
         weights: WeightOptions,
         device_map: str | Mapping[str, Any] | None,
         tensor_parallel: bool,
+        *,
+        chosen: bool,
     ) -> Plan | None:
-        """The plan by which the model may be loaded; None: nothing is planned."""
+        """The plan by which the model may be loaded; None: nothing is planned.
+
+        chosen: the plan may be for fewer tokens than `max_context`.
+        """
         needed = None
         if self.device.type != "cuda":
             if gpu_memory is not None:
@@ -145,14 +166,16 @@ class LLM:
         memories = {place: device_memory(place) for place in used}
         if used and not offloads(device_map):
             place, memory = min(memories.items(), key=lambda item: item[1].available)
-            needed = plan(
-                model_config,
-                context=self.max_context,
-                gpu_memory=memory.available if asked is None else min(asked, memory.available),
-                config=self.config,
-                gpus=(launched_processes(), "heads") if tensor_parallel else len(used),
+            sizes = {
+                "gpu_memory": memory.available if asked is None else min(asked, memory.available),
+                "config": self.config,
+                "gpus": (launched_processes(), "heads") if tensor_parallel else len(used),
                 **weights,
-            )
+            }
+            if chosen and not tensor_parallel:  # each process would choose by what is free when it asks
+                needed = plan_fitting(model_config, self.max_context, host_memory=available_host_bytes(), **sizes)
+            else:
+                needed = plan(model_config, context=self.max_context, **sizes)
             if not needed.fits and asked is not None and memory.available < asked:
                 raise MemoryPlanError(
                     f"gpu_memory={gpu_memory!r} was given, but this process can have {show_bytes(memory.available)} of "
@@ -162,6 +185,33 @@ class LLM:
         for place in used:
             cap(place, asked)
         return needed
+
+    def _fit_host(self, model_config: Any, weights: WeightOptions) -> str:
+        """Lower `max_context` to the tokens that fit host memory with the weights; return the reason, "" if all fit."""
+        kind = loaded_dtype(model_config, weights["dtype"], self.device)
+        options: WeightOptions = {**weights, "dtype": kind, "embedding": "device"}
+        free = available_host_bytes()
+        try:
+            shape = model_shape(model_config, kind, weights["quantization"])
+            left = max(1, free - shape.weight_bytes + HOST_RESERVE)  # this process has most of the reserve already
+            needed = plan_fitting(
+                model_config, self.max_context, gpu_memory=1 << 60, host_memory=left, config=self.config,
+                decide=False, **options,
+            )  # fmt: skip
+        except UnsupportedModelError as error:
+            log.warning("memory of the host is not planned: %s", error)
+            return ""
+        if not needed.fits:
+            log.warning(
+                "the weights need %s of host memory and %s is free: max_context stays at the model's %s tokens.",
+                show_bytes(shape.weight_bytes), show_bytes(free), show_tokens(self.max_context),
+            )  # fmt: skip
+            return ""
+        if needed.context == self.max_context:
+            return ""
+        positions, self.max_context = self.max_context, needed.context
+        given = f"{show_bytes(free)} host memory with the weights"
+        return f"of the model's {show_tokens(positions)} positions, that is what fits in {given}"
 
     def _loaded(self, name_or_path: str | Path, **options: Any) -> PreTrainedModel:
         try:

@@ -29,7 +29,7 @@ from retrieval_attn.index.base import KeyIndex
 from retrieval_attn.index.threads import check_threads, refuse_forked, use_threads
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.adapters import unwrapped
-from retrieval_attn.model.rope import counted_length, length_rope, max_positions
+from retrieval_attn.model.rope import context_limit, counted_length, length_rope
 from retrieval_attn.model.weights import require_same, weight_state
 from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.runner.support import require_supported
@@ -68,7 +68,8 @@ class RetrievalCache(LayeredCache):
         """How the factors of the model's rotary embedding depend on the length of the text; None: they do not."""
         self.prompt_length = 0
         """Tokens of the prompt that what is read now begins: its keys get the rotary factors of so long a text."""
-        self.max_positions = max_positions(text_config)
+        self.limit = context_limit(model)
+        self.max_positions = self.limit.tokens
         self.model = weakref.ref(model)
         self._first_layer = next((n for n, one in enumerate(self.layers) if isinstance(one, CacheLayer)), 0)
         if self.rope is not None:
@@ -103,15 +104,18 @@ class RetrievalCache(LayeredCache):
         return layer.update(key_states, value_states, *args, **kwargs)
 
     def require_room(self, new_tokens: int, cached: int | None = None) -> None:
-        """Raise ContextLengthError when `new_tokens` more would pass the model's positions."""
+        """Raise ContextLengthError when `new_tokens` more would pass the model's positions, or fewer that it serves."""
         cached = (self.batch.columns if cached is None else cached) - self.batch.forgotten.tokens
         if self.max_positions is not None and cached + new_tokens > self.max_positions:
+            kind = f"model's {self.max_positions} positions (config.max_position_embeddings)"
+            if self.limit.reason:
+                kind = f"{self.max_positions} that the model serves here: {self.limit.reason}"
             raise ContextLengthError(
-                f"{cached} cached and {new_tokens} new tokens are more than the model's {self.max_positions} "
-                "positions (config.max_position_embeddings). Shorten the context, or load the model with more of them: "
-                "LLM(..., yarn=FACTOR), --yarn FACTOR, or a config whose rope scaling covers it.",
+                f"{cached} cached and {new_tokens} new tokens are more than the {kind}. Shorten the context, or "
+                f"{self.limit.cure}.",
                 limit=self.max_positions,
                 tokens=cached + new_tokens,
+                reason=self.limit.reason,
             )
 
     # -- rows and lengths, for all layers together ---------------------------------------------------

@@ -7,9 +7,9 @@ import json
 
 from retrieval_attn.cli.model_args import HOST_DTYPE_FLAG, INDEX_FLAG, index_fields
 from retrieval_attn.config import QUANTIZATIONS, Config
-from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.plan import DEFAULT_CONTEXT, plan, plan_fitting
 from retrieval_attn.memory.shape import SPLITS
-from retrieval_attn.memory.units import parse_tokens
+from retrieval_attn.memory.units import parse_tokens, show_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-context",
-        default="128k",
         metavar="TOKENS",
-        help="tokens per sequence; k and m count 1024s (default: %(default)s)",
+        help="tokens per sequence; k and m count 1024s (default: the model's positions, or as many as fit)",
     )
     parser.add_argument(
         "--max-num-seqs", type=int, default=1, metavar="N", help="sequences in a batch (default: %(default)s)"
@@ -62,9 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 if it fits, 1 if it does not. Raises RetrievalAttentionError on bad input."""
-    answer = plan(
+    most = None if args.max_context is None else parse_tokens(args.max_context, "--max-context")
+    answer = (plan_fitting if most is None else plan)(
         args.model,
-        context=parse_tokens(args.max_context, "--max-context"),
+        most,  # type: ignore[arg-type]
         gpu_memory=args.gpu_memory,
         host_memory=None if args.host_memory == "auto" else args.host_memory,
         batch=args.max_num_seqs,
@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
         ),
     )
     print(json.dumps(answer.to_dict(), indent=2) if args.json else answer)
+    reason = answer.context_reason(answer.shape.max_positions or DEFAULT_CONTEXT)
+    if reason and most is None and answer.fits and not args.json:
+        print(f"\nmax_context {show_tokens(answer.context)}: {reason}.")
     return 0 if answer.fits else 1
 
 

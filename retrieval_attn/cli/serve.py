@@ -34,7 +34,11 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the subcommand."""
     add_model_arguments(parser, positional=True)
-    parser.add_argument("--max-context", metavar="N", help="tokens of a prompt with its answer (default: the model's)")
+    parser.add_argument(
+        "--max-context",
+        metavar="N",
+        help="tokens of a prompt with its answer (default: the model's, or as many as fit)",
+    )
     add_config_arguments(parser)
     add_store_argument(parser)
     where = parser.add_argument_group("address and access")

@@ -20,9 +20,13 @@ from retrieval_attn.memory.arithmetic import HOST_RESERVE, Arithmetic, FullAtten
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, embedding_place, model_shape, part_of, with_embedding
-from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
+from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes, show_tokens
 
 WIDTH = 100
+CONTEXT_STEP = 1024
+"""A context that `plan_fitting` chooses is a multiple of it."""
+DEFAULT_CONTEXT = 131072
+"""Tokens planned for when a model does not say how many positions it has."""
 
 
 class WeightOptions(TypedDict, total=False):
@@ -80,6 +84,13 @@ class Plan:
     def host_bytes(self) -> int:
         """Host memory after prefill."""
         return sum(item.bytes for item in self.host)
+
+    def context_reason(self, positions: int) -> str:
+        """Say that fewer tokens than the model's positions fit; "" for a context that has all of them."""
+        if self.context >= positions:
+            return ""
+        given = f"{show_bytes(self.gpu_memory)} GPU and {show_bytes(self.host_memory)} host memory"
+        return f"of the model's {show_tokens(positions)} positions, that is what fits in {given}"
 
     def require(self) -> Plan:
         """Return the plan if it fits; else raise MemoryPlanError with reasons and arithmetic."""
@@ -179,6 +190,22 @@ def plan(
         split=split,
         choice=case.describe_bytes(options, taken),
     )
+
+
+def plan_fitting(model_or_config_or_path: Any, most: int | None = None, **sizes: Any) -> Plan:
+    """Plan for `most` tokens, or for as many as fit both memories if these are fewer.
+
+    most: defaults to the model's positions. sizes: keywords of `plan` but `context`. If not even CONTEXT_STEP tokens
+    fit, the plan is for these and says why.
+    """
+    if most is None:
+        kind, method = sizes.get("dtype"), sizes.get("quantization")
+        most = model_shape(model_or_config_or_path, kind, method).max_positions or DEFAULT_CONTEXT
+    whole = plan(model_or_config_or_path, most, **sizes)
+    if whole.fits or most <= CONTEXT_STEP:
+        return whole
+    fitting = max(min(whole.largest_context, most), CONTEXT_STEP)
+    return plan(model_or_config_or_path, fitting - fitting % CONTEXT_STEP, **sizes)
 
 
 @dataclass(frozen=True)

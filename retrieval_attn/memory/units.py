@@ -56,6 +56,14 @@ def parse_tokens(value: int | str, name: str = "tokens") -> int:
     return count
 
 
+def show_tokens(count: int) -> str:
+    """Return `count` tokens for people: "900", "96K", "1M"; K is 1024 and M 1024 * 1024, as `parse_tokens` has them."""
+    for unit, scale in (("M", 1 << 20), ("K", 1 << 10)):
+        if count >= scale and count % scale == 0:
+            return f"{count // scale:,}{unit}"
+    return f"{count:,}"
+
+
 def show_bytes(size: int) -> str:
     """`size` bytes for people: "512 B", "64.0 KiB", "1.50 MiB", "16.00 GiB"; the sign is kept."""
     for unit, digits in (("GiB", 2), ("MiB", 2), ("KiB", 1)):

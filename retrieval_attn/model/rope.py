@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retrieval_attn.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
 
 Factors = tuple[int, ...]
@@ -92,6 +93,34 @@ def max_positions(text: Any) -> int | None:
     if found is not None and found.each_length:
         return None
     return getattr(text, "max_position_embeddings", None)
+
+
+class ContextLimit(NamedTuple):
+    """Maximum tokens of a text with its answers. reason: why it is less than the model's positions; "" if it is not.
+    cure: steps that raise the limit, for the end of an error message.
+    """
+
+    tokens: int | None
+    reason: str
+    cure: str
+
+
+def limit_context(model: PreTrainedModel, limit: ContextLimit) -> None:
+    """Refuse longer texts in caches that are made for the model from now on."""
+    setattr(model, _LIMIT, limit)
+
+
+def context_limit(model: PreTrainedModel) -> ContextLimit:
+    """Return the model's limit: its positions, or fewer after `limit_context`."""
+    positions = max_positions(model.config.get_text_config(decoder=True))
+    given: ContextLimit | None = getattr(model, _LIMIT, None)
+    if given is not None and given.tokens is not None and (positions is None or given.tokens < positions):
+        return given
+    factors = "LLM(..., yarn=FACTOR), --yarn FACTOR, or a config whose rope scaling covers it"
+    return ContextLimit(positions, "", f"load the model with more of them: {factors}")
+
+
+_LIMIT = "_retrieval_attn_context_limit"
 
 
 def _rope_of(text: Any) -> LengthRope | None:

@@ -167,6 +167,8 @@ def document_from(field: str) -> Iterator[None]:
 def _too_long(error: Exception, limit: int, tokens: int, field: str, answer_tokens: int | None) -> ApiError:
     """Return the error in OpenAI's words, by which clients detect that a conversation must be shortened."""
     why = " (the limit of this server's memory)" if isinstance(error, AdmissionError) else ""
+    if isinstance(error, ContextLengthError) and error.reason:
+        why = f" ({error.reason})"
     begin = f"This model's maximum context length is {limit} tokens{why}. However, "
     if answer_tokens is None:
         told = f"you requested at least {tokens} tokens in the {field}. Please reduce the length of the {field}."

@@ -142,13 +142,15 @@ class Prompts:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, positions: int, *, parse_special: bool = False
-    ) -> None:
+        self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, positions: int, *, reason: str = "",
+        parse_special: bool = False,
+    ) -> None:  # fmt: skip
         """vocabulary: ids that the model has embeddings for. positions: tokens of a prompt and its answer, at most.
+        reason: why these are fewer than the model has, see `ContextLimit`.
 
         parse_special: encode words of special tokens in raw texts as these tokens.
         """
-        self.tokenizer, self.positions = tokenizer, positions
+        self.tokenizer, self.positions, self._reason = tokenizer, positions, reason
         self._template, self._renderer = PromptTemplate.of(tokenizer), ChatRenderer(tokenizer)
         self._vocabulary, self._parse_special = vocabulary, parse_special
 
@@ -291,6 +293,7 @@ class Prompts:
                 f"{self.positions:,} positions. Shorten it.",
                 limit=self.positions,
                 tokens=least,
+                reason=self._reason,
             )
 
     def _parts(

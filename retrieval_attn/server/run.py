@@ -78,7 +78,13 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
     return Service(
         settings,
         keys,
-        Prompts(tokenizer, started.facts.vocabulary, started.facts.positions, parse_special=settings.parse_special),
+        Prompts(
+            tokenizer,
+            started.facts.vocabulary,
+            started.facts.positions,
+            reason=started.facts.positions_reason,
+            parse_special=settings.parse_special,
+        ),  # fmt: skip
         TokenTexts(tokenizer),
         client,
         Contexts(ContextStore(store), client, digest),

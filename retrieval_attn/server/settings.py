@@ -80,13 +80,14 @@ PACE_TOKENS = 2048
 class Facts(NamedTuple):
     """Facts of a loaded model. vocabulary: number of embeddings.
     positions: maximum tokens of a prompt with its answer. token_seconds: prefill time per token; None: not
-    measured. sampling: default fields of `SamplingParams`.
+    measured. sampling: default fields of `SamplingParams`. positions_reason: see `ContextLimit`.
     """
 
     vocabulary: int
     positions: int
     token_seconds: float | None = None
     sampling: Mapping[str, Any] = MappingProxyType({})
+    positions_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,12 @@ class EngineSpec:
         from retrieval_attn.config import Config
         from retrieval_attn.engine.engine import Engine, default_limits
         from retrieval_attn.llm import LLM
+        from retrieval_attn.model.rope import ContextLimit, limit_context
 
         llm = LLM(self.model, **self.loading, config=Config.from_dict(self.config))
+        if self.loading.get("max_context") is not None:
+            reason, cure = "--max-context of this server", "start it with a larger one"
+            limit_context(llm.model, ContextLimit(llm.max_context, reason, cure))
         self._sampling(llm.model)  # what is wrong with it is said before the engine starts
         limits = default_limits(llm.model, llm.config).sharing(self.prefix_cache_device_bytes)
         if self.rows is not None:
@@ -142,6 +147,7 @@ class EngineSpec:
         """Return the facts of the loaded model. Times a prefill of PACE_TOKENS tokens if the engine is warm."""
         from retrieval_attn.answer_loop import AnswerLoop
         from retrieval_attn.engine.request import Request
+        from retrieval_attn.model.rope import context_limit
 
         vocabulary = AnswerLoop(llm.model, llm.tokenizer).vocabulary
         token_seconds = None
@@ -151,7 +157,8 @@ class EngineSpec:
             began = time.perf_counter()
             engine.submit(Request((ids,), 1, namespace="pace")).result()
             token_seconds = (time.perf_counter() - began) / count
-        return Facts(vocabulary, llm.max_context, token_seconds, self._sampling(llm.model))
+        reason = context_limit(llm.model).reason
+        return Facts(vocabulary, llm.max_context, token_seconds, self._sampling(llm.model), reason)
 
     def _sampling(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the values that the model's generation config sets. Raises ConfigError for one out of its range."""

@@ -27,7 +27,7 @@ from tests.tiny_models import build_model
 
 pytestmark = pytest.mark.usefixtures("emulated_graphs", "compiled")
 
-ROOMY = {**REACHED, "window": 100}
+ROOMY = {**REACHED, "window": 128}
 """Windows that take more tokens than most tests have: until they move to the host, it has no part in steps."""
 DRAWS = [
     SamplingParams(logprobs=3), SamplingParams(temperature=0.8, seed=3, logprobs=1), SamplingParams(logprobs=2),

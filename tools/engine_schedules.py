@@ -34,6 +34,7 @@ from retrieval_attn.errors import InputDataError
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.store import ContextStore
 from tests.engine_audit import check_engine
+from tests.small_windows import spill_early
 from tools.engine_actions import Actions, watched
 
 CONFIG = ra.Config(sink=4, window=24, retrieve=6, prefill_chunk=64)
@@ -150,7 +151,8 @@ def _cropped(request: Request, chance: random.Random) -> Request:
 
 
 def llm_of(model: Any, tokenizer: Any, index: str, crops: bool = False) -> Any:
-    """What an engine needs of an `LLM`."""
+    """Return the parts of an `LLM` that an engine needs; windows evict early in this process from here on."""
+    spill_early()
     all_keys: dict[str, Any] = {"retrieve": "all", "tail": False} if crops else {}
     return SimpleNamespace(model=model, tokenizer=tokenizer, config=CONFIG.replace(index=index, **all_keys))
 
@@ -264,10 +266,8 @@ def main() -> int:
     args = parser.parse_args()
     from retrieval_attn_eval.bench.session.subject import number_tokenizer
     from tests.emulation.emulated import emulated
-    from tests.small_windows import spill_early
     from tests.tiny_models import tiny_model
 
-    spill_early()
     model = tiny_model("llama")
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokenizer, answers, cached = number_tokenizer(vocabulary), 0, 0

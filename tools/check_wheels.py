@@ -25,6 +25,9 @@ def main() -> int:
         home = Path(str(package.__file__)).resolve()
         if not home.is_relative_to(here):
             raise SystemExit(f"{package.__name__} must come from its wheel in {here}, but was imported from {home}")
+    page = Path(str(ra.__file__)).with_name("server") / "page.html"
+    if "</html>" not in page.read_text(encoding="utf-8"):
+        raise SystemExit(f"the server's status page must be whole, but is cut: {page}")
     program = Path(sys.executable).with_name("retrieval-attn")
     listed = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
     missing = [name for name in ("ask", "serve", "needle", "ruler", "bench", "load") if f"    {name} " not in listed]

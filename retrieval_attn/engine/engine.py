@@ -34,9 +34,9 @@ from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.prefill_worker import PrefillWorker
 from retrieval_attn.engine.prefix_handle import CROP_TOKENS, PrefixEntry, crop_end, text_mark
-from retrieval_attn.engine.radix_cache import PrefixCacheStats, RadixCache
+from retrieval_attn.engine.radix_cache import CachedText, PrefixCacheStats, RadixCache
 from retrieval_attn.engine.request import Reason, Request, RequestHandle
-from retrieval_attn.engine.request_needs import RequestNeeds
+from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.engine.saved_text import ContextPrefetcher, SavedText, SavedTexts
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
@@ -50,12 +50,14 @@ from retrieval_attn.errors import (
     StoreDamagedError,
     StoreError,
 )
+from retrieval_attn.gpu.memory import allocated_bytes
 from retrieval_attn.memory.device_room import prefix_cache_device_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.reclaim import register
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.staging import host_format
@@ -201,6 +203,8 @@ HOST_SHARE = 0.75
 """Share of the host memory that is free at start, for the KV of requests and of the prefix cache together. The rest is
 for hidden states of a prefill and for building indexes."""
 INTER_TOKEN_SECONDS = 0.1
+SHOWN, HEAD_TOKENS = 100, 40
+"""Entries in a list of `Engine.status`, and token ids of the start of each."""
 READ_TOKENS = 2048
 """Of a prompt, in a layer, between two steps at most: 8,192 behind 128K others take longer than rows should wait."""
 
@@ -230,6 +234,25 @@ def default_limits(model: PreTrainedModel, config: Config) -> Limits:
         layers=shape.layers,
         prefix_cache_device_bytes=prefix_cache_device_bytes(model, config.replace(prefill_chunk=chunk), ROWS + 2),
     )
+
+
+def _plain_text(text: CachedText) -> dict[str, Any]:
+    """Return the JSON values of an entry. KV pages count as GPU memory if windows are there, else as host memory."""
+    entry, sizes = text.held, text.sizes
+    assert isinstance(entry, PrefixEntry)
+    on_gpu = sizes.device > 0
+    return {
+        "number": text.number,
+        "head": [one for one in text.head if one >= 0],
+        "start": max(0, text.start - text.marks),
+        "tokens": text.end - text.marks,
+        "namespace": text.namespace,
+        "context": None if entry.opened is None else entry.opened.text.name,
+        "gpu_bytes": sizes.device + sizes.pages if on_gpu else 0,
+        "host_bytes": sizes.host if on_gpu else sizes.host + sizes.pages,
+        "in_use": text.leases > 0,
+        "idle_seconds": text.idle_seconds,
+    }
 
 
 def _require_equal_windows(config: Config) -> None:
@@ -449,6 +472,50 @@ class Engine:
                 **self._saves.counts,
                 "shared": PrefixCacheStats() if self._tree is None else self._tree.stats,
             }
+
+    def status(self, namespace: str | None = None) -> dict[str, Any]:
+        """Return requests, prefills and cached texts of now as JSON values.
+
+        namespace: namespace of the requests and texts; None: all, with memory and counts of the whole engine.
+
+        Keys: requests: number by state. prefills: a prompt's tokens, the completed share, and its saved context (or
+        None), oldest first. texts: entries of the prefix cache, the last used first, `head` with token ids. memory:
+        bytes in use and their limit by tier, and those of the prefix cache. counts: `stats`, generated tokens, and the
+        clock in seconds.
+        """
+        with self._changed:
+            rows = {key: row for key, row in self._rows.items() if namespace in (None, row.request.namespace)}
+            states = {key: self._scheduler.state(key) for key in rows}
+            prefills = [
+                {"tokens": row.prompt_tokens, "done": self._scheduler.progress(key), "context": row.request.context}
+                for key, row in rows.items()
+                if states[key] is State.READING
+            ]
+        found: dict[str, Any] = {
+            "requests": {one.value: list(states.values()).count(one) for one in State if one is not State.GONE},
+            "prefills": prefills[:SHOWN],
+            "texts": [
+                _plain_text(one) for one in (self._tree or RadixCache()).texts(namespace, SHOWN, HEAD_TOKENS)
+            ],
+        }  # fmt: skip
+        if namespace is None:
+            counts = {**self.stats, "tokens": self._counts.rows, "clock": time.monotonic()}
+            found |= {"memory": self._memory(), "counts": counts | {"shared": counts["shared"]._asdict()}}
+        return found
+
+    def _memory(self) -> dict[str, dict[str, int | None]]:
+        held, device = self._tree.sizes if self._tree is not None else Sizes(), input_device(self._loop.model)
+        with self._changed:
+            host = self._scheduler.host_bytes_in_use
+        found: dict[str, dict[str, int | None]] = {
+            "host": {
+                "used": host, "limit": self._limits.host_bytes, "cache": held.host, "cache_limit": self._shared_bytes,
+            }
+        }  # fmt: skip
+        if device.type == "cuda":
+            used, limit = allocated_bytes(device)
+            found["gpu"] = {"used": used, "limit": limit, "cache": held.device, "cache_limit": self._device_bytes}
+        return found
 
     def close(self, *, drain: bool = True, save_seconds: float | None = None) -> None:
         """End: once all are answered, or at once, and those that are there end as "cancelled".

@@ -6,6 +6,7 @@ logical: a child may begin inside a node's span, and a payload is never cut.
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,11 @@ from retrieval_attn.engine.node import Branches, Namespace, Node, Payload, Place
 from retrieval_attn.engine.resident_set import ResidentSet
 from retrieval_attn.errors import ConfigError, ShapeError
 
-__all__ = ["Lease", "Match", "RadixCache", "PrefixCacheStats", "ending", "longest"]
+__all__ = ["CachedText", "Lease", "Match", "RadixCache", "PrefixCacheStats", "ending", "longest"]
+
+
+MAX_MARKS = 2
+"""Leading ids of a text that are no tokens: of other weights, and of a saved context."""
 
 
 class Lease:
@@ -168,6 +173,33 @@ class PrefixCacheStats(NamedTuple):
         return self._replace(evicted=self.evicted + entries, evicted_bytes=self.evicted_bytes + nbytes)
 
 
+class CachedText(NamedTuple):
+    """Description of an entry.
+
+    Attributes:
+        number: number of the node.
+        head: first ids of the span.
+        marks: leading ids of the whole text that are no tokens.
+        start, end: ids before the span and up to its end, marks included.
+        namespace: namespace of the node.
+        held: payload.
+        sizes: bytes of the payload.
+        leases: leases on the node and its descendants.
+        idle_seconds: seconds since the last use.
+    """
+
+    number: int
+    head: tuple[int, ...]
+    marks: int
+    start: int
+    end: int
+    namespace: Namespace
+    held: Payload
+    sizes: Sizes
+    leases: int
+    idle_seconds: float
+
+
 class RadixCache:
     """Prefix cache with namespaces.
 
@@ -217,6 +249,19 @@ class RadixCache:
                 reading=len(self._pending),
                 waiting=self._pending.waiting,
             )
+
+    def texts(self, namespace: Namespace, most: int, head: int) -> list[CachedText]:
+        """Return up to `most` entries, the last used first.
+
+        Args:
+            namespace: namespace of the entries; None: all namespaces.
+            most: largest number of entries.
+            head: number of ids in `CachedText.head`.
+        """
+        with self._lock:
+            now = self._clock()
+            nodes = (node for node in self._residents if namespace is None or node.namespace == namespace)
+            return [_described(node, now, head) for node in heapq.nlargest(most, nodes, key=lambda node: node.used)]
 
     def match(
         self,
@@ -375,6 +420,23 @@ class RadixCache:
             node.gone = True
             self._count -= 1
             node = parent
+
+
+def _described(node: Node, now: float, head: int) -> CachedText:
+    marks = int((node.path()[0].ids[:MAX_MARKS] < 0).sum())
+    assert node.held is not None
+    return CachedText(
+        node.number,
+        tuple(node.ids[:head].tolist()),
+        marks,
+        node.start,
+        node.end,
+        node.namespace,
+        node.held,
+        node.sizes,
+        node.refs,
+        now - node.used,
+    )
 
 
 def _must_take(place: Place, span: Ids, namespace: Namespace, share_tokens: int) -> None:

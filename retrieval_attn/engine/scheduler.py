@@ -114,6 +114,16 @@ class Scheduler:
         entry = self._places.entries.get(job)
         return State.GONE if entry is None else entry.state
 
+    def progress(self, job: str) -> float:
+        """Return the completed share of a request's prefill; 0 if it is unknown."""
+        entry = self._places.entries.get(job)
+        return 0.0 if entry is None else min(1.0, entry.chunks_done / max(1, self.limits.chunks(entry.job)))
+
+    @property
+    def host_bytes_in_use(self) -> int:
+        """Host bytes of the limit that requests have reserved or the prefix cache uses."""
+        return self.limits.host_bytes - self._places.free_bytes
+
     def submit(self, job: RequestNeeds, now: float) -> None:
         """Queue a request. now: seconds of a monotonic clock.
 

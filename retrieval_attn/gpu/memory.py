@@ -10,6 +10,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,13 @@ class DeviceMemory:
         return min(self.total, self.free + self.context)
 
 
+class AllocatedBytes(NamedTuple):
+    """Bytes of the allocator on one device, free blocks included, and its limit."""
+
+    used: int
+    limit: int
+
+
 def device_memory(device: torch.device) -> DeviceMemory:
     """Return the memory of `device` (CUDA); start its context if needed."""
     torch.empty(1, device=device)  # the memory of a device is known only with a context
@@ -76,6 +84,13 @@ def spare_bytes(device: torch.device) -> int:
     share = torch.cuda.memory.get_per_process_memory_fraction(_number_of(device))
     capped = int(share * memory.total) - allocated
     return max(0, min(memory.free + unused, capped))
+
+
+def allocated_bytes(device: torch.device) -> AllocatedBytes:
+    """Return the bytes that the allocator holds on `device` (CUDA), and its limit. Any thread, during a capture too."""
+    share = torch.cuda.memory.get_per_process_memory_fraction(_number_of(device))
+    total = torch.cuda.get_device_properties(device).total_memory
+    return AllocatedBytes(torch.cuda.memory_reserved(device), int(share * total))
 
 
 def split_bytes(device: torch.device) -> int:

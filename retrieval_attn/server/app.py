@@ -16,6 +16,7 @@ import retrieval_attn
 from retrieval_attn.server import answering, context_routes
 from retrieval_attn.server.failure import ApiError, failure_of, invalid, text_from
 from retrieval_attn.server.middleware import Edge
+from retrieval_attn.server.page import page_router, status_router
 from retrieval_attn.server.permissions import AdminRoute, OpenRoute, Permission, UserRoute, authorize
 from retrieval_attn.server.prompts import Extras
 from retrieval_attn.server.protocol import (
@@ -67,12 +68,6 @@ def _record(service: Service, name: str, created: int) -> dict[str, Any]:
         "owned_by": "retrieval-attn",
         "max_model_len": service.prompts.positions,
     }
-
-
-@open_router.get("/", response_model=None, responses={200: {"model": Version}})
-async def root() -> Response:
-    """Return the version; some clients probe this path."""
-    return JSONResponse({"version": retrieval_attn.__version__})
 
 
 @router.get("/openapi.json", include_in_schema=False, response_model=None)
@@ -158,7 +153,8 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
     )  # fmt: skip
     app.state.service = service
-    for one in (answering.router, context_routes.router, router, open_router, admin_router):
+    routers = answering.router, context_routes.router, page_router, status_router, router, open_router, admin_router
+    for one in routers:
         app.include_router(one)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)

@@ -89,6 +89,9 @@ class EngineClient(Protocol):
     async def stats(self) -> dict[str, Any]:
         """Return `Engine.stats` as plain values. Raises EngineLostError."""
 
+    async def status(self, namespace: str | None) -> dict[str, Any]:
+        """Return `Engine.status`. Raises EngineLostError."""
+
     async def close(self, *, drain: bool) -> None:
         """Shut the engine down. drain: finish all requests first."""
 
@@ -172,6 +175,10 @@ class LocalEngine:
     async def stats(self) -> dict[str, Any]:
         """See `EngineClient`."""
         return plain_stats(self._engine)
+
+    async def status(self, namespace: str | None) -> dict[str, Any]:
+        """See `EngineClient`."""
+        return await asyncio.to_thread(self._engine.status, namespace)
 
     async def close(self, *, drain: bool) -> None:
         """See `EngineClient`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from retrieval_attn.engine.background_saves import SaveState
@@ -21,6 +23,8 @@ STORE_THREADS = 8
 MAX_STORE_JOBS = 64
 LOOK_SECONDS = 0.05
 """Between two looks at whether a context is durable."""
+HEAD_TOKENS = 64
+"""Token ids of a context's start that are kept in memory."""
 
 Result = TypeVar("Result")
 
@@ -86,6 +90,7 @@ class Contexts:
         """
         self._store, self._client, self._template = store, client, template
         self._pool = StorePool()
+        self._head = lru_cache(maxsize=1024)(self._read_head)
 
     async def listed(self) -> list[ContextState]:
         """Return the contexts that requests can use, sorted by name."""
@@ -93,6 +98,32 @@ class Contexts:
         stored = [one for one in await self._in_thread(self._store.list) if one.plain.get("template") == self._template]
         found = {one.name: ContextState.stored(one) for one in stored} | unsaved
         return [found[name] for name in sorted(found)]
+
+    async def heads(self, found: Sequence[NamedContext], count: int) -> list[list[int]]:
+        """Return the first `count` token ids of each context, at most HEAD_TOKENS; none of a damaged or removed one."""
+
+        def head(one: NamedContext) -> list[int]:
+            try:
+                return self._head(one.chain[0])[:count]
+            except StoreError:
+                return []
+
+        return await self._in_thread(lambda: [head(one) for one in found])
+
+    def _read_head(self, root: str) -> list[int]:
+        (node,) = self._store.chain(root, ids_only=True)
+        return [int(one) for one in node.ids[:HEAD_TOKENS]]
+
+    async def disk(self) -> dict[str, int]:
+        """Return the bytes of all contexts as "used", and as "limit" these plus what the file system has free."""
+
+        def measured() -> dict[str, int]:
+            folder, used = self._store.folder, self._store.nbytes()
+            while not folder.exists():
+                folder = folder.parent
+            return {"used": used, "limit": used + shutil.disk_usage(folder).free}
+
+        return await self._in_thread(measured)
 
     async def named(self, name: str) -> ContextState:
         """Return one context. Raises UnknownContextError, StoreError."""

@@ -82,7 +82,7 @@ class Edge:
         caller = scope.get("caller")
         if caller is not None:
             fields["key"] = caller.name
-        level = logging.DEBUG if route in ("/", "/health", "/metrics") and status == 200 else logging.INFO
+        level = logging.DEBUG if route in ("/", "/health", "/metrics", "/status") and status == 200 else logging.INFO
         log.log(
             level, "%s %s %s", scope["method"], scope["path"][:200], status, extra={"fields": fields | scope["fields"]}
         )

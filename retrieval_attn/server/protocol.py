@@ -33,6 +33,7 @@ __all__ = [
     "ModelRecord",
     "MoreBody",
     "SampledBody",
+    "StatusRecord",
     "TokenizeBody",
 ]
 
@@ -510,6 +511,88 @@ class ContextList(AnswerBody):
 
     object: Literal["list"]
     data: list[ContextRecord]
+
+
+class RequestCounts(AnswerBody):
+    """Requests by state: queued, in prefill, prefilled without a slot, in the running batch, without their slot."""
+
+    waiting: int
+    reading: int
+    ready: int
+    decoding: int
+    preempted: int
+
+
+class PrefillRecord(AnswerBody):
+    """A prefill in progress: tokens of the prompt, completed share, saved context that the prompt continues."""
+
+    tokens: int
+    done: float
+    context: str | None
+
+
+class CachedTextRecord(AnswerBody):
+    """An entry of the prefix cache.
+
+    text: first words after `start` tokens. tokens: tokens of the whole text. key: name of the API key; None: no key, or
+    shared. context: saved context that it is or continues. Bytes shared with the entry that it continues are not
+    counted.
+    """
+
+    number: int
+    text: str
+    start: int
+    tokens: int
+    key: str | None
+    context: str | None
+    gpu_bytes: int
+    host_bytes: int
+    in_use: bool
+    idle_seconds: float
+
+
+class SavedTextRecord(AnswerBody):
+    """A saved context. Without an admin's key only name and time are given."""
+
+    name: str
+    created: int
+    text: str | None
+    tokens: int | None
+    disk_bytes: int | None
+
+
+class TierMemory(AnswerBody):
+    """Bytes in use and their limit, and those of the prefix cache; None: no limit, or no prefix cache there."""
+
+    used: int
+    limit: int
+    cache: int | None
+    cache_limit: int | None
+
+
+class MemoryRecord(AnswerBody):
+    """Memory by tier. gpu: missing for a model on the CPU."""
+
+    gpu: TierMemory | None = None
+    host: TierMemory
+    disk: TierMemory
+
+
+class StatusRecord(AnswerBody):
+    """Response of GET /status. memory, counts: null without an admin's key."""
+
+    model: str
+    version: str
+    max_model_len: int
+    caller: str
+    admin: bool
+    requests: RequestCounts
+    prefills: list[PrefillRecord]
+    texts: list[CachedTextRecord]
+    contexts: list[SavedTextRecord]
+    contexts_total: int
+    memory: MemoryRecord | None
+    counts: dict[str, Any] | None
 
 
 class Deleted(AnswerBody):

@@ -199,6 +199,11 @@ class RemoteEngine:
         found: dict[str, Any] = (await self._there().ask({"do": "stats"}))[1]
         return found
 
+    async def status(self, namespace: str | None) -> dict[str, Any]:
+        """See `EngineClient`."""
+        found: dict[str, Any] = (await self._there().ask({"do": "status", "namespace": namespace}))[1]
+        return found
+
     async def close(self, *, drain: bool) -> None:
         """See `EngineClient`."""
         self._closing = True

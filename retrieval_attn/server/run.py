@@ -31,6 +31,7 @@ from retrieval_attn.server.contexts import Contexts
 from retrieval_attn.server.engine_process import Child
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.metrics import Metrics
+from retrieval_attn.server.page import page_response
 from retrieval_attn.server.prompts import Prompts
 from retrieval_attn.server.protocol import MAX_MESSAGES
 from retrieval_attn.server.remote import RemoteEngine
@@ -173,6 +174,8 @@ class _Server(uvicorn.Server):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._app is not None:
             await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
+            await page_response()(scope, receive, send)
         elif scope["type"] == "http":
             failure = ApiError(503, "The model is loading; send this again later.", code="model_loading", retry_after=5)
             await FailureReply(failure)(scope, receive, send)
@@ -189,9 +192,9 @@ async def serve(
 ) -> None:
     """Answer until SIGTERM or SIGINT, then finish running requests for at most `drain_seconds` and end the engine.
 
-    All requests get 503 while the model loads. Requests that still run after the drain get an error; a second signal
-    ends the drain. sock: a listening socket. child: see `started`. on_ready: called when the model is loaded. Raises as
-    `EngineSpec.load`.
+    All requests but those of the page get 503 while the model loads. Requests that still run after the drain get an
+    error; a second signal ends the drain. sock: a listening socket. child: see `started`. on_ready: called when the
+    model is loaded. Raises as `EngineSpec.load`.
     """
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -88,6 +88,8 @@ class Worker:
             return self._engine.unsaved
         if frame["do"] == "cancel_save":
             return self._engine.cancel_save(frame["name"])
+        if frame["do"] == "status":
+            return self._engine.status(frame["namespace"])
         return plain_stats(self._engine)
 
     def _submit(self, frame: Plain) -> str:

@@ -19,7 +19,7 @@ ADMIN, USER = "admin-key-1", "user-key-01"
 KEYS = Keys([ApiKey(ADMIN, Caller("root", "key:root", True)), ApiKey(USER, Caller("bob", "key:bob", False))])
 ADMIN_PATHS = ("/metrics", "/v1/contexts", "/v1/contexts/files", "/v1/contexts/x", "/v1/contexts/x/save")
 BEHIND = ("", "%0A", "%0a%0a", "%0D", "%00", "/", "//", "/.", ";x", "?x", "%3f", "%23", "%20", "%09", "%e2%80%a8")
-USER_PATHS = ("/v1/models", "/v1/models/tiny", "/tokenize", "/v1/completions", "/openapi.json")
+USER_PATHS = ("/v1/models", "/v1/models/tiny", "/tokenize", "/v1/completions", "/openapi.json", "/status")
 
 
 @pytest.fixture(scope="module")

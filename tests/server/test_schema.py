@@ -31,6 +31,7 @@ OPERATIONS = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("GET", "/"),
+    ("GET", "/status"),
     ("GET", "/health"),
     ("GET", "/version"),
     ("POST", "/tokenize"),

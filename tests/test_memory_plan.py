@@ -349,6 +349,29 @@ def test_advice_follows_what_fits_on_the_gpu() -> None:
     assert "what retrieval is for" in answer.advice[0]
 
 
+@pytest.mark.parametrize(("context", "full", "retrieval"), [(16384, 6.7, 8.7), (65536, 8.8, 9.4), (98304, 10.2, 9.8)])
+def test_estimated_speeds_are_near_what_an_h100_measured(context: int, full: float, retrieval: float) -> None:
+    """Milliseconds per token of `FULL_KEYS`; cards with less bandwidth take longer by what is read."""
+    answer = plan(llama3_8b(), context, gpu_memory="80GiB", host_memory="64GiB")
+    older, newer, h100 = answer.speeds
+    assert (older.gpu, newer.gpu, h100.gpu) == ("RTX 3090", "RTX 4090", "H100 SXM")
+    assert h100.full_ms == pytest.approx(full, rel=0.03) and h100.retrieval_ms == pytest.approx(retrieval, rel=0.06)
+    slower = (1 / older.bandwidth - 1 / h100.bandwidth) / (1 / newer.bandwidth - 1 / h100.bandwidth)
+    assert older.full_ms - h100.full_ms == pytest.approx(slower * (newer.full_ms - h100.full_ms))
+    assert older.retrieval_ms is not None and newer.retrieval_ms is not None and h100.retrieval_ms is not None
+    assert (
+        2 < newer.retrieval_ms / h100.retrieval_ms < older.retrieval_ms / h100.retrieval_ms < h100.bandwidth / 9.36e11
+    )
+
+
+def test_no_speed_is_estimated_of_an_index_on_the_host() -> None:
+    answer = plan(llama3_8b(), 131072, host_memory="64GiB", config={"index": "flat"})
+    assert [one.retrieval_ms for one in answer.speeds] == [None] * 3 and all(one.full_ms > 0 for one in answer.speeds)
+    rows = [line for line in str(answer).splitlines() if "estimated by bandwidth" in line or "by retrieval  " in line]
+    assert len(rows) == 2 and rows[1].split()[2:] == ["-", "-", "-"] and len(rows[0]) <= 100
+    assert [one["gpu"] for one in answer.to_dict()["speeds"]] == ["RTX 3090", "RTX 4090", "H100 SXM"]
+
+
 def test_quantised_weights_count_at_their_bits(tmp_path: Path) -> None:
     """4-bit: matrices at 4.5 bits, embedding and head in full; stored weights override the estimate."""
     quantization = {"quant_method": "awq", "bits": 4}

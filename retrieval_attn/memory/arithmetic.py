@@ -39,6 +39,12 @@ FULL_KEYS = (
 )
 INT8_KEYS = f"{_MEASURED} in int8 and by retrieval: {_IN_INT8}; with weights in 4 bits 6.5 and 7.7 at 128K."
 H100_BANDWIDTH = 3.35e12
+GPU_BANDWIDTHS = {"RTX 3090": 0.936e12, "RTX 4090": DEVICE_BANDWIDTH, "H100 SXM": H100_BANDWIDTH}
+"""Bytes per second of GPUs for which a speed is estimated."""
+READ_FACTOR = 1.1
+"""Time of reading bytes of GPU memory in a step, relative to the bandwidth (fitted to the H100 times above)."""
+LAYER_SECONDS, SEARCH_SECONDS = 33e-6, 85e-6
+"""Seconds of a step, in each layer, that depend on no bandwidth; the same of a search in each layer that retrieves."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,34 @@ class FullAttention:
     bytes_quantized: int
     floor_ms: float
     retrieval_floor_ms: float
+
+
+@dataclass(frozen=True)
+class SpeedEstimate:
+    """Estimated milliseconds per generated token on a GPU by its memory bandwidth. No measurement.
+
+    gpu: name of the GPU. bandwidth: its bytes per second. full_ms: all keys in GPU memory, in the model's dtype.
+    retrieval_ms: codes in GPU memory; None: the host's index is searched, or codes are streamed from the host.
+    """
+
+    gpu: str
+    bandwidth: float
+    full_ms: float
+    retrieval_ms: float | None
+
+
+@dataclass(frozen=True)
+class DeviceReads:
+    """Bytes of GPU memory that a step reads on the GPU that reads most.
+
+    reader: shape of the part of the model on it. plain: weights, sliding windows and states. window: sinks and windows.
+    kv: all keys and values of the context.
+    """
+
+    reader: ModelShape
+    plain: int
+    window: int
+    kv: int
 
 
 @dataclass(frozen=True)
@@ -220,15 +254,9 @@ class Arithmetic:
         share = part.weight_bytes / self.shape.weight_bytes
         quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
         quantized = quantized_weights + round(tokens_kv * part.kv_elements * Q8_BITS / 8) + rest
-        # GPUs that share heads read at once, those that share layers in turn
-        reader = part if self.processes > 1 else self.shape
-        held = reader.weight_bytes + reader.host_table_bytes
-        weights_read = held * reader.active_parameters // reader.parameters
-        read = DeviceSize(reader, self.options, n, self.batch, size.layout)
-        device_read = weights_read + read.sliding_bytes + self.batch * reader.states_bytes
-        floor = (device_read + self.batch * n * reader.full_layers * reader.kv_layer_bytes) / DEVICE_BANDWIDTH
-        host_read = self._host_read()
-        ours = (device_read + read.window_bytes) / DEVICE_BANDWIDTH + host_read / HOST_BANDWIDTH
+        reads = self._device_reads()
+        floor = (reads.plain + reads.kv) / DEVICE_BANDWIDTH
+        ours = (reads.plain + reads.window) / DEVICE_BANDWIDTH + self._host_read() / HOST_BANDWIDTH
         return FullAttention(
             fits=plain <= device_limit,
             fits_int8=int8 <= device_limit,
@@ -239,6 +267,36 @@ class Arithmetic:
             floor_ms=1000 * floor,
             retrieval_floor_ms=1000 * ours,
         )
+
+    def speeds(self) -> tuple[SpeedEstimate, ...]:
+        """Estimate the time of a token for GPU_BANDWIDTHS; empty for a model that attends to no whole context.
+
+        What does not depend on the GPU's bandwidth takes as long as on the H100's machine: launches, the host's part
+        and the bus.
+        """
+        reads, size = self._device_reads(), self.device_size
+        if not reads.reader.full_layers:
+            return ()
+        step = LAYER_SECONDS * reads.reader.layers
+        search = SEARCH_SECONDS * reads.reader.full_layers
+        codes = size.context * size.coded_token_bytes
+        found = []
+        for gpu, bandwidth in GPU_BANDWIDTHS.items():
+            full = step + READ_FACTOR * (reads.plain + reads.kv) / bandwidth
+            ours = step + search + READ_FACTOR * (reads.plain + reads.window + codes) / bandwidth
+            estimated = size.coded and not size.codes.staged
+            found.append(SpeedEstimate(gpu, bandwidth, 1000 * full, 1000 * ours if estimated else None))
+        return tuple(found)
+
+    def _device_reads(self) -> DeviceReads:
+        # GPUs that share heads read at once, those that share layers in turn
+        reader = self.part if self.processes > 1 else self.shape
+        held = reader.weight_bytes + reader.host_table_bytes
+        weights = held * reader.active_parameters // reader.parameters
+        read = DeviceSize(reader, self.options, self.context, self.batch, self.device_size.layout)
+        plain = weights + read.sliding_bytes + self.batch * reader.states_bytes
+        kv = self.batch * self.context * reader.full_layers * reader.kv_layer_bytes
+        return DeviceReads(reader, plain, read.window_bytes, kv)
 
     def _host_read(self) -> int:
         """Host bytes per token with a flat index: each key once per KV head, values of retrieved keys."""

@@ -3,7 +3,7 @@
 The formulas follow layer-major prefill (runner/prefill.py) and this package's caches. They reproduce, to 1 %, live
 bytes traced through transformers' Llama-3-8B on meta tensors for chunks of 2K to 32K and contexts of 128K to 1M, and
 through a layer of Qwen3.5-27B that keeps a state (tests/test_activations.py).
-Speeds are not predicted; bytes per token are, and at named bandwidths these give a floor.
+Bytes read per token, at named bandwidths, give a floor and an estimate of the speed (`Arithmetic.speeds`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypedDict, Unpack
 
 from retrieval_attn.config import Config, Place, resolve
 from retrieval_attn.errors import ConfigError, MemoryPlanError
-from retrieval_attn.memory.arithmetic import HOST_RESERVE, Arithmetic, FullAttention, Item
+from retrieval_attn.memory.arithmetic import HOST_RESERVE, Arithmetic, FullAttention, Item, SpeedEstimate
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.shape import ModelShape, embedding_place, model_shape, part_of, with_embedding
@@ -48,7 +48,7 @@ class Plan:
     positions).
     gpus, split: how many GPUs share the model, and how; what is said of a GPU holds for the one that holds most.
     config: by which all is counted; where index="auto" was asked for and one GPU has room, what it takes. choice: that
-    in words; empty where the index is as it was asked for.
+    in words; empty where the index is as it was asked for. speeds: estimates of the time per token on named GPUs.
     """
 
     shape: ModelShape
@@ -69,6 +69,7 @@ class Plan:
     gpus: int = 1
     split: str = "layers"
     choice: str = ""
+    speeds: tuple[SpeedEstimate, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -110,6 +111,7 @@ class Plan:
             "full_attention": asdict(self.full_attention),
             "reasons": list(self.reasons),
             "advice": list(self.advice),
+            "speeds": [asdict(one) for one in self.speeds],
             "fits": self.fits,
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
@@ -189,6 +191,7 @@ def plan(
         gpus=count,
         split=split,
         choice=case.describe_bytes(options, taken),
+        speeds=arithmetic.speeds(),
     )
 
 
@@ -300,6 +303,7 @@ def _table(plan: Plan) -> str:
     ]
     if shape.max_positions is not None:
         lines.append(f"positions of the model              {shape.max_positions:>12,} tokens")
+    lines += _speeds(plan)
     if plan.choice:
         lines += ["", *textwrap.wrap(plan.choice, WIDTH)]
     lines += ["", "It fits." if plan.fits else "It does not fit:"]
@@ -308,6 +312,20 @@ def _table(plan: Plan) -> str:
     for text in plan.advice:
         lines += ["", *textwrap.wrap(text, WIDTH)]
     return "\n".join(lines)
+
+
+def _speeds(plan: Plan) -> list[str]:
+    if not plan.speeds:
+        return []
+    each = " per step of the batch" if plan.batch > 1 else " per token"
+    rows = [("by retrieval", [one.retrieval_ms for one in plan.speeds])]
+    if plan.full_attention.fits:
+        rows.append(("over all keys", [one.full_ms for one in plan.speeds]))
+    return [
+        "",
+        f"{f'ms{each}, estimated by bandwidth':<37}" + "".join(f"{one.gpu:>12}" for one in plan.speeds),
+        *(f"  {name:<35}" + "".join(f"{'-' if ms is None else f'{ms:.1f}':>12}" for ms in row) for name, row in rows),
+    ]
 
 
 def _gpu(plan: Plan) -> str:

@@ -6,11 +6,12 @@ workspaces need memory, too, so the allocator's cap is the process's cap minus t
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """Environment variables that configure PyTorch's allocator."""
+DEEP_TILE_BYTES = 160 * 1024
+"""Shared memory of a block from which kernels use the tiles of an H100. Consumer cards have 99 KiB, an H100 227."""
 LATER_CONTEXT = 256 << 20
 """Bytes that kernels and graphs loaded after the cap was set may add to the context."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -98,6 +101,15 @@ def split_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a block of a kernel may use at most, in bytes; 0 for devices other than CUDA."""
+    if device.type != "cuda":
+        return 0
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def bandwidth(device: torch.device) -> float | None:

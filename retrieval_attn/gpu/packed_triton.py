@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from retrieval_attn.gpu.memory import DEEP_TILE_BYTES, shared_bytes
 from retrieval_attn.gpu.packed import STRIP, PackedWeights
 from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Norm, Projected, Rotation
 from retrieval_attn.gpu.products_triton import begin, largest, normed, overlap, pair, projected, turned
@@ -283,6 +284,8 @@ PROJECT = Tiling(4, 4, 6), Tiling(8, 4, 3), Tiling(8, 4, 3)
 GATED = Tiling(4, 4, 4), Tiling(8, 2, 3), Tiling(8, 2, 3)
 ADD = Tiling(2, 8, 3), Tiling(2, 8, 3), Tiling(4, 8, 3)
 """For one row, for up to 8 and for more: the fastest of 24 on an H100 for 1, 4 and 16, with Llama-3-8B's weights."""
+SMALL_STRIPS = 4
+"""Strips of more than 8 rows at most, on a GPU with less shared memory than an H100: 8 take 100 KiB."""
 
 
 def _options(
@@ -294,7 +297,9 @@ def _options(
     """
     rows, dim = numbers.shape
     cut = cuts[(rows > 1) + (rows > 8)]
-    tiles, strips = largest(width // 8, cut.tiles), largest(weights.strips, cut.strips)
+    small = rows > 8 and shared_bytes(numbers.device) < DEEP_TILE_BYTES
+    most_strips = min(cut.strips, SMALL_STRIPS) if small else cut.strips
+    tiles, strips = largest(width // 8, cut.tiles), largest(weights.strips, most_strips)
     return {
         "GROUP": weights.group, "ONE": rows == 1, "WHOLE": dim % (strips * STRIP) == 0,
         "M": MAX_ROWS if rows > 8 else 8, "T": tiles, "W": strips, "STAGES": cut.stages, "num_warps": strips,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from retrieval_attn.gpu.memory import DEEP_TILE_BYTES, shared_bytes
 from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, LinearWeights, Norm, Projected, Rotation
 
 OVERLAP_FROM = 9, 0
@@ -69,8 +70,6 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tens
     return out
 
 
-DEEP_TILE_BYTES = 160 * 1024
-"""Shared memory from which four stages of 512 columns fit."""
 PAIRED = 128
 """Rows of a weight of `two_products` that count as a head, at most."""
 
@@ -358,7 +357,7 @@ def _options(numbers: Tensor, width: int, *, pairs: bool = False) -> dict[str, A
         tile = {"M": 1, "N": largest(width, 4 if pairs else 2), "K": largest(dim, 512 if pairs else 1024)}
         tile["num_warps"] = 2 if pairs else 4
     else:
-        deep = not pairs and _shared_bytes(numbers.device) >= DEEP_TILE_BYTES
+        deep = not pairs and shared_bytes(numbers.device) >= DEEP_TILE_BYTES
         columns = (512 if deep else 128) * 2 // numbers.element_size()
         tile = {"M": MAX_ROWS, "N": largest(width, 16), "K": largest(dim, columns), "num_warps": 2}
         tile["num_stages"] = 4 if deep else 3
@@ -368,11 +367,3 @@ def _options(numbers: Tensor, width: int, *, pairs: bool = False) -> dict[str, A
 def largest(number: int, most: int) -> int:
     """The largest power of two that divides a number, up to `most`."""
     return min(number & -number, most)
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)

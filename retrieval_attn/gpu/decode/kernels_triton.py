@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.decode.kernels import BLOCK_TOKENS, HostResult, Parts, WindowBuffers
+from retrieval_attn.gpu.memory import DEEP_TILE_BYTES, shared_bytes
 
 MIN_ROWS = 16
 """Rows of the smallest tile that a matrix instruction takes; a group of query heads is padded to it."""
@@ -229,11 +230,17 @@ def window_partials(
         *window.key.stride()[:3], *window.value.stride()[:3], 0 if valid is None else valid.stride(0),
         window.span.stride(0), kv_heads, group, dim, value_dim, splits,
         HAS_VALID=valid is not None, HAS_SOFTCAP=softcap is not None, HAS_REACH=reach is not None,
-        EXACT=query.dtype == torch.float32, N=BLOCK_TOKENS,
+        EXACT=query.dtype == torch.float32, N=_block_tokens(query, value_dim),
         G=max(MIN_ROWS, triton.next_power_of_2(group)), D=max(MIN_ROWS, triton.next_power_of_2(dim)),
         V=max(MIN_ROWS, triton.next_power_of_2(value_dim)), num_warps=4, num_stages=2,
     )  # fmt: skip
     return Parts(out, lse)
+
+
+def _block_tokens(query: Tensor, value_dim: int) -> int:
+    """Return the tokens of a block: half of BLOCK_TOKENS if a float32 block takes more shared memory than there is."""
+    wide = query.element_size() * max(query.shape[3], value_dim) > 512
+    return BLOCK_TOKENS // 2 if wide and shared_bytes(query.device) < DEEP_TILE_BYTES else BLOCK_TOKENS
 
 
 def merge_parts(

@@ -19,8 +19,12 @@ from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
 from retrieval_attn.gpu.codes.candidates import STEP_BYTES
 from retrieval_attn.gpu.decode.kernels import kernels_for
+from retrieval_attn.gpu.memory import DEEP_TILE_BYTES, shared_bytes
 from retrieval_attn.gpu.shared.plan import (
+    LARGEST_TILE,
     LEVELS,
+    NARROW_DIM,
+    NARROW_TILE,
     PAGE_TOKENS,
     Ids,
     PlanShape,
@@ -165,10 +169,11 @@ def shared_partials(
 
 def plan_shape(pool: PagedKeys, rows: int, q_heads: int, *, exact: bool, levels: int = LEVELS) -> PlanShape:
     """Return the shape of plans for a batch over these pages. exact: its queries are of float32."""
-    heads, pages = pool.key.shape[:2]
+    (heads, pages), device = pool.key.shape[:2], pool.key.device
+    narrow = max(pool.dims) > NARROW_DIM and 0 < shared_bytes(device) < DEEP_TILE_BYTES
     return PlanShape.of(
-        rows, q_heads, heads, pages, levels=levels, processors=processors(pool.key.device), exact=exact,
-        packed=pool.steps is not None,
+        rows, q_heads, heads, pages, levels=levels, processors=processors(device), exact=exact,
+        packed=pool.steps is not None, largest=NARROW_TILE if narrow else LARGEST_TILE,
     )  # fmt: skip
 
 

@@ -27,6 +27,10 @@ MAX_SPLITS = 32
 MIN_SPLIT_PAGES = 4
 """Pages of a part at least: below, a program spends its time on starting and on writing its part."""
 LARGEST_TILE = 128
+NARROW_TILE = 32
+"""Queries of a tile at most, of heads of more than NARROW_DIM numbers, on a GPU with less shared memory than an H100:
+128 of heads of 256 take 144 KiB, 32 take 84."""
+NARROW_DIM = 128
 EXACT_TILE = 16
 SMALLEST_TILE = 16
 SIDE_BY_SIDE = 2
@@ -74,10 +78,10 @@ class PlanShape:
     @classmethod
     def of(
         cls, rows: int, q_heads: int, kv_heads: int, pages: int, *, levels: int = LEVELS, processors: int = 1,
-        exact: bool = False, packed: bool = False,
+        exact: bool = False, packed: bool = False, largest: int = LARGEST_TILE,
     ) -> PlanShape:  # fmt: skip
         """For a batch on a device with `processors` multiprocessors; 1 on a CPU. exact: of float32, which takes more
-        room. packed: of int8 pages.
+        room. packed: of int8 pages. largest: largest number of queries of a tile.
 
         Tile and splits depend on the batch's size alone, and the parts of a node on its length besides: what a row gets
         does not depend, not in its last bit, on the other rows. Raises ConfigError, the numbers named.
@@ -88,7 +92,7 @@ class PlanShape:
                 f"pages; got rows={rows}, levels={levels}, q_heads={q_heads}, kv_heads={kv_heads}, pages={pages}."
             )
         queries = rows * (q_heads // kv_heads)
-        most = EXACT_TILE if exact else LARGEST_TILE
+        most = EXACT_TILE if exact else largest
         tile = min(most, max(SMALLEST_TILE, 1 << (queries - 1).bit_length()))
         programs = -(-queries // tile) * kv_heads
         most_splits, side_by_side = MAX_SPLITS, SIDE_BY_SIDE if tile < LARGEST_TILE else 1

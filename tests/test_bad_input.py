@@ -158,7 +158,7 @@ def test_a_mask_that_disagrees_with_the_cache(model: Any) -> None:
     run(model, cache)
     wrong = torch.ones(1, 65, dtype=torch.long)
     wrong[0, :5] = 0
-    with pytest.raises(CacheMismatchError, match="other padding in the first 60 columns"):
+    with pytest.raises(CacheMismatchError, match="other padding in the first 60 tokens"):
         run(model, cache, random_ids(1, 5), attention_mask=wrong)
     cache = ra.RetrievalCache(model, CONFIG)
     run(model, cache)

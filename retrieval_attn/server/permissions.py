@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Scope
 
+from retrieval_attn.prompt.encode import NAMESPACE
 from retrieval_attn.server.access import Keys
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.service import service_of
@@ -41,6 +42,7 @@ def authorize(keys: Keys, scope: Scope, permission: Permission) -> None:
     if caller is None:
         raise ApiError(401, "This server needs a key: Authorization: Bearer KEY.", code="invalid_api_key")
     scope["caller"] = caller
+    NAMESPACE.set(caller.namespace)
     if permission is Permission.ADMIN and not caller.admin:
         raise ApiError(403, "This path needs an admin's key.", code="admin_key_needed")
 

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.errors import ContextLengthError, InputDataError
-from retrieval_attn.prompt.encode import Escapes, stand_in
+from retrieval_attn.prompt.encode import Encoded, Escapes, stand_in
 from retrieval_attn.prompt.render import cut_at, render, within_limit
 from retrieval_attn.template import PromptTemplate, checked_ids, checked_text, continued_span
 
@@ -205,15 +205,15 @@ class Prompts:
         self._refuse_too_long(len(text))
         cut = text.rstrip().rfind(PARAGRAPH)
         known = self.tokenizer.is_fast and cut >= MIN_CHARACTERS
-        ids, offsets = self._raw(text, begins=begins, offsets=known)
+        encoded = self._raw(text, begins=begins, offsets=known)
+        ids, starts = encoded.ids, encoded.starts
         if begins:
             span = continued_span(self.tokenizer, ids)
-            ids, offsets = ids[span], None if offsets is None else offsets[span]
+            ids, starts = ids[span], None if starts is None else starts[span]
         if not ids:
             raise InputDataError("The prompt has no tokens; give a text that is not empty.")
-        if known:
-            later = (number for number, (start, _) in enumerate(offsets or ()) if start >= cut)
-            place = next(later, 0)
+        if starts is not None:
+            place = int((starts >= cut).argmax())
             if 0 < place < len(ids):
                 return tuple(ids[:place]), tuple(ids[place:])
         return (tuple(ids),)
@@ -267,18 +267,16 @@ class Prompts:
         self._refuse_too_long(len(text))
         if not raw:
             return self._more(text, None)
-        return _some(self._raw(text, begins=False)[0])
+        return _some(self._raw(text, begins=False).ids)
 
     def _more(self, text: str, escapes: Escapes | None) -> tuple[int, ...]:
         return _some(self._template.plain_ids(text, escapes))
 
-    def _raw(self, text: str, *, begins: bool, offsets: bool = False) -> tuple[list[int], list[tuple[int, int]] | None]:
-        """Ids of a text that a client made itself, and the characters of each if `offsets`."""
-        if not self._parse_special:
-            encoded = self._template.encoder.encode(checked_text(text), begins=begins, offsets=offsets)
-            return encoded.ids, encoded.offsets
-        parsed = self.tokenizer(checked_text(text), add_special_tokens=begins, return_offsets_mapping=offsets)
-        return parsed["input_ids"], parsed["offset_mapping"] if offsets else None
+    def _raw(self, text: str, *, begins: bool, offsets: bool = False) -> Encoded:
+        """Ids of a text that a client made itself, and the first character of each if `offsets`."""
+        encoder = self._template.encoder
+        encode = encoder.tokenize if self._parse_special else encoder.encode
+        return encode(checked_text(text), begins=begins, offsets=offsets)
 
     @cached_property
     def _longest_token(self) -> int:

@@ -166,7 +166,7 @@ class LLM:
         memories = {place: device_memory(place) for place in used}
         if used and not offloads(device_map):
             place, memory = min(memories.items(), key=lambda item: item[1].available)
-            sizes = {
+            sizes: dict[str, Any] = {
                 "gpu_memory": memory.available if asked is None else min(asked, memory.available),
                 "config": self.config,
                 "gpus": (launched_processes(), "heads") if tensor_parallel else len(used),

@@ -11,7 +11,7 @@ PRODUCT_SPILL = Config.__dict__["spill"]
 
 def spill_early() -> None:
     """Replace `Config.spill` in this process: 8 tokens, or a quarter of the window, for windows below LARGE_WINDOW."""
-    Config.spill = property(_spill)  # type: ignore[method-assign, assignment]
+    type.__setattr__(Config, "spill", property(_spill))
 
 
 def _spill(config: Config) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from retrieval_attn.cli.model_args import HOST_DTYPE_FLAG, INDEX_FLAG, index_fields
 from retrieval_attn.config import QUANTIZATIONS, Config
@@ -62,9 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 if it fits, 1 if it does not. Raises RetrievalAttentionError on bad input."""
     most = None if args.max_context is None else parse_tokens(args.max_context, "--max-context")
-    answer = (plan_fitting if most is None else plan)(
-        args.model,
-        most,  # type: ignore[arg-type]
+    sizes: dict[str, Any] = dict(
         gpu_memory=args.gpu_memory,
         host_memory=None if args.host_memory == "auto" else args.host_memory,
         batch=args.max_num_seqs,
@@ -78,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
             **index_fields(args.index),
         ),
     )
+    answer = plan_fitting(args.model, **sizes) if most is None else plan(args.model, most, **sizes)
     print(json.dumps(answer.to_dict(), indent=2) if args.json else answer)
     reason = answer.context_reason(answer.shape.max_positions or DEFAULT_CONTEXT)
     if reason and most is None and answer.fits and not args.json:

@@ -12,6 +12,7 @@ from retrieval_attn.engine import saved_text
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import UnknownContextError
+from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.store import ContextStore
 from tests.engine_audit import check_engine
 from tests.test_engine_saved import NEVER, damage, ids, llm_of, read
@@ -36,6 +37,13 @@ def alone(llm: Any, *parts: tuple[int, ...]) -> tuple[int, ...]:
         return asked(engine, *parts).tokens
 
 
+def logprobs(engine: Engine, *parts: tuple[int, ...], namespace: str = "") -> list[float]:
+    """Of the answer's tokens: they tell a prompt apart from one with a token less, which may have the same answer."""
+    draw = SamplingParams(temperature=0, logprobs=1)
+    ticket = engine.submit(Request(parts, 4, draw, stop_ids=NEVER, namespace=namespace))
+    return [event.logprob or 0.0 for event in ticket]
+
+
 def test_answers_are_those_of_a_fresh_prefill(store: ContextStore) -> None:
     """Of prompts that have all of a context, a part of it, or too little of it, in one piece and in several."""
     llm, book, tail = llm_of(config=ALL), ids(700, 3), ids(90, 4)
@@ -49,16 +57,19 @@ def test_answers_are_those_of_a_fresh_prefill(store: ContextStore) -> None:
         (((*book[:80], *tail),), 0),  # opening 700 tokens for 80 takes longer than reading them
         ((tail, book), 0),
     ]
-    expected = [alone(llm, *parts) for parts, _ in prompts]
+    with Engine(llm, store="/nonexistent", prefix_cache_bytes=0) as engine:
+        expected = [asked(engine, *parts).tokens for parts, _ in prompts]
+        scores = [logprobs(engine, *parts) for parts, _ in prompts]
     for number, (parts, cached) in enumerate(prompts):
         with Engine(llm, store=store) as engine:
             found, again = asked(engine, *parts), asked(engine, *parts, namespace="other")
+            assert logprobs(engine, *parts, namespace="third") == pytest.approx(scores[number], abs=1e-4), number
             check_engine(engine)
             stats = engine.stats
         assert found.tokens == again.tokens == expected[number], number
         assert found.cached_tokens == again.cached_tokens == cached and found.error is None, number
         assert found.prompt_tokens == sum(map(len, parts))
-        assert (stats["content_hits"], stats["content_hit_tokens"]) == (2 * (cached > 0), 2 * cached)
+        assert (stats["content_hits"], stats["content_hit_tokens"]) == (3 * (cached > 0), 3 * cached)
         assert stats["hit_tokens"]["disk"] == cached
 
 

@@ -156,7 +156,7 @@ def _compiling(card: Card, found: Compiled) -> Iterator[None]:
     def overlap(device: torch.device) -> dict[str, Any]:
         return {"OVERLAP": True, "launch_pdl": True} if card.capability >= 90 else {"OVERLAP": False}
 
-    replaced = [(JITFunction, "run", run)]
+    replaced: list[tuple[Any, str, Any]] = [(JITFunction, "run", run)]
     for name in (*MODULES, "shared.partials"):
         module = importlib.import_module(GPU + name)
         facts = (

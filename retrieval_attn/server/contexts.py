@@ -99,12 +99,17 @@ class Contexts:
         found = {one.name: ContextState.stored(one) for one in stored} | unsaved
         return [found[name] for name in sorted(found)]
 
-    async def heads(self, found: Sequence[NamedContext], count: int) -> list[list[int]]:
-        """Return the first `count` token ids of each context, at most HEAD_TOKENS; none of a damaged or removed one."""
+    async def heads(self, found: Sequence[ContextState], count: int) -> list[list[int]]:
+        """Return the first `count` token ids of each context, at most HEAD_TOKENS.
 
-        def head(one: NamedContext) -> list[int]:
+        None of a context that is damaged, removed or not durable.
+        """
+
+        def head(one: ContextState) -> list[int]:
+            if not one.durable:
+                return []
             try:
-                return self._head(one.chain[0])[:count]
+                return self._head(self._store.resolve(one.name).chain[0])[:count]
             except StoreError:
                 return []
 

@@ -20,11 +20,11 @@ from starlette.responses import JSONResponse, Response
 
 import retrieval_attn
 from retrieval_attn.server.access import Caller
+from retrieval_attn.server.contexts import ContextState
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.permissions import OpenRoute, UserRoute
 from retrieval_attn.server.protocol import ERRORS, StatusRecord
 from retrieval_attn.server.service import Service, caller_of, service_of
-from retrieval_attn.store import NamedContext
 
 __all__ = ["page_response", "page_router", "status_router"]
 
@@ -79,16 +79,17 @@ async def page() -> Response:
     return page_response()
 
 
-@status_router.get(
-    "/status", response_model=None, responses={one: ERRORS[one] for one in (401, 503)} | {200: {"model": StatusRecord}}
-)
+RESPONSES: dict[int | str, dict[str, Any]] = {401: ERRORS[401], 503: ERRORS[503], 200: {"model": StatusRecord}}
+
+
+@status_router.get("/status", response_model=None, responses=RESPONSES)
 async def status(request: HttpRequest) -> Response:
     """Return texts, requests, memory and counts; without an admin's key only the caller's texts and requests."""
     service, caller = service_of(request), caller_of(request)
     if service.client.lost is not None:
         raise ApiError(503, f"The engine is down: {service.client.lost}", code="engine_lost", retry_after=5)
     held = await service.client.status(None if caller.admin else caller.namespace)
-    listed = sorted(await service.contexts.listed(), key=lambda one: -one.saved_at)
+    listed = sorted(await service.contexts.listed(), key=lambda one: -one.created)
     heads = await service.contexts.heads(listed[:SHOWN], HEAD_TOKENS) if caller.admin else []
     if caller.admin:
         held["memory"]["disk"] = {**await service.contexts.disk(), "cache": None, "cache_limit": None}
@@ -97,7 +98,7 @@ async def status(request: HttpRequest) -> Response:
 
 
 def _status(
-    service: Service, caller: Caller, held: dict[str, Any], listed: Sequence[NamedContext], heads: list[list[int]]
+    service: Service, caller: Caller, held: dict[str, Any], listed: Sequence[ContextState], heads: list[list[int]]
 ) -> dict[str, Any]:
     texts = held["texts"]
     for one in texts:
@@ -105,16 +106,11 @@ def _status(
         namespace = one.pop("namespace")
         one["key"] = namespace.removeprefix("key:") if caller.admin and namespace else None
     contexts: list[dict[str, Any]] = [
-        {"name": one.name, "created": int(one.saved_at), "text": None, "tokens": None, "disk_bytes": None}
+        {"name": one.name, "created": int(one.created), "text": None, "tokens": None, "disk_bytes": None}
         for one in listed[:SHOWN]
     ]
     for record, one, head in zip(contexts, listed, heads, strict=False):
-        tokens = one.plain.get("tokens", 0)
-        record |= {
-            "text": _words(service, head),
-            "tokens": tokens if isinstance(tokens, int) else 0,
-            "disk_bytes": one.nbytes,
-        }
+        record |= {"text": _words(service, head), "tokens": one.tokens, "disk_bytes": one.nbytes}
     return {
         "model": service.settings.name,
         "version": retrieval_attn.__version__,
@@ -134,4 +130,5 @@ def _status(
 def _words(service: Service, ids: Sequence[int]) -> str:
     """Return the text of ids in one line, cut at HEAD_CHARACTERS."""
     text = service.texts.tokenizer.decode(list(ids), skip_special_tokens=True)
+    assert isinstance(text, str)
     return " ".join(text.split())[:HEAD_CHARACTERS]

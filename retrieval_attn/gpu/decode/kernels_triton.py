@@ -230,17 +230,22 @@ def window_partials(
         *window.key.stride()[:3], *window.value.stride()[:3], 0 if valid is None else valid.stride(0),
         window.span.stride(0), kv_heads, group, dim, value_dim, splits,
         HAS_VALID=valid is not None, HAS_SOFTCAP=softcap is not None, HAS_REACH=reach is not None,
-        EXACT=query.dtype == torch.float32, N=_block_tokens(query, value_dim),
+        EXACT=query.dtype == torch.float32, N=_block_tokens(query, value_dim, group),
         G=max(MIN_ROWS, triton.next_power_of_2(group)), D=max(MIN_ROWS, triton.next_power_of_2(dim)),
         V=max(MIN_ROWS, triton.next_power_of_2(value_dim)), num_warps=4, num_stages=2,
     )  # fmt: skip
     return Parts(out, lse)
 
 
-def _block_tokens(query: Tensor, value_dim: int) -> int:
-    """Return the tokens of a block: half of BLOCK_TOKENS if a float32 block takes more shared memory than there is."""
+def _block_tokens(query: Tensor, value_dim: int, group: int) -> int:
+    """Return the tokens of a block, fewer if a float32 block takes more shared memory than there is.
+
+    group: query heads per key-value head.
+    """
     wide = query.element_size() * max(query.shape[3], value_dim) > 512
-    return BLOCK_TOKENS // 2 if wide and shared_bytes(query.device) < DEEP_TILE_BYTES else BLOCK_TOKENS
+    if not wide or shared_bytes(query.device) >= DEEP_TILE_BYTES:
+        return BLOCK_TOKENS
+    return BLOCK_TOKENS // 2 if group <= MIN_ROWS else BLOCK_TOKENS // 4
 
 
 def merge_parts(

@@ -16,21 +16,33 @@ from typing import Any
 Body = dict[str, Any]
 
 
+def _words(body: Body) -> list[str]:
+    said = [body["prompt"]] if "prompt" in body else [one["content"] for one in body["messages"]]
+    return " ".join(said).split()
+
+
 class TinyServer:
     """bodies: what it was asked, in order. behave: told the body, gives "" or what is to go wrong with it: a status as
     "503", "cut" (half of the answer), "error" (an error chunk), "slow" (half a second before the first token).
+    metrics: text of its metrics.
     """
 
     def __init__(self, behave: Callable[[Body], str] = lambda body: "", words_per_token: int = 1) -> None:
         self.bodies: list[Body] = []
         self.behave, self.words_per_token = behave, words_per_token
         self.known: set[tuple[str, ...]] = set()
+        self.metrics = ""
+        self._ids: dict[str, int] = {}
         self._lock = threading.Lock()
+
+    def tokens(self, body: Body) -> list[int]:
+        """An id for each word of a prompt."""
+        with self._lock:
+            return [self._ids.setdefault(word, len(self._ids)) for word in _words(body)]
 
     def usage(self, body: Body) -> Body:
         """Words of a prompt, so many a token, and how many of its beginning it has seen; five more for each message."""
-        said = [body["prompt"]] if "prompt" in body else [one["content"] for one in body["messages"]]
-        words = " ".join(said).split()
+        said, words = body.get("messages", [None]), _words(body)
         with self._lock:
             cached = max((n for n in range(0, len(words) + 1, 16) if tuple(words[:n]) in self.known), default=0)
             self.known |= {tuple(words[:n]) for n in range(16, len(words) + 1, 16)}
@@ -62,10 +74,16 @@ class TinyServer:
                 pass
 
             def do_GET(self) -> None:
+                if self.path == "/metrics":
+                    self._text(tiny.metrics)
+                    return
                 self._json(200, {"data": [{"id": "tiny"}, {"id": "other"}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/tokenize":
+                    self._json(200, {"tokens": tiny.tokens(body)})
+                    return
                 tiny.bodies.append(body)
                 trouble = tiny.behave(body)
                 if trouble.isdigit():
@@ -75,8 +93,13 @@ class TinyServer:
                 else:
                     self._json(200, {"choices": [{"index": 0}], "usage": tiny.usage(body)})
 
+            def _text(self, text: str) -> None:
+                self._data(200, text.encode())
+
             def _json(self, status: int, found: Body) -> None:
-                data = json.dumps(found).encode()
+                self._data(status, json.dumps(found).encode())
+
+            def _data(self, status: int, data: bytes) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()

@@ -25,16 +25,21 @@ from retrieval_attn_eval.bench.serve.drive import WAYS, Drive, Served
 from retrieval_attn_eval.bench.serve.report import markdown, plots
 from retrieval_attn_eval.bench.serve.row import Bounds, Row, row_of
 from retrieval_attn_eval.bench.serve.tree_room import tree_bytes
-from retrieval_attn_eval.bench.serve.workload import Workload, calls_of
+from retrieval_attn_eval.bench.serve.workload import Ids, Workload, calls_of, lines_of
 from retrieval_attn_eval.bench.session.subject import Subject
 from retrieval_attn_eval.load.line import Block, read_trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORKLOAD = Workload(
-    kind="clients", requests=5, length=80, question=8, tokens=4, scale=0.01, rate=0.0, speed=10.0, seed=3
+    kind="clients", requests=5, length=80, question=8, tokens=4, scale=0.01, rate=0.0, speed=10.0, clients=2, seed=3
 )
 BOUNDS = Bounds(2.0, 0.1)
+
+
+def drawn(workload: Workload, ids: Ids) -> list[Call]:
+    """Calls of a workload without a trace."""
+    return calls_of(workload, lines_of(workload, []), ids)
 
 
 def numbers() -> Any:
@@ -63,7 +68,8 @@ def test_trace_blocks_become_parts(tmp_path: Path) -> None:
     lines = read_trace(path, 10, block_tokens=64)
     assert [one.seconds for one in lines] == pytest.approx([0, 0.05, 0.1, 0.2])
     assert lines[0].blocks == (Block(1, 64), Block(2, 64), Block(3, 9)), "76 of 512 tokens, where a block has 64"
-    calls = calls_of(replace(WORKLOAD, kind="trace"), lines, numbers())
+    traced = replace(WORKLOAD, kind="trace")
+    calls = calls_of(traced, lines_of(traced, lines), numbers())
     first, again, other, alone = (call.request.parts for call in calls)
     assert first == again and first[0] == other[0] and len(first[0]) == 128 and first[1] != other[1]
     assert [len(part) for part in other] == [128, 64] and [len(part) for part in alone] == [25]
@@ -93,20 +99,20 @@ def test_bad_traces_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_workloads() -> None:
-    clients = calls_of(WORKLOAD, [], numbers())
+    clients = drawn(WORKLOAD, numbers())
     assert [[len(part) for part in call.request.parts] for call in clients] == [[72, 8]] * 5
     assert len({call.request.parts[0] for call in clients}) == 5 and {call.arrival for call in clients} == {0.0}
-    document = calls_of(replace(WORKLOAD, kind="document"), [], numbers())
+    document = drawn(replace(WORKLOAD, kind="document"), numbers())
     assert len({call.request.parts[0] for call in document}) == 1
     assert len({call.request.parts[1] for call in document}) == 5
     mixed_workload = replace(WORKLOAD, kind="mixed", requests=200, rate=4.0, scale=0.5)
-    mixed = calls_of(mixed_workload, [], numbers())
+    mixed = drawn(mixed_workload, numbers())
     assert [call.arrival for call in mixed] == sorted(call.arrival for call in mixed)
     assert 35 < mixed[-1].arrival < 70, "200 arrivals at 4 a second"
     tokens = [call.request.max_tokens for call in mixed]
     assert min(tokens) >= 50 and max(tokens) <= 512 == mixed_workload.longest_answer and max(tokens) > 400
     assert all(20 <= call.request.prompt_tokens <= 80 for call in mixed)
-    assert calls_of(mixed_workload, [], numbers()) == mixed, "seeded"
+    assert drawn(mixed_workload, numbers()) == mixed, "seeded"
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +125,8 @@ def document_calls(llm: Served) -> list[Call]:
     """Five questions on one document, the answers of many lengths."""
     vocabulary = llm.model.get_input_embeddings().weight.shape[0]
     ids = numbers()
-    calls = calls_of(
+    calls = drawn(
         replace(WORKLOAD, kind="document", length=200),
-        [],
         lambda tokens: [1 + one % (vocabulary - 1) for one in ids(tokens)],
     )
     return [
@@ -162,7 +167,7 @@ def test_texts_decide_the_trees_room(llm: Served) -> None:
     """What a tree holds of all texts fits what arithmetic says of them, which is no more than a few windows above."""
     vocabulary = llm.model.get_input_embeddings().weight.shape[0]
     chance = random.Random(0)
-    calls = calls_of(replace(WORKLOAD, length=700), [], lambda n: [chance.randrange(1, vocabulary) for _ in range(n)])
+    calls = drawn(replace(WORKLOAD, length=700), lambda n: [chance.randrange(1, vocabulary) for _ in range(n)])
     room = tree_bytes(calls, llm.model, llm.config)
     drive = Drive(llm, 2, read_first=True, row_seconds=100)
     with drive._engine("engine", calls) as engine:

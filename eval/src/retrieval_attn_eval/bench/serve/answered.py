@@ -11,8 +11,16 @@ __all__ = ["Answered"]
 
 @dataclass(frozen=True)
 class Answered:
-    """arrival, times: seconds of one clock; times: when each token was there. prompt_tokens, of which cached_tokens
-    were not read for this request. problem: what went wrong, or "".
+    """Outcome of one request.
+
+    Attributes:
+        arrival: seconds of one clock at which the request was due.
+        times: seconds of the same clock at which each token, or each piece of a server's text, was there.
+        tokens: ids of the answer; -1 for each token of a server, which tells no ids.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: tokens of the prompt that were found in the prefix cache.
+        problem: error of the request, or "".
+        refused: whether the request was refused before it was queued.
     """
 
     arrival: float
@@ -21,6 +29,7 @@ class Answered:
     prompt_tokens: int
     cached_tokens: int
     problem: str = ""
+    refused: bool = False
 
     @property
     def first_seconds(self) -> float | None:
@@ -31,6 +40,15 @@ class Answered:
     def gaps(self) -> list[float]:
         """Seconds from each token to the next one."""
         return [later - earlier for earlier, later in pairwise(self.times)]
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Mean seconds per token after the first. None for an answer of one token."""
+        return None if len(self.tokens) < 2 or not self.times else self._decode_seconds / (len(self.tokens) - 1)
+
+    @property
+    def _decode_seconds(self) -> float:
+        return self.times[-1] - self.times[0]
 
     def is_good(self, first_seconds: float, token_seconds: float) -> bool:
         """Whether the first token, and the others on average, came within these bounds."""
@@ -47,4 +65,5 @@ class Answered:
             "cached_tokens": self.cached_tokens,
             "token_ms": [round((time - self.arrival) * 1000, 1) for time in self.times],
             "problem": self.problem,
+            "refused": self.refused,
         }

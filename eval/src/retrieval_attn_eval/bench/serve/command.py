@@ -1,20 +1,23 @@
-"""`retrieval-attn bench serve`: many requests at once through the public API, in this process.
+"""`retrieval-attn bench serve`: many requests at once through the public API, in this process, or to a server.
 
 The same requests are answered one after the other, in static batches, by the engine as they come, by the engine without
-its tree and, where prompts are short, by transformers' own continuous batching. Answers must be the same ones.
+its tree and, where prompts are short, by transformers' own continuous batching. Answers must be the same ones. With
+`--url`, a server is asked with raw texts and with chats. The hit rate of the prefix cache is compared with the one that
+the requests allow.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn_eval.bench.session.flags import add_model_flags, add_running_flags
 from retrieval_attn_eval.flags import as_tokens, check_at_least, check_matplotlib, new_folder, parse_choices
+from retrieval_attn_eval.load.sender import FORMS
 
 if TYPE_CHECKING:
     from retrieval_attn_eval.bench.serve.call import Call
@@ -25,38 +28,64 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-LENGTHS = {"clients": 4096, "document": 16384, "mixed": 2048}
+LENGTHS = {"clients": 4096, "document": 16384, "mixed": 2048, "documents": 131072, "agent": 204800}
 """Default prompt tokens of each workload."""
 TRACE_LENGTH = 4096
+AGENT_LENGTH = 256
+"""Least tokens of an agent's longest prompt, in which the system prompt and some results have room."""
 TTFT_SECONDS, ITL_SECONDS = 2.0, 0.1
 """Bounds of a good answer: time to first token, and mean time between tokens."""
 PEER_TOKENS = 1024
 """Longest prompt for transformers."""
 ALL = ("one", "static", "engine", "tree-off", "transformers")
+EVICTING = ("documents", "agent")
+"""Workloads that may exceed the prefix cache: by default the engine alone answers, with its own choice of room."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn bench serve`."""
     add = parser.add_argument
-    kinds = "clients: a prompt each; document: questions on one; mixed: of many lengths; or a file in Mooncake's format"
+    kinds = (
+        "clients: a prompt each; document: questions on one; mixed: of many lengths; documents: on one of a text for 8 "
+        "requests, at most 50, by Zipf's law; agent: sessions of 100 to 200 turns with tool results; or a file in "
+        "Mooncake's format"
+    )
     add("--workload", default="clients", metavar="NAME|FILE", help=f"{kinds} (default: %(default)s)")
-    add("--n", type=int, default=8, metavar="N", help="requests; of a trace: at most (default: %(default)s)")
-    lengths = "of a prompt or the document; mixed: a quarter of it to all of it"
-    add("--length", type=as_tokens, metavar="N", help=f"{lengths} (default: 4k, 16k for document, 2k for mixed)")
+    add(
+        "--n",
+        type=int,
+        default=8,
+        metavar="N",
+        help="requests; of a trace: at most; sessions of agents (default: %(default)s)",
+    )
+    lengths = "of a prompt or the document; mixed: a quarter of it to all of it; documents: a 16th of it to all of it"
+    usual = "4k, 16k for document, 2k for mixed, 128k for documents, 200k for agent, whose results shrink with it"
+    add("--length", type=as_tokens, metavar="N", help=f"{lengths} (default: {usual})")
     add("--question", type=as_tokens, default=32, metavar="N", help="of a prompt's last part (default: %(default)s)")
     add("--tokens", type=as_tokens, default=64, metavar="N", help="of an answer (default: %(default)s)")
     add("--scale", type=float, default=1.0, help="of answers' lengths: mixed ones have 100 to 1024 tokens times it")
     add(
-        "--rate", type=float, default=0.0, metavar="N", help="arrivals a second (Poisson); 0: all at once (%(default)s)"
+        "--rate",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="arrivals a second (Poisson); 0: all at once, and --max-num-seqs clients for documents (%(default)s)",
     )
     add("--block", type=as_tokens, default=512, metavar="N", help="tokens of a trace's block (default: %(default)s)")
     add("--speed", type=float, default=1.0, metavar="X", help="how much faster a trace comes (default: %(default)s)")
     add("--max-num-seqs", type=int, default=8, metavar="N", help="rows of a step, and of a static batch (%(default)s)")
-    add("--systems", default=",".join(ALL), metavar="NAME,NAME", help="rows of the table (default: %(default)s)")
+    rows = (
+        f"rows of the table (default: {','.join(ALL)}; engine for {', '.join(EVICTING)}; {','.join(FORMS)} with --url)"
+    )
+    add("--systems", metavar="NAME,NAME", help=rows)
+    add("--url", help="of a server to ask in place of an engine in this process; its key is $OPENAI_API_KEY")
     add("--read-first", action="store_true", help="prompts but for their last parts are read before the clock starts")
     paged = "keep prompt prefixes of up to N tokens in GPU pages with full attention (default: %(default)s)"
     add("--paged-prefix-tokens", type=as_tokens, default=0, metavar="N", help=paged)
-    shared = "room of the engine's tree: for texts that no request uses now (default: what this workload's texts need)"
+    shared = (
+        "room of the engine's tree: for texts that no request uses now (default: what this workload's texts need; "
+        "documents, agent: the engine's choice)"
+    )
     add("--prefix-cache-memory", metavar="SIZE", help=shared)
     add("--prefix-cache-gpu-memory", metavar="SIZE", help="the same of the GPU (default: likewise)")
     add_model_flags(add)
@@ -73,44 +102,31 @@ def run(args: argparse.Namespace) -> int:
     workload, lines, ways = _workload(args)
     if not args.no_plot:
         check_matplotlib()
-    settings = _settings(args, workload, lines)
     folder = new_folder(args.output_dir, "bench")
     from retrieval_attn_eval.bench.serve.row import Bounds
-    from retrieval_attn_eval.bench.serve.workload import calls_of
-    from retrieval_attn_eval.bench.session.subject import Subject
     from retrieval_attn_eval.runs import environment
 
-    about = environment()
-    folder.mkdir(parents=True, exist_ok=True)
-    subject = Subject(settings)
-    calls = calls_of(workload, lines, subject.ids)
     bounds = Bounds(TTFT_SECONDS, ITL_SECONDS)
-    lengths = [call.request.prompt_tokens for call in calls]
-    report: dict[str, Any] = {
+    about = {
         "what": "serve",
         "finished": False,
-        "model": settings.name,
-        "config": settings.options,
         "workload": workload.to_dict(),
-        "prompts": {
-            "requests": len(calls),
-            "least": min(lengths),
-            "most": max(lengths),
-            "answers": sum(call.request.max_tokens for call in calls),
-            "last_arrival": calls[-1].arrival,
-        },
+        "prompts": _prompts(lines),
         "slots": args.max_num_seqs,
         "read_first": args.read_first,
         "paged_prefix_tokens": args.paged_prefix_tokens,
         "prefix_cache_bytes": args.prefix_cache_memory,
         "shared_gpu_bytes": args.prefix_cache_gpu_memory,
         "bounds": {"first_seconds": TTFT_SECONDS, "token_seconds": ITL_SECONDS},
-        "facts": subject.about(),
-        "simplifications": subject.simplifications,
-        **about,
+        "url": args.url,
     }
+    if args.url is None:
+        model, measured = _in_process(args, ways, workload, lines, bounds)
+    else:
+        model, measured = _of_server(args, ways, lines, bounds)
+    report: dict[str, Any] = {**about, **environment(), **model}
     rows: list[Row] = []
-    for row in _rows(args, ways, settings, subject, calls, bounds):
+    for row in measured:
         rows.append(row)
         print(f"  {_line(row)}", file=sys.stderr, flush=True)
         _save(folder, report, rows)  # what was measured survives what comes
@@ -120,9 +136,54 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(row.status == "failed" for row in rows) else 0
 
 
+def _prompts(lines: Sequence[Line]) -> dict[str, Any]:
+    """Facts of all prompts, for the report."""
+    lengths = [line.prompt_tokens for line in lines]
+    return {
+        "requests": len(lines),
+        "least": min(lengths),
+        "most": max(lengths),
+        "answers": sum(line.answer_tokens for line in lines),
+        "last_arrival": lines[-1].seconds,
+    }
+
+
+def _in_process(
+    args: argparse.Namespace, ways: Sequence[str], workload: Workload, lines: Sequence[Line], bounds: Bounds
+) -> tuple[dict[str, Any], Iterator[Row]]:
+    """Load the model. Returns facts for the report, and each row when it is measured."""
+    settings = _settings(args, lines)
+    from retrieval_attn_eval.bench.serve.workload import calls_of
+    from retrieval_attn_eval.bench.session.subject import Subject
+
+    subject = Subject(settings)
+    calls = calls_of(workload, lines, subject.ids)
+    model = {
+        "model": settings.name,
+        "config": settings.options,
+        "facts": subject.about(),
+        "simplifications": subject.simplifications,
+    }
+    return model, _rows(args, ways, settings, subject, calls, bounds)
+
+
+def _of_server(
+    args: argparse.Namespace, ways: Sequence[str], lines: Sequence[Line], bounds: Bounds
+) -> tuple[dict[str, Any], Iterator[Row]]:
+    """Ask the server for its model. Returns facts for the report, and each row when it is measured."""
+    from retrieval_attn.testing import Endpoint, model_names
+    from retrieval_attn_eval.bench.serve.server import server_rows
+
+    endpoint = Endpoint.of(args.url)
+    name = model_names(endpoint)[0]
+    rows = server_rows(endpoint, name, ways, lines, bounds=bounds, seed=args.seed, timeout=args.timeout)
+    texts = "common words in a random order; an answer of its own in place of the server's in later prompts"
+    return {"model": name, "config": {}, "facts": {"device": "of the server"}, "simplifications": [texts]}, rows
+
+
 def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str, ...]]:
     """What is to be measured, as the flags say. Raises ConfigError, or InputDataError for a trace."""
-    from retrieval_attn_eval.bench.serve.workload import Workload
+    from retrieval_attn_eval.bench.serve.workload import Workload, lines_of
     from retrieval_attn_eval.load.line import read_trace
 
     kind = args.workload if args.workload in LENGTHS else "trace"
@@ -139,16 +200,21 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
         raise ConfigError(f"--rate must be a number of arrivals a second, or 0 for all at once, got {args.rate}")
     if kind != "trace" and args.length <= args.question:
         raise ConfigError(f"--length {args.length} must be more than --question {args.question}, which is a part of it")
+    if kind == "agent" and args.length < AGENT_LENGTH:
+        raise ConfigError(f"--length {args.length} must be at least {AGENT_LENGTH} for agent; give a larger number")
     _shared(args)
-    ways = parse_choices("--systems", args.systems, ALL)
-    lines = read_trace(Path(args.workload), args.n, args.block) if kind == "trace" else []
-    return (
-        Workload(
-            kind, args.n, args.length, args.question, args.tokens, args.scale, args.rate, args.speed, args.seed,
-        ),
-        lines,
-        ways,
+    if args.url is not None and args.read_first:
+        raise ConfigError("--read-first needs an engine in this process; remove it or --url")
+    usual, known = (
+        ("engine" if kind in EVICTING else ",".join(ALL), ALL) if args.url is None else (",".join(FORMS), FORMS)
+    )
+    ways = parse_choices("--systems", args.systems or usual, known)
+    trace = read_trace(Path(args.workload), args.n, args.block) if kind == "trace" else []
+    workload = Workload(
+        kind, args.n, args.length, args.question, args.tokens, args.scale, args.rate, args.speed, args.max_num_seqs,
+        args.seed,
     )  # fmt: skip
+    return workload, lines_of(workload, trace), ways
 
 
 def _shared(args: argparse.Namespace) -> tuple[int | None, int | None]:
@@ -163,15 +229,12 @@ def _shared(args: argparse.Namespace) -> tuple[int | None, int | None]:
     return host, device
 
 
-def _settings(args: argparse.Namespace, workload: Workload, lines: list[Line]) -> Settings:
+def _settings(args: argparse.Namespace, lines: Sequence[Line]) -> Settings:
     """The model's part, as `bench session` has it: for the longest request. Raises as that does."""
     from retrieval_attn_eval.bench.session.command import settings_of
 
-    length, tokens, question = workload.length, workload.longest_answer, args.question
-    if lines:
-        length = max(sum(block.tokens for block in line.blocks) for line in lines)
-        tokens = max(workload.scaled(line.answer_tokens) for line in lines)
-    needs = {"length": length, "tokens": tokens, "questions": str(question), "extend": "1", "n": 1, "tail": "with"}
+    length, tokens = max(line.prompt_tokens for line in lines), max(line.answer_tokens for line in lines)
+    needs = {"length": length, "tokens": tokens, "questions": str(args.question), "extend": "1", "n": 1, "tail": "with"}
     needs["stages"] = "answer,questions,extend"
     return settings_of(argparse.Namespace(**{**vars(args), **needs}))
 
@@ -183,21 +246,28 @@ def _rows(
     subject: Subject,
     calls: Sequence[Call],
     bounds: Bounds,
-) -> Any:
-    """Each row when it is measured."""
+) -> Iterator[Row]:
+    """Yield each row when it is measured."""
     from dataclasses import replace
 
+    from retrieval_attn_eval.bench.serve.cache_use import cache_use
     from retrieval_attn_eval.bench.serve.drive import WAYS, Drive, Served, collections_are_short
     from retrieval_attn_eval.bench.serve.peer import peer_row
     from retrieval_attn_eval.bench.serve.row import Row, row_of
+    from retrieval_attn_eval.bench.serve.simulated import PromptTree
 
     llm = Served(subject.model, subject.tokenizer, settings.config)
     drive = Drive(
         llm, args.max_num_seqs, read_first=args.read_first, row_seconds=args.timeout,
-        paged_prefix_tokens=args.paged_prefix_tokens, shared=_shared(args),
+        paged_prefix_tokens=args.paged_prefix_tokens, shared=_shared(args), holds_all=args.workload not in EVICTING,
     )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None
+    before = dict.fromkeys(call.request.parts[:-1] for call in calls) if args.read_first else {}
+    read = [[token for part in parts for token in part] for parts in before if parts]
+    tree = PromptTree([*read, *(call.request.ids for call in calls)])
+    # a prompt that continues a cropped one has its index; with fewer keys than all, answers may differ a little
+    compared = args.workload != "agent" or args.retrieve == "all"
     for way in ways:
         if way not in WAYS:
             with collections_are_short():
@@ -211,9 +281,10 @@ def _rows(
             yield Row(way, "failed", f"{type(error).__name__}: {said[0] if said else ''}"[:300])
             continue
         row = row_of(way, answers, bounds, expected, filled)
-        if way == "one" and row.status == "ok":
+        if way == "one" and row.status == "ok" and compared:
             expected = [one.tokens for one in answers]
-        yield replace(row, cpu_seconds=cpu_seconds, note=row.note or drive.gave_up)
+        use = cache_use(answers, tree, drive.counts)
+        yield replace(row, cpu_seconds=cpu_seconds, note=row.note or drive.gave_up, use=use)
 
 
 def _line(row: Row) -> str:

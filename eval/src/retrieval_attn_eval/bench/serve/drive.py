@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import retrieval_attn as ra
-from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.errors import AdmissionError, ContextLengthError, EngineFullError, RetrievalAttentionError
 from retrieval_attn.memory.units import show_bytes
-from retrieval_attn.testing import available_host_bytes, default_limits
+from retrieval_attn.testing import ProgressBar, available_host_bytes, default_limits
 from retrieval_attn_eval.bench.serve.answered import Answered
-from retrieval_attn_eval.bench.serve.call import Call
+from retrieval_attn_eval.bench.serve.cache_use import CacheCounts, engine_counts
+from retrieval_attn_eval.bench.serve.call import Call, chains
 from retrieval_attn_eval.bench.serve.filled import Filled
 from retrieval_attn_eval.bench.serve.tree_room import Room, tree_bytes
 
@@ -58,17 +59,19 @@ class Drive:
 
     def __init__(
         self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, paged_prefix_tokens: int = 0,
-        shared: tuple[int | None, int | None] = (None, None),
+        shared: tuple[int | None, int | None] = (None, None), holds_all: bool = True,
     ) -> None:  # fmt: skip
         """slots: rows of a step. read_first: all but the prompts' last parts is read before the clock starts.
         row_seconds: requests that are not answered then are cancelled. paged_prefix_tokens: of the engines.
         shared: bytes of their trees, on the host and on GPUs; None: what the calls' texts need, where it is more than
-        an engine's own choice.
+        an engine's own choice. holds_all: False: None is the engine's own choice, with which it may evict.
         """
         self._llm, self._slots = llm, slots
         self._exact: dict[str, Any] = {"paged_prefix_tokens": paged_prefix_tokens}
         self._read_first, self._row_seconds, self._shared = read_first, row_seconds, shared
-        self.gave_up = ""  # what the last way's tree let go for lack of room
+        self._holds_all = holds_all
+        self.gave_up = ""  # what the last way's tree evicted for lack of room
+        self.counts = CacheCounts()  # of the last way
 
     def warm(self, calls: Sequence[Call]) -> None:
         """Compile and allocate what steps of all slots need: two tokens for a few of the requests, of whose parts the
@@ -99,11 +102,16 @@ class Drive:
                 self._read(engine, calls)
             filled = Filled(engine, 1 if way == "one" else self._slots)
             batch = {"one": 1, "static": self._slots}.get(way)
+            before = engine_counts(engine.stats)
             began = time.process_time()
             with collections_are_short(), filled:
                 answers = self._answers(engine, calls, batch, filled)
             cpu_seconds = time.process_time() - began
             held = engine.stats["shared"]
+            token_bytes = default_limits(self._llm.model, self._llm.config).token_bytes
+            # requests that run hold more than the cache may keep
+            held_bytes = min(filled.peak_bytes, filled.peak_bytes if self._shared[0] is None else self._shared[0])
+            self.counts = engine_counts(engine.stats).since(before, held_bytes // token_bytes)
             if held.evicted:
                 self.gave_up = (
                     f"its tree gave up {held.evicted} texts for lack of room, and has {show_bytes(held.host_nbytes)} "
@@ -116,7 +124,13 @@ class Drive:
         prefix_cache_bytes, device_bytes = self._shared
         usual = default_limits(self._llm.model, self._llm.config).sharing(device_bytes)
         rows, ahead = (1, 0) if way == "one" else (self._slots, usual.ahead)
-        needed = tree_bytes(calls, self._llm.model, self._llm.config, self._exact["paged_prefix_tokens"])
+        if way != "tree-off" and prefix_cache_bytes is None and not self._holds_all:
+            limits = replace(usual, rows=rows, ahead=ahead, waiting=max(usual.waiting, len(calls)))
+            with ra.Engine(self._llm, limits=limits, **self._exact) as engine:
+                yield engine
+            return
+        sized = calls if self._holds_all else ()
+        needed = tree_bytes(sized, self._llm.model, self._llm.config, self._exact["paged_prefix_tokens"])
         texts = Room(*(size + size // SPARE for size in needed))
         if usual.prefix_cache_device_bytes is None:  # all of it is the host's
             texts = Room(sum(texts))
@@ -150,27 +164,46 @@ class Drive:
         come.
         """
         answers: list[Answered | None] = [None] * len(calls)
+        waiting = chains(calls)
         began = time.perf_counter()
         deadline = began + self._row_seconds
         if filled is not None:
-            filled.begin(began, [call.arrival for call in calls])
+            filled.begin(began, [calls[chain[0]].arrival for chain in waiting])
+        bar = ProgressBar(total=len(calls), desc="answering", unit="request", delay=2.0, leave=False)
 
-        def listen(number: int, ticket: Any) -> None:
-            answers[number] = _listened(ticket, began + calls[number].arrival)
+        def submit(number: int, due: float) -> Any:
+            try:
+                return engine.submit(calls[number].request)
+            except (AdmissionError, ContextLengthError, EngineFullError) as error:
+                said = f"{type(error).__name__}: {error}"[:300]
+                return Answered(due, (), (), calls[number].request.prompt_tokens, 0, said, refused=True)
 
+        def listen(chain: Sequence[int], ticket: Any) -> None:
+            due = began + calls[chain[0]].arrival
+            for number in chain:
+                if number != chain[0]:
+                    due = time.perf_counter() + calls[number].delay
+                    time.sleep(calls[number].delay)
+                    ticket = submit(number, due)
+                answers[number] = ticket if isinstance(ticket, Answered) else _listened(ticket, due)
+                with lock:
+                    bar.update()
+
+        lock = threading.Lock()
         threads: list[threading.Thread] = []
-        for number, call in enumerate(calls):
-            due = began + call.arrival
-            if batch is not None and threads and (len(threads) == batch or due > time.perf_counter()):
-                _join(threads, deadline)
-                threads = []
-            time.sleep(max(0.0, due - time.perf_counter()))
-            ticket = engine.submit(call.request)
-            if filled is not None:
-                filled.submitted += 1
-            threads.append(threading.Thread(target=listen, args=(number, ticket), daemon=True))
-            threads[-1].start()
-        _join(threads, deadline)
+        with bar:
+            for chain in waiting:
+                due = began + calls[chain[0]].arrival
+                if batch is not None and threads and (len(threads) == batch or due > time.perf_counter()):
+                    _join(threads, deadline)
+                    threads = []
+                time.sleep(max(0.0, due - time.perf_counter()))
+                ticket = submit(chain[0], due)
+                if filled is not None:
+                    filled.submitted += 1
+                threads.append(threading.Thread(target=listen, args=(chain, ticket), daemon=True))
+                threads[-1].start()
+            _join(threads, deadline)
         found = [one for one in answers if one is not None]
         assert len(found) == len(calls), "every thread has ended"
         return found

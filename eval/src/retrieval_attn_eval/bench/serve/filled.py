@@ -19,7 +19,11 @@ class Filled:
     """Looks at an engine's counts while the block runs. Steps between two looks count if a request waited at both.
 
     A request waits from its arrival until the engine admits it, also where it is not submitted yet because the
-    requests before it must end first. submitted: to be counted up by who submits.
+    requests before it must end first.
+
+    Attributes:
+        submitted: submitted requests, of those whose arrival is known; the submitting thread counts them.
+        peak_bytes: most bytes that the prefix cache had at a look.
     """
 
     def __init__(self, engine: ra.Engine, slots: int) -> None:
@@ -29,7 +33,7 @@ class Filled:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._steps = self._rows = 0.0
-        self.submitted = 0
+        self.submitted = self.peak_bytes = 0
 
     def begin(self, began: float, arrivals: Sequence[float]) -> None:
         """began: perf_counter's time from which the arrivals, in seconds and ascending, count."""
@@ -55,6 +59,7 @@ class Filled:
         now = time.perf_counter() - self._began
         unsubmitted = sum(arrival <= now for arrival in self._arrivals) - self.submitted
         stats = self._engine.stats
+        self.peak_bytes = max(self.peak_bytes, stats["shared"].nbytes)
         return (
             unsubmitted + stats["waiting"] > 0,
             stats["steps"],

@@ -20,10 +20,17 @@ NAMES = {
     "engine": "engine",
     "tree-off": "engine, tree off",
     "transformers": "transformers' continuous batching",
+    "completions": "completions",
+    "chat-user": "chat, in the user's message",
+    "chat-system": "chat, in the system message",
 }
 COLUMNS = (
     "way", "tokens/s", "x one", "x static", "seconds", "CPU s", "first p50, s", "p99, s", "next p50, ms", "p99, ms",
     "good", "slots filled", "cached",
+)  # fmt: skip
+CACHE_COLUMNS = (
+    "prefix cache", "hit rate", "ceiling", "optimal", "first p50, s", "p90, s", "p99, s", "hits p50, s",
+    "misses p50, s", "per token, ms", "evicted", "hit tokens", "refused",
 )  # fmt: skip
 POINTS = 64
 """Of a line in the plot, at most."""
@@ -61,9 +68,42 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
         "all are answered. one, static: with the tree. transformers computes full attention; its answers are not "
         "compared.",
     ]
+    lines += _cache_lines(rows)
     notes = [f"- {NAMES[row.way]}: {row.note}" for row in rows if row.note]
     notes += [f"- {text}" for text in report["simplifications"]]
     return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"
+
+
+def _cache_lines(rows: Sequence[Row]) -> list[str]:
+    """The table of the prefix cache, and the meaning of its columns; none without a row that has counts."""
+    used = [(row, row.use) for row in rows if row.use is not None and row.status == "ok"]
+    if not used:
+        return []
+    cells = []
+    for row, use in used:
+        evicted, hits = (
+            ", ".join(f"{tier} {count:,}" for tier, count in counts.items() if count or tier == "all")
+            for counts in (use.counts.evicted, use.counts.hit_tokens)
+        )
+        rates = [shown(value, ".1%") for value in (use.hit, use.ceiling, use.optimal)]
+        firsts = [_number(value) for value in (*use.first, use.first_hit, use.first_miss)]
+        token = None if use.token is None else use.token * 1000
+        cells.append([NAMES[row.way], *rates, *firsts, _number(token), evicted, hits, str(use.refused)])
+    made = table(CACHE_COLUMNS, cells, left=0)
+    return [
+        "",
+        made[0],
+        made[1].replace("|---:|", "|:---|", 1),
+        *made[2:],
+        "",
+        "hit rate: cached tokens of prompts over all their tokens. ceiling: the same of an unlimited cache, which has "
+        "all earlier prompts, by the longest common prefix of token ids. optimal: the same of a cache that never has "
+        "more tokens than this one had at most (bytes over the bytes of a token), and evicts the tokens that are "
+        "needed last (Belady's policy). hits, misses: requests of whose prompt an unlimited cache has at least half, "
+        "and less. per token: mean after the first one of an answer. evicted: entries, by tier if they are counted so. "
+        "hit tokens: "
+        "by tier. An answer in a later prompt is the trace's, not the one that was generated.",
+    ]
 
 
 def _cells(row: Row, one: float | None, static: float | None) -> list[str]:

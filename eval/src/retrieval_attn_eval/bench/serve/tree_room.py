@@ -29,14 +29,20 @@ def tree_bytes(calls: Sequence[Call], model: Any, config: ra.Config, paged_prefi
     A beginning is every part of a prompt but its last one. paged_prefix_tokens: beginnings of so many tokens have
     their keys in pages, which the number for the host bounds. Raises as `plan`.
     """
-    texts: dict[tuple[tuple[int, ...], ...], int] = {}
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    ends, parents = [0], [0]  # of each text: its tokens, and the text before its last part; 0: the empty text
     for parts in dict.fromkeys(call.request.parts[:-1] for call in calls):
-        for end in range(1, len(parts) + 1):
-            texts[parts[:end]] = sum(map(len, parts[:end]))
-    held = {tokens: _held(tokens, model, config, paged_prefix_tokens) for tokens in set(texts.values())}
+        text = 0
+        for part in parts:
+            number = numbers.setdefault((text, part), len(ends))
+            if number == len(ends):
+                ends.append(ends[text] + len(part))
+                parents.append(text)
+            text = number
+    held = {tokens: _held(tokens, model, config, paged_prefix_tokens) for tokens in set(ends[1:])}
     host = device = 0
-    for parts, tokens in texts.items():  # a node holds what the text before it does not, and windows of its own
-        before = held.get(texts.get(parts[:-1], 0), Room())
+    for number in range(1, len(ends)):  # a node holds what the text before it does not, and windows of its own
+        tokens, before = ends[number], held.get(ends[parents[number]], Room())
         host += max(0, held[tokens].host - before.host)
         device += max(0, held[tokens].device - before.device) + _windows(model, config, tokens)
     return Room(host, device)

@@ -117,6 +117,8 @@ def check_residents(residents: ResidentSet) -> None:
     """Require that counts and sums are those of the nodes in memory."""
     sums = Sizes(*map(sum, zip(Sizes(), *(node.sizes for node in residents), strict=True)))
     _equal("bytes of the nodes in memory", residents.sizes, sums)
+    unused = Sizes(*map(sum, zip(Sizes(), *(node.sizes for node in residents if not node.refs), strict=True)))
+    _equal("bytes of the nodes without leases", residents.idle, unused)
     _equal("nodes without a child in memory", set(residents._last), {n for n in residents if not n.held_children})
     for node in residents:
         if node.held is None or node.gone or node.parent is None or not node.parent.in_memory:

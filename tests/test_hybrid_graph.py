@@ -346,8 +346,8 @@ def test_a_layer_that_makes_its_state_anew_decodes_eagerly(
     monkeypatch.setattr(StateLayer, "update_recurrent_state", assigned)
     got = answers(model, tokenizer, "auto")
     assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]
-    assert "layer 0 makes its recurrent_states anew" in got[0].stats.decoded
-    with pytest.raises(CaptureError, match="layer 0 makes its recurrent_states anew"):
+    assert "layer 0 allocates a new tensor for its recurrent_states" in got[0].stats.decoded
+    with pytest.raises(CaptureError, match="layer 0 allocates a new tensor for its recurrent_states"):
         answers(model, tokenizer, True)
 
 

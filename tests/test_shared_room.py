@@ -220,3 +220,21 @@ def test_an_engine_keeps_to_each_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(llm, limits=replace(limits, prefix_cache_device_bytes=0), prefix_cache_bytes=1 << 26) as engine:
         assert ask_all(engine, 6) == expected
         assert engine.stats["shared"].prefix_entries_resident == 0
+
+
+def test_a_text_that_cannot_stay_evicts_no_other_one() -> None:
+    """While it is asked it is in use, and afterwards it goes; a small text stays cached."""
+    llm = llm_of()
+    small, large = ids(300, 1), ids(1600, 2)
+    with Engine(llm, prefix_cache_bytes=1 << 26) as engine:
+        engine.submit(Request((small, ids(5, 90)), 2)).result()
+        nbytes = engine.stats["shared"].nbytes
+    with Engine(llm, prefix_cache_bytes=2 * nbytes) as engine:
+        cached = [
+            engine.submit(Request((text, ids(5, 90)), 2)).result().cached_tokens for text in (small, large, small)
+        ]
+        assert [one.cached_tokens for one in asked] == [0, 0, 300]
+        engine.submit(Request(((5,),), 1)).result()
+        shared = engine.stats["shared"]
+        assert (shared.prefix_entries_resident, shared.evicted) == (1, 1) and shared.nbytes <= 2 * nbytes
+        check_engine(engine)

@@ -631,8 +631,9 @@ class Engine:
             return
         with self._changed:
             lacking = self._scheduler.lacking_bytes
-        held, most = self._tree.sizes, self._device_bytes
-        over = max(held.host - self._shared_bytes, min(lacking, held.host)), 0 if most is None else held.device - most
-        self._tree.evict(Sizes(*over))
+        held, idle, most = self._tree.sizes, self._tree.idle, self._device_bytes
+        over = max(idle.host - self._shared_bytes, min(lacking, idle.host)), 0 if most is None else held.device - most
+        limit = Sizes(self._shared_bytes, held.device if most is None else most, held.pages)
+        self._tree.evict(Sizes(*over), limit)
         with self._changed:
             self._scheduler.set_outside(self._tree.sizes.host)

@@ -236,6 +236,11 @@ class RadixCache:
         return self._residents.sizes
 
     @property
+    def idle(self) -> Sizes:
+        """Bytes of the payloads that no lease protects."""
+        return self._residents.idle
+
+    @property
     def stats(self) -> PrefixCacheStats:
         """Counts of the cache, taken under its lock."""
         with self._lock:
@@ -353,14 +358,17 @@ class RadixCache:
         with self._lock:
             return self._lease(node)
 
-    def evict(self, need: Sizes) -> Sizes:
+    def evict(self, need: Sizes, limit: Sizes | None = None) -> Sizes:
         """Evict payloads until `need` bytes of each kind are free or no candidate is left. Returns the freed bytes.
 
-        Order: leaves with bytes of a lacking kind by `eviction_score`, then their parents. Leased nodes stay.
+        Order: leaves larger than `limit`, leaves with bytes of a lacking kind by `eviction_score`, then their parents.
+        Leased nodes stay.
+
+        limit: bytes that all entries together may have; None: no limit.
         """
         freed, dropped = Sizes(), 0
         with self._lock:
-            for node in self._residents.victims(need, self._clock()):
+            for node in self._residents.victims(need, self._clock(), limit):
                 freed = freed.plus(node.sizes)
                 self._residents.drop(node)
                 dropped += 1
@@ -375,8 +383,7 @@ class RadixCache:
 
     def idle_device_bytes(self) -> int:
         """Return the GPU memory of entries without a lease on them or below them."""
-        with self._lock:
-            return sum(node.sizes.device for node in self._residents if not node.refs)
+        return self._residents.idle.device
 
     def _new(self, place: Place, span: Ids, namespace: Namespace) -> Node:
         self._last_number += 1
@@ -405,7 +412,7 @@ class RadixCache:
     def _refer(self, node: Node | None, more: int) -> None:
         now = self._clock()
         while node is not None:
-            node.refs += more
+            self._residents.refer(node, more)
             node.used = now
             node = node.parent
 

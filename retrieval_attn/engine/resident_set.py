@@ -23,10 +23,14 @@ class ResidentSet:
     """Nodes with a payload. A node's parent enters before it and is evicted after it.
 
     Not thread-safe: the prefix cache calls it under its lock.
+
+    Attributes:
+        sizes: bytes of all payloads.
+        idle: bytes of those without a lease on them or below them.
     """
 
     def __init__(self) -> None:
-        self.sizes = Sizes()
+        self.sizes = self.idle = Sizes()
         self._nodes: dict[Node, None] = {}
         self._last: dict[Node, None] = {}  # those without a child in memory
 
@@ -43,15 +47,24 @@ class ResidentSet:
         """Store a payload in a node whose parent has one."""
         node.held, node.sizes, node.rebuild_seconds = held, held.sizes, rebuild_seconds
         self.sizes = self.sizes.plus(node.sizes)
+        self.idle = self.idle if node.refs else self.idle.plus(node.sizes)
         self._nodes[node] = self._last[node] = None
         if node.parent is not None:
             node.parent.held_children += 1
             self._last.pop(node.parent, None)
 
+    def refer(self, node: Node, more: int) -> None:
+        """Count `more` leases on a node or below it."""
+        before, node.refs = node.refs, node.refs + more
+        if not before and node.refs:
+            self.idle = self.idle.less(node.sizes)
+        elif before and not node.refs:
+            self.idle = self.idle.plus(node.sizes)
+
     def drop(self, node: Node) -> None:
         """Remove the payload of a node whose children have none."""
-        assert node.held is not None and not node.held_children
-        self.sizes = self.sizes.less(node.sizes)
+        assert node.held is not None and not node.held_children and not node.refs
+        self.sizes, self.idle = self.sizes.less(node.sizes), self.idle.less(node.sizes)
         del self._nodes[node], self._last[node]
         node.held, node.sizes = None, Sizes()
         if node.parent is not None:
@@ -59,17 +72,17 @@ class ResidentSet:
             if node.parent in self._nodes and not node.parent.held_children:
                 self._last[node.parent] = None
 
-    def victims(self, need: Sizes, now: float) -> Iterator[Node]:
+    def victims(self, need: Sizes, now: float, limit: Sizes | None = None) -> Iterator[Node]:
         """Yield nodes to evict until `need` bytes of each kind are free. The caller drops each before it asks for the
         next.
 
-        Nodes with bytes of a lacking kind go first, lowest `eviction_score` first, then nodes without such bytes whose
-        parents have some. Leased nodes and nodes with children are never evicted: a parent becomes a candidate when its
+        Nodes that alone exceed `limit` go first, because they cannot stay whatever else goes; then nodes with bytes of
+        a lacking kind, lowest `eviction_score` first; then nodes without such bytes whose parents have some. Leased nodes and nodes with children are never evicted: a parent becomes a candidate when its
         last child is dropped. The first node costs O(leaves times their depth), each further one O(log), until another
         kind is lacking.
         """
         while (kinds := need.lacking) and (
-            heap := [(*_order(node, now, kinds), node) for node in self._last if _helps(node, kinds)]
+            heap := [(*_order(node, now, kinds, limit), node) for node in self._last if _helps(node, kinds)]
         ):
             heapq.heapify(heap)
             while heap and need.lacking == kinds:
@@ -77,11 +90,12 @@ class ResidentSet:
                 parent, need = node.parent, need.less(node.sizes)
                 yield node
                 if parent is not None and parent in self._last and _helps(parent, kinds):
-                    heapq.heappush(heap, (*_order(parent, now, kinds), parent))
+                    heapq.heappush(heap, (*_order(parent, now, kinds, limit), parent))
 
 
-def _order(node: Node, now: float, kinds: Sequence[int]) -> tuple[bool, float, int]:
-    return not node.sizes.of(kinds), eviction_score(node, now, kinds), node.number
+def _order(node: Node, now: float, kinds: Sequence[int], limit: Sizes | None) -> tuple[bool, bool, float, int]:
+    fits = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds)
+    return fits, not node.sizes.of(kinds), eviction_score(node, now, kinds), node.number
 
 
 def _helps(node: Node, kinds: Sequence[int]) -> bool:

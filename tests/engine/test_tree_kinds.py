@@ -83,3 +83,29 @@ def test_pages_are_a_kind_of_their_own() -> None:
     add(tree, 2, Bytes(1000, 1000), seconds=0.1)
     assert tree.evict(Sizes(pages=1)) == Sizes(1, 1, 64) and pages.gone
     assert tree.evict(Sizes(pages=1)) == Sizes()
+
+
+def test_what_cannot_stay_goes_first() -> None:
+    """A text larger than all texts may be is evicted before older ones that fit."""
+    tree = tree_of()
+    fits, large = add(tree, 1, Bytes(40, 5), seconds=0.1), add(tree, 2, Bytes(101, 5), seconds=1000)
+    assert tree.evict(Sizes(41), Sizes(100, 10)) == Sizes(101, 5) and large.gone and not fits.gone
+    large = add(tree, 2, Bytes(101, 11), seconds=1000)
+    assert tree.evict(Sizes(device=6), Sizes(200, 10)) == Sizes(101, 11) and not fits.gone
+    other = add(tree, 3, Bytes(70, 5), seconds=1000)
+    assert tree.evict(Sizes(10), Sizes(100, 10)) == Sizes(40, 5) and fits.gone and not other.gone
+    check_tree(tree)
+
+
+def test_bytes_in_use_are_not_idle() -> None:
+    tree = tree_of()
+    parent = add(tree, 1, Bytes(10, 100))
+    child = add(tree, 2, Bytes(5, 50), parent=parent)
+    other = add(tree, 3, Bytes(1, 7))
+    assert tree.idle == tree.sizes == Sizes(16, 157)
+    with tree.lease(child), tree.lease(parent):
+        assert tree.idle == Sizes(1, 7)
+        check_tree(tree)
+        assert tree.evict(Sizes(100, 1000)) == Sizes(1, 7) and other.gone and tree.idle == Sizes()
+    assert tree.idle == Sizes(15, 150)
+    check_tree(tree)

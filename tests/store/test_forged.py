@@ -179,7 +179,7 @@ def test_forged_descriptions(store: ContextStore, name: str) -> None:
     odd: tuple[object, ...] = (None, -1, [], {}, 2**70)
     for wrong in odd:
         path.write_bytes(encode({**fields, "plain": {**fields["plain"], name: wrong}}))
-        with pytest.raises(StoreDamagedError, match="these fields of it so: plain"):
+        with pytest.raises(StoreDamagedError, match="these fields are missing or malformed: plain"):
             store.resolve("book")
 
 

@@ -77,9 +77,9 @@ class ResidentSet:
         next.
 
         Nodes that alone exceed `limit` go first, because they cannot stay whatever else goes; then nodes with bytes of
-        a lacking kind, lowest `eviction_score` first; then nodes without such bytes whose parents have some. Leased nodes and nodes with children are never evicted: a parent becomes a candidate when its
-        last child is dropped. The first node costs O(leaves times their depth), each further one O(log), until another
-        kind is lacking.
+        a lacking kind, lowest `eviction_score` first; then nodes without such bytes whose parents have some. Leased
+        nodes and nodes with children are never evicted: a parent becomes a candidate when its last child is dropped.
+        The first node costs O(leaves times their depth), each further one O(log), until another kind is lacking.
         """
         while (kinds := need.lacking) and (
             heap := [(*_order(node, now, kinds, limit), node) for node in self._last if _helps(node, kinds)]

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import retrieval_attn as ra
+from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.engine import prefix_handle as held
 from retrieval_attn.engine.engine import Engine, default_limits
@@ -28,7 +30,7 @@ from retrieval_attn.memory.device_room import (
     prefix_cache_device_bytes,
     shared_room,
 )
-from retrieval_attn.memory.index_choice import reading_bytes
+from retrieval_attn.memory.index_choice import opened_bytes, reading_bytes
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.reclaim import idle_device_bytes, register
 from retrieval_attn.memory.shape import model_shape
@@ -37,7 +39,7 @@ from retrieval_attn.server.settings import EngineSpec
 from tests.engine_audit import check_engine
 from tests.test_engine import ids, llm_of
 from tests.test_memory_plan import llama3_8b
-from tests.tiny_models import tiny_model
+from tests.tiny_models import random_ids, tiny_model
 
 CHUNK = 2048
 
@@ -135,6 +137,25 @@ def test_idle_texts_yield_to_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     choice.make_room(1 << 40)
     assert len(tree) == 1 and idle_device_bytes() == 0, "the leased one stays"
     leased.lease.release()
+    opened = opened_bytes(shape, choice.config, 50_000)
+    assert opened < needed
+    for free[0], left in ((opened + MARGIN - 3 * GIB, 1), (opened + MARGIN - 3 * GIB - 1, 0)):
+        choice.take(choice.config, 50_000)
+        assert len(tree) == left
+
+
+def test_a_question_evicts_no_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its context has its codes: only its own tokens and a row's window need room."""
+    model = tiny_model("llama")
+    cache = RetrievalCache(model, Config(index="flat"))
+    asked: list[int] = []
+    monkeypatch.setattr(IndexChoice, "make_room", lambda self, tokens, batch=1: asked.append(tokens))
+    ra.enable(model, cache.config)
+    with torch.no_grad(), ra.prefill_by_layer(model):
+        for tokens in (900, 12, 1):
+            model(random_ids(1, tokens), past_key_values=cache)
+    ra.disable(model)
+    assert asked == [900, 12]
 
 
 class Text(NamedTuple):

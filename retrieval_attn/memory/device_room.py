@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +22,14 @@ from retrieval_attn.memory.index_choice import (
     chosen_index,
     has_room_for_rows,
     known_shape,
+    opened_bytes,
     reading_bytes,
     sized,
     with_rows,
     without_rows,
 )
 from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
-from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.memory.shape import ModelShape, model_shape
 from retrieval_attn.memory.units import GIB, show_bytes
 from retrieval_attn.model.placement import devices, input_device, is_spread, why_not_on_host
 from retrieval_attn.model.quantization import unpacked_bytes
@@ -91,25 +93,34 @@ class IndexChoice:
             decided = with_rows(plain) if room else plain
         self.config, self.spec = decided, IndexSpec.of(decided.index, decided.index_options)
         self._decided = True
-        self.make_room(tokens)
+        self._reclaim(lambda shape, room: opened_bytes(shape, self.config, tokens))
 
     def make_room(self, tokens: int, batch: int = 1) -> None:
-        """Evict idle texts from GPU memory if a prefill of `tokens` tokens of `batch` sequences needs their room.
+        """Evict idle texts from GPU memory if a prefill of `tokens` more tokens of `batch` sequences needs their room.
 
         What it needs is what it takes if they were all evicted, so that no text gets smaller codes because of them.
         """
+        model = self._loaded
+
+        def needed(shape: ModelShape, room: int) -> int:
+            finer, host_free = reads_host(input_device(model)), self._host_free(model)
+            config = self.config if self._decided else self._requested
+            return reading_bytes(shape, config, tokens, room, batch, finer=finer, host_free=host_free)
+
+        self._reclaim(needed)
+
+    def _reclaim(self, needed: Callable[[ModelShape, int], int]) -> None:
+        """Evict idle texts for the bytes that are needed; `needed` gets those that are free without idle texts."""
         model, idle = self._loaded, idle_device_bytes()
         free = None if model is None or not idle else whole_device_bytes(model)
         shape = None if free is None else known_shape(model.config)
         if free is None or shape is None:
             return
         shape = replace(shape, hidden_movable=shape.hidden_movable and why_not_on_host(model) is None)
-        config = self.config if self._decided else self._requested
-        finer, host_free = reads_host(input_device(model)), self._host_free(model)
         room = free - MARGIN
-        needed = reading_bytes(shape, config, tokens, room + idle, batch, finer=finer, host_free=host_free)
-        if needed > room:
-            reclaim(device=needed - room)
+        lacking = needed(shape, room + idle) - room
+        if lacking > 0:
+            reclaim(device=lacking)
 
     def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
         """Choose the index for the first `tokens` tokens of each of `batch` sequences; set `config` and `spec`."""

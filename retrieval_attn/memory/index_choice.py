@@ -219,6 +219,11 @@ def reading_bytes(
     return needed or _needed(shape, config, tokens, batch, free)
 
 
+def opened_bytes(shape: ModelShape, config: Config, tokens: int) -> int:
+    """Return the bytes of GPU memory that a saved context of `tokens` tokens takes once it is opened."""
+    return DeviceSize(shape, config, tokens).decode_bytes - _there(shape)
+
+
 def _first_fitting(configs: Iterable[Config], takes: Callable[[Config], int], free: int) -> tuple[Config | None, int]:
     """Return the first config that fits `free` bytes (None: none does), and the bytes of the last attempt (0: none)."""
     needed = 0

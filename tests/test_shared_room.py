@@ -145,17 +145,17 @@ def test_idle_texts_yield_to_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_question_evicts_no_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its context has its codes: only its own tokens and a row's window need room."""
+    """Its context has its codes: a chunk needs no room, and a longer prompt only that of its own tokens."""
     model = tiny_model("llama")
     cache = RetrievalCache(model, Config(index="flat"))
     asked: list[int] = []
     monkeypatch.setattr(IndexChoice, "make_room", lambda self, tokens, batch=1: asked.append(tokens))
     ra.enable(model, cache.config)
-    with torch.no_grad(), ra.prefill_by_layer(model):
-        for tokens in (900, 12, 1):
+    with torch.no_grad(), ra.prefill_by_layer(model, 256):
+        for tokens in (900, 12, 300):
             model(random_ids(1, tokens), past_key_values=cache)
     ra.disable(model)
-    assert asked == [900, 12]
+    assert asked == [900, 300]
 
 
 class Text(NamedTuple):

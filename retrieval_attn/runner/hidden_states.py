@@ -87,8 +87,7 @@ class HiddenStates:
         """A forward of `tokens` tokens of `batch` rows begins, in chunks of `chunk`, or of fewer tokens where room for
         codes of their keys takes that. Raises UnsupportedModelError.
         """
-        if tokens > 1:
-            cache.index.make_room(tokens, batch)
+        cache.index.make_room(tokens, batch)
         cache.index.decide(tokens, batch)
         if not cache.get_seq_length() and cache.index.chunk is not None:
             self._forward.chunk = chunk = min(chunk, cache.index.chunk)

@@ -112,7 +112,7 @@ def test_empty_and_bad_input() -> None:
     for kk in (0, True, 2.0):
         with pytest.raises(ConfigError, match="kk="):
             training_lists(queries, keys, Format.BFLOAT16, codes, kk)  # type: ignore[arg-type]
-    with pytest.raises(ShapeError, match="codes of 40 keys"):
+    with pytest.raises(ShapeError, match="codes must cover 40 keys"):
         training_lists(queries, keys, Format.BFLOAT16, encode_keys(keys[:39], Format.BFLOAT16), 5)
     with pytest.raises(ShapeError, match="training queries"):
         training_lists(queries[..., :5], keys, Format.BFLOAT16, codes, 5)

@@ -209,7 +209,9 @@ def test_options_that_are_gone_are_named(
 
     monkeypatch.setattr(save, "node_plain", earlier)
     read.save("earlier", store=store)
-    with pytest.raises(StoreMismatchError, match=r"another release \(Unknown option spill;.*Read its text again"):
+    with pytest.raises(
+        StoreMismatchError, match=r"does not have \(Unknown option spill;.*threads\); read the text again"
+    ):
         opened(loaded, store, "earlier")
 
 

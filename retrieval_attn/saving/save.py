@@ -619,8 +619,8 @@ def _saved_options(path: Path) -> Iterator[None]:
             yield
     except ConfigError as error:
         raise StoreMismatchError(
-            f"the context was saved with options that this release does not have ({error}); read the text again, or "
-            "open it with the release that saved it"
+            f"the context was saved with options that this release does not have ({str(error).rstrip('.')}); read the "
+            "text again, or open it with the release that saved it"
         ) from error
 
 

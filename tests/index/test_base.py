@@ -59,7 +59,7 @@ def test_a_kind_without_state_says_so() -> None:
     keys = np.zeros((3, 4), np.float32)
     with pytest.raises(ConfigError, match="'stateless' cannot be saved"):
         Stateless(keys, Format.FLOAT32).state()
-    with pytest.raises(ConfigError, match="'stateless' cannot be loaded"):
+    with pytest.raises(ConfigError, match="'stateless' cannot be restored"):
         Stateless.from_state(keys, Format.FLOAT32, {})
 
 

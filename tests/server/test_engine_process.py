@@ -137,7 +137,7 @@ def test_frames_bring_what_was_sent() -> None:
         assert frames.item_from(json.loads(json.dumps(frames.item_of(item)))) == item
     found = frames.item_from(frames.item_of(ends))
     assert isinstance(found, Finished) and type(found.error) is errors.ContextLengthError
-    assert (str(found.error), vars(found.error)) == ("too long", {"limit": 9, "tokens": 12})
+    assert (str(found.error), vars(found.error)) == ("too long", {"limit": 9, "tokens": 12, "reason": ""})
     for kind in ("RowsFailedError", "Any", "SystemExit", "RetrievalAttentionErro"):
         assert type(frames.error_from([kind, "x", {}])) is frames.EngineFailure
 

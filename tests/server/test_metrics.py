@@ -62,10 +62,10 @@ def test_steps_spills_and_tiers(tmp_path: Path) -> None:
         step, waiting, host = (some[name] for name in SECONDS)
         assert some["engine_steps_total"] >= 10 and 0 < host <= waiting < step
         assert some["window_evictions_total"] == 0
-        # 512 tokens gather behind the window, then they move to the host
+        # as many tokens as the window has gather behind it, then they move to the host
         body = {"model": "bundled", "prompt": document(), "max_tokens": 600, "temperature": 0}
         tokens = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
-        assert tokens > 512 and samples(http)["window_evictions_total"] == tokens // 512
+        assert tokens > 64 and samples(http)["window_evictions_total"] == tokens // 64
         record = saved(http, name="book", text=document())
     with serving(*store, "--paged-prefix-tokens", "1024", preloaded=True) as served, served.client() as http:
         first = samples(http)

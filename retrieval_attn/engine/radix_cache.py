@@ -377,7 +377,7 @@ class RadixCache:
         return freed
 
     def reclaim(self, host: int, device: int) -> tuple[int, int]:
-        """Evict entries for so many bytes, as `evict`. Returns the freed bytes of host and GPU memory."""
+        """Evict entries as `evict`, until `host` and `device` bytes are free. Returns the freed bytes of each."""
         freed = self.evict(Sizes(host, device))
         return freed.host, freed.device
 

@@ -469,7 +469,7 @@ class SavedTexts:
         return UnsavedText(self, name, ids, mark, held, lineage)
 
     def set_unsaved(self, name: str, text: UnsavedText | None) -> None:
-        """Let a name mean a text that is not durable; None: what the store has under it."""
+        """Make a name refer to a text that is not durable; None: to the context of the store."""
         with self._lock:
             if text is None:
                 self._unsaved.pop(name, None)
@@ -512,7 +512,7 @@ class SavedTexts:
         return saved_chain(self.store, text.name, text.digest, identity)
 
     def opened(self, text: SavedText, on_layer: Callable[[], None]) -> tuple[RetrievalCache, SavedLineage]:
-        """A cache of what the text's node holds, the files mapped anew. Raises StoreError and what is below it."""
+        """Map the files of a saved context again. Returns its cache and lineage. Raises StoreError and subclasses."""
         return open_chain(
             self.chain(text), self.model, self._config, {}, on_layer=on_layer, on_damage=text.note_damage,
             whole_bytes=WHOLE_BYTES,

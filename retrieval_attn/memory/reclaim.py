@@ -1,7 +1,7 @@
-"""Memory that its holders give up when a prefill or a batch needs it: int8 rows, idle prefix cache entries. No torch.
+"""Idle memory that prefills and batches take back: int8 rows, idle prefix cache entries. Imports no torch.
 
-A holder keeps what nobody uses now for as long as there is room, without a fixed share: whoever needs memory calls
-`reclaim` first. Holders are weakly referenced.
+A holder keeps idle data as long as there is room, without a fixed share. Code that needs memory calls `reclaim` first.
+Holders are weakly referenced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Holder(Protocol):
     """Holds memory that it can free at any time, in any thread."""
 
     def reclaim(self, host: int, device: int) -> tuple[int, int]:
-        """Free at least so many bytes of host and GPU memory, or all that is idle. Returns the freed bytes of each."""
+        """Free at least `host` and `device` bytes, or all idle ones. Returns the freed bytes of host and GPU memory."""
         ...
 
     def idle_device_bytes(self) -> int:
@@ -60,7 +60,7 @@ def idle_device_bytes() -> int:
 
 
 def reclaim(*, host: int = 0, device: int = 0) -> tuple[int, int]:
-    """Have holders free at least so many bytes of host and GPU memory, or all that is idle.
+    """Have holders free at least `host` bytes of host and `device` bytes of GPU memory, or all idle ones.
 
     Returns the freed bytes of each. GPU memory returns to torch's allocator, not to the driver.
     """

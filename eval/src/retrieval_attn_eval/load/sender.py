@@ -51,7 +51,7 @@ class Asking:
     def request(
         self, texts: Sequence[str], answer_tokens: int, extra: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the body of a request for so many tokens after texts."""
+        """Return the body of a request for `answer_tokens` tokens after texts."""
         given = {"model": self.model, "max_tokens": answer_tokens, "temperature": 0.0}
         return {**given, **self.prompt(texts), **self.body, **(extra or {})}
 

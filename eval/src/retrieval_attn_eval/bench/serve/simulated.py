@@ -107,7 +107,7 @@ def unlimited_hits(tree: PromptTree) -> list[int]:
 def optimal_hits(tree: PromptTree, capacity: int) -> list[int]:
     """Return the cached tokens of each request if the tokens that are needed last are evicted (Belady's policy).
 
-    After each request at most `capacity` tokens stay. No policy with so much memory hits more tokens.
+    After each request at most `capacity` tokens stay. No policy with this capacity hits more tokens.
     """
     uses: dict[int, list[int]] = defaultdict(list)
     for number in reversed(range(len(tree.paths))):

@@ -110,6 +110,30 @@ def test_who_never_is_served_is_not_asked_again(monkeypatch: pytest.MonkeyPatch)
     rows.check_books()
 
 
+def test_graphs_wait_for_rows_like_theirs() -> None:
+    """A batch of rows of another kind uses the same window buffers, and leaves the graphs of the first kind as they
+    are: rows of that kind are captured once. Rows with larger windows get buffers of their own.
+    """
+    model = build_model("llama")
+    rows = Rows(model, [100])
+    others = [Pair(model, read(model, 150, 3, retrieve=9)), Pair(model, read(model, 150, 4, window=32))]
+    first = list(rows.pairs)
+    assert replayed(rows, first, 2) == [1, 1]
+    pool = rows.runner._pool
+    assert pool is not None and rows.runner.captures == 1
+    rows.pairs.append(others[0])
+    replayed(rows, others[:1], RETRY + 2)
+    assert rows.runner._pool is not pool and rows.runner._pool is not None
+    assert rows.runner._pool.buffers is pool.buffers
+    rows.pairs.append(Pair(model, read(model, 120, 5)))
+    assert replayed(rows, rows.pairs[-1:], RETRY + 2)[-1] == 1
+    assert rows.runner._pool is pool and rows.runner.captures == 1
+    rows.pairs.append(others[1])
+    assert replayed(rows, others[1:], RETRY + 2)[-1] == 1
+    assert rows.runner._pool.buffers is not pool.buffers and not rows.runner._waiting
+    rows.check_books()
+
+
 @pytest.mark.parametrize("idle", [True, False])
 def test_windows_take_the_memory_of_idle_texts(
     idle: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -125,16 +149,16 @@ def test_windows_take_the_memory_of_idle_texts(
 
     if idle:
         tree.insert(tree.root, [1, 2, 3], Text(), "")
-    allocated = bucket_refusals.GraphPool.__init__
+    allocated = bucket_refusals.new_buffers
     tries: list[int] = []
 
-    def allocate(*given: Any) -> None:
+    def allocate(*given: Any) -> Any:
         tries.append(len(tree))
         if len(tree) or not idle:
             raise torch.OutOfMemoryError
-        allocated(*given)
+        return allocated(*given)
 
-    monkeypatch.setattr(bucket_refusals.GraphPool, "__init__", allocate)
+    monkeypatch.setattr(bucket_refusals, "new_buffers", allocate)
     rows = Rows(build_model("llama"), [100, 200])
     assert replayed(rows, rows.pairs, 3) == ([2, 2, 2] if idle else [0, 0, 0])
     assert tries[:2] == ([1, 0] if idle else [0, 0]) and len(tree) == 0

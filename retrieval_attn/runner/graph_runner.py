@@ -1,7 +1,7 @@
 """Decode steps of a changing batch, as CUDA graph replays if possible.
 
 There is a graph for 1, 2, 4, ... sequences; a step uses the smallest one with enough slots. All graphs share the window
-buffers. A slot has constant size and holds everything that a sequence has on the device except codes of its keys, so
+buffers, also those of sequences with other indexes, which are kept for the next such batch. A slot has constant size and holds everything that a sequence has on the device except codes of its keys, so
 admission by slots is exact. Attaching and detaching copy windows. Sequences that no graph serves are stepped eagerly
 (`runner/rows.py`) until the cause has changed.
 """
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.host_attention import retrieved_keys
-from retrieval_attn.attention.paged_prefix import PagedLayers
+from retrieval_attn.attention.paged_prefix import PagedLayers, PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import has_position
 from retrieval_attn.cpu.budgets import HeadBudgets
@@ -45,7 +45,7 @@ from retrieval_attn.runner.graph.memory import ordinary_tensors
 from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, levels_for, prefix_of
 from retrieval_attn.runner.graph.registry import runtime_for
 from retrieval_attn.runner.graph.signature import cache_batch_key, look_at
-from retrieval_attn.runner.graph.slot import slot_buffers, window_of
+from retrieval_attn.runner.graph.slot import fits_buffers, slot_buffers, window_of
 from retrieval_attn.runner.graph.support import cache_refusal
 from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StateBuffers, StepCosts
 from retrieval_attn.runner.rows import RowsFailedError, StepClock, require_rows
@@ -62,6 +62,26 @@ SHRINK_AFTER = 32
 """Steps for which a smaller graph must suffice before it is used, because batch sizes fluctuate."""
 
 
+def new_buffers(like: RetrievalCache, most: int) -> GroupBuffers:
+    """Allocate window and state buffers of `most` slots for caches like this one. Raises torch.OutOfMemoryError."""
+    windows = [slot_buffers(layer, most) for _, layer in attending(like)]
+    return GroupBuffers(windows, StateBuffers.of(like, most))
+
+
+def fit_buffers(like: RetrievalCache, buffers: GroupBuffers) -> bool:
+    """Return whether caches like this one have the shapes of these buffers."""
+    layers = attending(like)
+    return (
+        len(layers) == len(buffers.windows)
+        and all(fits_buffers(layer, own) for (_, layer), own in zip(layers, buffers.windows, strict=True))
+        and buffers.states.fits(like)
+    )
+
+
+KEPT_POOLS = 3
+"""Graphs of other shapes and indexes that are kept: those of short prompts, say. They take .03 GiB each on a GPU."""
+
+
 class GraphPool:
     """Graphs of all batch sizes for sequences of one shape, and their slots.
 
@@ -72,16 +92,16 @@ class GraphPool:
         pages: memory of paged prefixes; None: no sequence has had any.
     """
 
-    def __init__(self, model: PreTrainedModel, like: RetrievalCache, runtime: Runtime, most: int) -> None:
-        """like: a cache with the shape. most: largest batch size, a power of 2. Raises torch.OutOfMemoryError."""
+    def __init__(
+        self, model: PreTrainedModel, like: RetrievalCache, runtime: Runtime, most: int, buffers: GroupBuffers
+    ) -> None:
+        """like: a cache with the shape. most: largest batch size, a power of 2. buffers: of `new_buffers`."""
         self._model, self._prefill_chunk, self._runtime = model, like.config.prefill_chunk, runtime
-        layers = attending(like)
-        windows = [slot_buffers(layer, most) for _, layer in layers]
-        self.buffers = GroupBuffers(windows, StateBuffers.of(like, most))
+        self.buffers = buffers
         self.graphs: dict[int, DecodeGraph] = {}
         self.rows: dict[int, GraphSlot] = {}
         self._most, self._resources = most, HostResources(runtime, default_pool())
-        self._costs = StepCosts(len(layers))
+        self._costs = StepCosts(len(attending(like)))
         self._graph: DecodeGraph | None = None
         self._changed: set[int] = set()
         self._smaller = 0  # steps in a row that a smaller graph would have served
@@ -356,6 +376,7 @@ class GraphRunner:
         self._runtime: Runtime | None = None
         self._pool: GraphPool | None = None
         self._key: tuple[Any, ...] = ()
+        self._waiting: dict[tuple[Any, ...], GraphPool] = {}  # without sequences, the last used one last
         self._refusals, self._clock = EagerFallbacks(), clock or StepClock()
         self._failures, self._tokens, self._joined, self.reason = 0, 0, False, ""
         self._gone: list[int] = []
@@ -524,10 +545,10 @@ class GraphRunner:
             if self._pool.rows or self._joined:
                 different = "use pages of several engines" if elsewhere else "differ in shapes or options"
                 return f"the sequences of the batch {different}"
-            self._drop_pool()
+            self._set_aside(model.signature, prefix)
         if self._pool is None:
             try:
-                self._pool = self._new_pool(cache, self._runtime)
+                self._pool = self._waiting.pop(key, None) or self._new_pool(cache, self._runtime)
             except torch.OutOfMemoryError:
                 return f"{input_device(self._model)} has no memory for the windows of {self._most} sequences"
             self._key = key
@@ -535,14 +556,33 @@ class GraphRunner:
             self._pool.pages = prefix.layers
         return None
 
+    def _set_aside(self, signature: tuple[Any, ...], prefix: PagedPrefix | None) -> None:
+        """Keep the graphs of the present pool for its next batch, unless the model or the pages are others by then."""
+        assert self._pool is not None
+        pool, self._pool = self._pool, None
+        pool.clear()
+        self._waiting[self._key] = pool
+        pages = None if prefix is None else prefix.layers
+        self._waiting = {
+            key: one
+            for key, one in self._waiting.items()
+            if key[2] == signature and (pages is None or one.pages in (None, pages))
+        }
+        while len(self._waiting) > KEPT_POOLS:
+            del self._waiting[next(iter(self._waiting))]
+
     def _new_pool(self, like: RetrievalCache, runtime: Runtime) -> GraphPool:
-        """Allocate windows of all slots; idle texts are evicted if they take their room."""
-        try:
-            return GraphPool(self._model, like, runtime, self._most)
-        except torch.OutOfMemoryError:
-            if not reclaim(device=idle_device_bytes())[1]:
-                raise
-        return GraphPool(self._model, like, runtime, self._most)
+        """Make a pool over the window buffers of others, or over new ones; idle texts yield their room to these."""
+        buffers = next((one.buffers for one in self._waiting.values() if fit_buffers(like, one.buffers)), None)
+        if buffers is None:
+            self._waiting.clear()
+            try:
+                buffers = new_buffers(like, self._most)
+            except torch.OutOfMemoryError:
+                if not reclaim(device=idle_device_bytes())[1]:
+                    raise
+                buffers = new_buffers(like, self._most)
+        return GraphPool(self._model, like, runtime, self._most, buffers)
 
     def _arranged(self, caches: Sequence[RetrievalCache], rows: list[int]) -> list[int]:
         """Return the sequences with a slot, in order. Raises CaptureError."""
@@ -587,6 +627,8 @@ class GraphRunner:
             self._refuse(cache, reason)
 
     def _drop_pool(self) -> None:
+        """Free all graphs and buffers."""
+        self._waiting.clear()
         if self._pool is not None:
             pool, self._pool = self._pool, None
             pool.clear()

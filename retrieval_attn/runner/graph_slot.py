@@ -57,6 +57,12 @@ class StateBuffers(NamedTuple):
         )
         return cls(current, kept)
 
+    def fits(self, like: RetrievalCache) -> bool:
+        """Return whether the states of a cache have the shapes of rows of these buffers."""
+        return [{key: _row_shape(one) for key, one in layer.items()} for layer in self.current] == [
+            {key: _row_shape(one) for key, one in layer.states()} for _, layer in keeping_state(like)
+        ]
+
     def rows(self, start: int, stop: int) -> StateBuffers:
         """Return views of slots [start, stop)."""
         current, kept = (
@@ -64,6 +70,10 @@ class StateBuffers(NamedTuple):
             for both in (self.current, self.kept)
         )
         return StateBuffers(current, kept)
+
+
+def _row_shape(state: torch.Tensor) -> tuple[Any, ...]:
+    return state.shape[1:], state.dtype, state.device
 
 
 class BatchStates:

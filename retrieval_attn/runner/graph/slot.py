@@ -131,9 +131,22 @@ def _like(partial: Partial, other: Partial) -> Partial:
 def slot_buffers(layer: RetrievalLayer | SlidingLayer, rows: int | None = None) -> Buffers:
     """Zeros for windows like the layer's: `rows` of them, None: as many as it has."""
     key, value = window_of(layer).buffers
-    slots = layer.keep + SLIDING_ROOM if isinstance(layer, SlidingLayer) else key.shape[2]
-    batch = key.shape[0] if rows is None else rows
+    batch, slots = key.shape[0] if rows is None else rows, _slots(layer)
     return tuple(one.new_zeros(batch, one.shape[1], slots, one.shape[3]) for one in (key, value))  # type: ignore[return-value]
+
+
+def fits_buffers(layer: RetrievalLayer | SlidingLayer, buffers: Buffers) -> bool:
+    """Return whether windows like the layer's have the shape of rows of these buffers."""
+    slots = _slots(layer)
+    return all(
+        there.shape[1:] == (own.shape[1], slots, own.shape[3])
+        and (there.dtype, there.device) == (own.dtype, own.device)
+        for own, there in zip(window_of(layer).buffers, buffers, strict=True)
+    )
+
+
+def _slots(layer: RetrievalLayer | SlidingLayer) -> int:
+    return layer.keep + SLIDING_ROOM if isinstance(layer, SlidingLayer) else window_of(layer).buffers[0].shape[2]
 
 
 def window_of(layer: RetrievalLayer | SlidingLayer) -> WindowCache:

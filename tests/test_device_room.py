@@ -290,6 +290,42 @@ class Tokenizer:
         return " ".join(map(str, ids))
 
 
+def test_texts_of_an_engine_get_one_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen once for the longest text, in what windows and graphs leave: rows of any lengths share graphs then. A text
+    for which it lacks memory gets what fits; without a layout each text gets its own.
+    """
+    model, room = tiny_model("llama"), [1 << 30]
+    config = ra.Config(prefill_chunk=4096)
+    longest = 100_000
+    monkeypatch.setattr(device_room, "whole_device_bytes", lambda _: device_room.MARGIN + room[0])
+    monkeypatch.setattr(device_room, "devices", lambda _: (torch.device("cuda"),))
+    monkeypatch.setattr(device_room, "spare_bytes", lambda _: room[0])
+    monkeypatch.setattr(device_room, "GRAPH_BYTES", 1 << 20)
+
+    def chosen(tokens: int) -> Any:
+        choice = IndexChoice(model, config)
+        choice.decide(tokens)
+        return choice.config
+
+    apart = {tokens: chosen(tokens) for tokens in (100, 20_000, longest)}
+    assert len({str(one.index_options) + one.index for one in apart.values()}) > 1, "each its own"
+    device_room.share_layout(model, config, 4, None)
+    layout = device_room.layout_of(model)
+    assert layout is not None and layout.index == PLANNED
+    try:
+        together = {tokens: chosen(tokens) for tokens in (100, 20_000, longest)}
+        for one in together.values():
+            assert (one.index, one.index_options) == (layout.index, layout.index_options)
+        assert IndexChoice(model, config).has_room(longest)
+        room[0] = 16 << 20
+        assert not IndexChoice(model, config).has_room(longest) and IndexChoice(model, config).has_room(100)
+        small = chosen(longest)
+        assert (small.index, small.index_options) != (layout.index, layout.index_options)
+    finally:
+        device_room.drop_layout(model)
+    assert device_room.layout_of(model) is None and IndexChoice(model, config).has_room(longest)
+
+
 @pytest.mark.cuda
 def test_free_memory_follows_the_cap() -> None:
     """What the allocator may still have, never more than the device."""

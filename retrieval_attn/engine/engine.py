@@ -51,7 +51,7 @@ from retrieval_attn.errors import (
     StoreError,
 )
 from retrieval_attn.gpu.memory import allocated_bytes
-from retrieval_attn.memory.device_room import prefix_cache_device_bytes
+from retrieval_attn.memory.device_room import drop_layout, prefix_cache_device_bytes, share_layout
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.reclaim import register
@@ -303,6 +303,7 @@ class Engine:
         digest = template_digest(self._template.opening, self._template.middle, self._template.closing)
         self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts)
         self._empty = RetrievalCache(self._loop.model, self._config)
+        share_layout(self._loop.model, self._config, self._limits.rows, self._empty.max_positions)
         self._scheduler = Scheduler(self._limits)
         self._shared_bytes = self._limits.host_bytes if prefix_cache_bytes is None else prefix_cache_bytes
         self._tree = RadixCache() if self._shared_bytes else None
@@ -531,6 +532,7 @@ class Engine:
             self._changed.notify_all()
         self._thread.join()
         self._saves.close(save_seconds)
+        drop_layout(self._loop.model)
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Self:

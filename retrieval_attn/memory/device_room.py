@@ -22,6 +22,7 @@ from retrieval_attn.memory.index_choice import (
     chosen_index,
     has_room_for_rows,
     known_shape,
+    layout_like,
     opened_bytes,
     reading_bytes,
     sized,
@@ -41,6 +42,11 @@ MARGIN = 1 << 28
 ROWS_BUS = 24e9
 """Bytes per second of a bus by which a GPU reads rows as soon as the host attends: 1.3 MB of a layer of Llama-3-8B's
 shape took 29 us by one of 63 GB/s on an H100, whose host took 60 to 70. PCIe 4 of 16 lanes has 32, PCIe 3 has 16."""
+LAYOUT_TOKENS = 131072
+"""Longest text for which the index of an engine's texts is chosen; longer ones may get another one."""
+GRAPH_BYTES = GIB
+"""Bytes for the graphs of an engine's steps, and for the work of a question while a text is read: .96 GiB lay outside the
+allocator after the graphs of 16 rows of Llama-3-8B's shape were captured (H200)."""
 _ANY_DIM = 128
 """Kinds keep codes on the device for every head_dim or for none."""
 
@@ -95,6 +101,16 @@ class IndexChoice:
         self._decided = True
         self._reclaim(lambda shape, room: opened_bytes(shape, self.config, tokens))
 
+    def has_room(self, tokens: int) -> bool:
+        """Return False if an engine's layout for `tokens` more tokens lacks GPU memory even without idle texts."""
+        model = self._loaded
+        layout, free = layout_of(model), None if model is None else whole_device_bytes(model)
+        shape = None if free is None or layout is None else known_shape(model.config)
+        if self._decided or shape is None or layout is None or free is None:
+            return True
+        room = free - MARGIN + idle_device_bytes()
+        return layout_like(self._movable(shape, model), self._requested, layout, tokens, room) is not None
+
     def make_room(self, tokens: int, batch: int = 1) -> None:
         """Evict idle texts from GPU memory if a prefill of `tokens` more tokens of `batch` sequences needs their room.
 
@@ -105,6 +121,9 @@ class IndexChoice:
         def needed(shape: ModelShape, room: int) -> int:
             finer, host_free = reads_host(input_device(model)), self._host_free(model)
             config = self.config if self._decided else self._requested
+            layout = None if self._decided else layout_of(model)
+            if layout is not None:
+                config = layout_like(shape, config, layout, tokens, room, batch) or config
             return reading_bytes(shape, config, tokens, room, batch, finer=finer, host_free=host_free)
 
         self._reclaim(needed)
@@ -116,9 +135,8 @@ class IndexChoice:
         shape = None if free is None else known_shape(model.config)
         if free is None or shape is None:
             return
-        shape = replace(shape, hidden_movable=shape.hidden_movable and why_not_on_host(model) is None)
         room = free - MARGIN
-        lacking = needed(shape, room + idle) - room
+        lacking = needed(self._movable(shape, model), room + idle) - room
         if lacking > 0:
             reclaim(device=lacking)
 
@@ -131,7 +149,7 @@ class IndexChoice:
             finer = free is not None and reads_host(input_device(model))
             host_free = self._host_free(model)
             room = None if free is None else free - MARGIN
-            self.config = chosen_index(
+            self.config = self._shared_layout(model, tokens, room, batch) or chosen_index(
                 model.config,
                 self._requested,
                 tokens,
@@ -145,13 +163,63 @@ class IndexChoice:
         self._decided = True
         return self.spec
 
+    def _shared_layout(self, model: Any, tokens: int, room: int | None, batch: int) -> Config | None:
+        """Return the config with the index of an engine's texts; None: there is none, or it lacks memory."""
+        layout = layout_of(model)
+        shape = None if layout is None or room is None else known_shape(model.config)
+        if layout is None or room is None or shape is None:
+            return None
+        return layout_like(self._movable(shape, model), self._requested, layout, tokens, room, batch)
+
+    def _movable(self, shape: ModelShape, model: Any) -> ModelShape:
+        """Return the shape of the loaded model, whose hidden states may not be movable to the host."""
+        return replace(shape, hidden_movable=shape.hidden_movable and why_not_on_host(model) is None)
+
     def _host_free(self, model: Any) -> int:
-        """Return free bytes of host memory for rows that the device reads; 0 if it cannot read host memory."""
-        place = input_device(model)
-        if not has_managed(place) or is_spread(model) or self._requested.graph is False:
-            return 0
-        bus = bus_bandwidth(place)
-        return available_host_bytes() if bus is None or bus >= ROWS_BUS else 0
+        return rows_host_bytes(model, self._requested)
+
+
+def rows_host_bytes(model: Any, config: Config) -> int:
+    """Return free bytes of host memory for rows that the device reads; 0 if it cannot read host memory."""
+    place = input_device(model)
+    if not has_managed(place) or is_spread(model) or config.graph is False:
+        return 0
+    bus = bus_bandwidth(place)
+    return available_host_bytes() if bus is None or bus >= ROWS_BUS else 0
+
+
+_layouts: weakref.WeakKeyDictionary[Any, Config] = weakref.WeakKeyDictionary()
+
+
+def layout_of(model: Any) -> Config | None:
+    """Return the config whose index all texts of an engine on this model get if it fits; None: each its own."""
+    return None if model is None else _layouts.get(model)
+
+
+def drop_layout(model: Any) -> None:
+    """Forget the layout of an engine that is closed."""
+    _layouts.pop(model, None)
+
+
+def share_layout(model: PreTrainedModel, config: Config, rows: int, tokens: int | None) -> None:
+    """Choose one index for all texts of an engine: only rows with equal indexes share a captured step.
+
+    The index is the one that `auto` chooses for a text of `tokens` tokens (None: no limit), LAYOUT_TOKENS at most, in
+    the GPU memory that windows of `rows` rows and graphs leave. Nothing for a model on a CPU or another index.
+    """
+    _layouts.pop(model, None)
+    free, beside = whole_device_bytes(model), _beside(model, config, rows)
+    if config.index != "auto" or config.retrieve == "auto" or free is None or beside is None:
+        return
+    size = beside[0]
+    windows = size.window_bytes + size.sliding_bytes + sum(state_bytes(size))
+    chosen = chosen_index(
+        model.config, config, min(tokens or LAYOUT_TOKENS, LAYOUT_TOKENS), free - MARGIN - windows - GRAPH_BYTES,
+        hidden_movable=why_not_on_host(model) is None, finer=reads_host(input_device(model)),
+        host_free=rows_host_bytes(model, config),
+    )  # fmt: skip
+    if chosen.index != config.index:
+        _layouts[model] = chosen
 
 
 def free_device_bytes(model: Any) -> int | None:

@@ -211,6 +211,18 @@ def fitting_index(
     return found, needed
 
 
+def layout_like(
+    shape: ModelShape, config: Config, layout: Config, tokens: int, free: int, batch: int = 1
+) -> Config | None:
+    """Return `config` with the index of `layout` if a prefill by it fits `free` bytes, else None.
+
+    config.prefill_chunk is halved down to LEAST_CHUNK until it fits.
+    """
+    coded = config.replace(index=layout.index, index_options=layout.index_options)
+    takes = functools.partial(_needed, shape, tokens=tokens, batch=batch, free=free)
+    return _first_fitting(_coded_configs([coded], tokens), takes, free)[0]
+
+
 def reading_bytes(
     shape: ModelShape, config: Config, tokens: int, free: int, batch: int = 1, *, finer: bool = True, host_free: int = 0
 ) -> int:

@@ -1,9 +1,10 @@
 """Decode steps of a changing batch, as CUDA graph replays if possible.
 
 There is a graph for 1, 2, 4, ... sequences; a step uses the smallest one with enough slots. All graphs share the window
-buffers, also those of sequences with other indexes, which are kept for the next such batch. A slot has constant size and holds everything that a sequence has on the device except codes of its keys, so
-admission by slots is exact. Attaching and detaching copy windows. Sequences that no graph serves are stepped eagerly
-(`runner/rows.py`) until the cause has changed.
+buffers, also with graphs of sequences that have another index, which wait for the next such batch. A slot has constant
+size and holds everything that a sequence has on the device except codes of its keys, so admission by slots is exact.
+Attaching and detaching copy windows. Sequences that no graph serves are stepped eagerly (`runner/rows.py`) until the
+cause has changed.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import copy
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Self
 
 import torch
@@ -31,6 +31,7 @@ from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.rope import context_limit, counted_length, length_rope
 from retrieval_attn.model.weights import require_same, weight_state
+from retrieval_attn.offload.codes import HeadCodes, park_codes
 from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.runner.support import require_supported
 
@@ -383,6 +384,29 @@ def pack(cache: RetrievalCache) -> None:
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer) and layer.window is not None:
             layer.window.keep_no_room()
+
+
+def head_codes_of(cache: RetrievalCache) -> list[HeadCodes]:
+    """Return the codes of all heads and layers of a cache that a device searches."""
+    codes = (getattr(index, "codes", None) for index in cache.coded_indexes)
+    return [one for one in codes if isinstance(one, HeadCodes)]
+
+
+def park(cache: RetrievalCache, codes: Collection[HeadCodes]) -> int:
+    """Move the windows and these codes of a cache to host memory, and drop the clusters of the codes on devices.
+
+    Only forks are used from now on; `restore_codes` precedes a fork. Returns the freed bytes of windows and clusters.
+    """
+    layers: list[Any] = cache.layers
+    freed = sum(one.window.park() for one in layers if isinstance(one, CacheLayer) and one.window is not None)
+    park_codes(codes)
+    parked = {id(one) for one in codes}
+    for path in distinct(cache._paths()):
+        for segment in path.segments if path.clusters is not None else ():
+            if any(id(getattr(index, "codes", None)) in parked for index in segment.indexes):
+                assert path.clusters is not None
+                freed += sum(one.nbytes for one in path.clusters.shared.on_devices.pop(segment, {}).values())
+    return freed
 
 
 log = logging.getLogger(__name__)

@@ -633,7 +633,10 @@ class Engine:
             return
         with self._changed:
             lacking = self._scheduler.lacking_bytes
-        held, idle, most = self._tree.sizes, self._tree.idle, self._device_bytes
+        most = self._device_bytes
+        if most is not None and self._tree.sizes.device > most:
+            self._tree.park(self._tree.sizes.device - most)
+        held, idle = self._tree.sizes, self._tree.idle
         over = max(idle.host - self._shared_bytes, min(lacking, idle.host)), 0 if most is None else held.device - most
         limit = Sizes(self._shared_bytes, held.device if most is None else most, held.pages)
         self._tree.evict(Sizes(*over), limit)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from retrieval_attn.engine.ids import Ids
 from retrieval_attn.errors import RetrievalAttentionError
 
-__all__ = ["Branches", "Namespace", "Node", "Payload", "Place", "Sizes"]
+__all__ = ["Branches", "Namespace", "Node", "Parkable", "Payload", "Place", "Sizes"]
 
 
 class PrefixCacheError(RetrievalAttentionError):
@@ -70,6 +70,15 @@ class Payload(Protocol):
         ...
 
 
+@runtime_checkable
+class Parkable(Payload, Protocol):
+    """Payload that can move from GPU to host memory and stays usable."""
+
+    def park(self) -> None:
+        """Move what lies in GPU memory to host memory; `sizes` tells. Thread-safe."""
+        ...
+
+
 class Place(NamedTuple):
     """Token boundary after the first `at` tokens of a node's span. The root's only place is at 0."""
 
@@ -89,7 +98,7 @@ class Node:
         ids: int32 (tokens,), read-only.
         start: tokens before the span.
         held: payload; None for the root and after eviction.
-        sizes: bytes of the payload at its insertion.
+        sizes: bytes of the payload when they were last counted.
         rebuild_seconds: seconds to prefill the payload again.
         used: time of the last use, by the tree's clock.
         refs, leases: leases on this node and its descendants; on this node alone.

@@ -140,7 +140,14 @@ class PrefillWorker:
 
     def _advance(self, row: RunningRequest) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)
-        row.advance(self._config, self._tree, packs=self._packs)
+        row.advance(self._config, self._tree, packs=self._packs, can_wait=self._others_run(row))
+
+    def _others_run(self, row: RunningRequest) -> bool:
+        """Return whether another request holds GPU memory that it frees when it ends."""
+        return any(
+            one is not row and (one.is_read or one.read is not None) and one.cache is not None
+            for one in self._rows.values()
+        )
 
     def _read_together(
         self, reading: Sequence[str], granted: Mapping[str, int], failed: list[str], *, alone: bool

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrieval_attn.attention.cache import RetrievalCache, own_tensors, pack, seal
+from retrieval_attn.attention.cache import RetrievalCache, head_codes_of, own_tensors, pack, park, seal
 from retrieval_attn.attention.retrieval import DECODE_TOKENS, RetrievalLayer
 from retrieval_attn.cpu.store import rows_bytes
 from retrieval_attn.engine.ids import Ids, int32_row
@@ -27,6 +27,7 @@ from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.engine.saved_text import OpenedText
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
+from retrieval_attn.offload.codes import HeadCodes, restore_codes
 from retrieval_attn.saving.layers import require_savable
 
 __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "text_mark"]
@@ -35,14 +36,23 @@ __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "text_mark"
 class PrefixEntry:
     """Cache of a prefix, as payload of a node. Requests continue forks of it, which share its keys and indexes.
 
-    sizes: bytes beyond those of the parent; mapped files of a store count too. opened: the saved context that the
-    prefix is, or continues.
+    opened: the saved context that the prefix is, or continues.
     """
 
     def __init__(self, cache: RetrievalCache, sizes: Sizes, shared: Sizes, opened: OpenedText | None) -> None:
         """shared: bytes that forks share, those of all ancestors included."""
-        self._cache, self.sizes, self.shared, self.opened = cache, sizes, shared, opened
-        self._lock = threading.Lock()
+        self._cache, self.shared, self.opened = cache, shared, opened
+        self._whole, self._lock = sizes, threading.Lock()
+        self._codes = head_codes_of(cache)
+        self._own: list[HeadCodes] = []  # those that no ancestor has
+        for one in self._codes:
+            if one.owner is None or one.owner() is None:
+                one.owner = weakref.ref(self)
+                self._own.append(one)
+        self._coded = sum(one.device_nbytes for one in self._own)
+        self._windows = sum(one.nbytes for one in own_tensors(cache) if on_device(one))
+        self._parked = False
+        self._freed = 0  # windows and clusters on the device, by parking
 
     @classmethod
     def beyond(cls, cache: RetrievalCache, before: Sizes, opened: OpenedText | None = None) -> PrefixEntry:
@@ -53,6 +63,32 @@ class PrefixEntry:
         pack(cache)
         own, shared = _sizes(cache)  # every node has windows of its own
         return cls(cache, own.plus(shared.beyond(before)), shared, opened)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes beyond those of the parent; mapped files of a store count too."""
+        (host, device, pages), parked = self._whole, self._parked
+        host += sum(one.copied_nbytes for one in self._own) + (self._windows if parked else 0)
+        device += sum(one.device_nbytes for one in self._own) - self._coded - (self._freed if parked else 0)
+        return Sizes(host, max(0, device), pages)
+
+    def park(self) -> None:
+        """Move windows and codes to host memory, where forks find them. Thread-safe."""
+        with self._lock:
+            if not self._parked:
+                self._freed = park(self._cache, self._own)
+                self._parked = True
+            else:  # a fork had the codes restored
+                park(self._cache, self._own)
+
+    @property
+    def parked_bytes(self) -> int:
+        """GPU memory that the next fork takes for codes that are parked."""
+        return sum(one.copied_nbytes for one in self._codes if one.parked)
+
+    def has_room(self) -> bool:
+        """Return whether the GPU has room for the parked codes without idle texts."""
+        return self._cache.index.has_bytes(self.parked_bytes)
 
     def can_fork(self, tokens: int) -> bool:
         """Return whether a request can continue after the first `tokens` tokens."""
@@ -75,6 +111,9 @@ class PrefixEntry:
         window is read back from host memory.
         """
         with self._lock:
+            if parked := self.parked_bytes:
+                self._cache.index.reclaim_bytes(parked)
+                restore_codes(self._codes)
             cache = self._cache.fork()
         if tokens is not None and tokens < cache.get_seq_length():
             cache.crop(tokens - cache.get_seq_length())
@@ -143,6 +182,7 @@ class PrefixHandle:
         crops: whether entries may be cropped at any token.
         lease: lease on the node that the request continues, up to `held_end` ids.
         claim: claim to prefill a part, or to wait for the request that does.
+        lacks_room: whether the last `find` found a prefix whose codes lack GPU memory until another request ends.
     """
 
     def __init__(
@@ -153,6 +193,7 @@ class PrefixHandle:
         self.ids, self.ends, self.marks, self.namespace = ids, list(ends), marks, namespace
         self.lease: Lease | None = None
         self.claim: PrefillClaim | None = None
+        self.lacks_room = False
         self.held_end = self._matched = 0
         self._before = Sizes()  # of the continued fork, shared with its entry
 
@@ -173,12 +214,17 @@ class PrefixHandle:
         """Return the namespace of a part: None for a saved context, which all requests that name it share."""
         return None if self._saved and part == 0 else self.namespace
 
-    def find(self, tree: RadixCache, known: int) -> tuple[RetrievalCache, OpenedText | None] | None:
+    def find(
+        self, tree: RadixCache, known: int, *, can_wait: bool = False
+    ) -> tuple[RetrievalCache, OpenedText | None] | None:
         """Fork the longest cached prefix beyond `known` ids, which the request continues; None if there is none.
+
+        can_wait: return None and set `lacks_room` if its codes lack GPU memory that running requests hold.
 
         Returns the fork, of `held_tokens` tokens, and the saved context that it continues. Raises StoreDamagedError if
         files that it comes from are damaged.
         """
+        self.lacks_room = False
         lease = longest_cached_prefix(tree, self.ids, self.ends[:-1], self.namespace, known)
         end = known if lease is None else lease.node.end
         if self._crops:
@@ -194,7 +240,11 @@ class PrefixHandle:
             assert isinstance(entry, PrefixEntry)
             if entry.opened is not None:
                 entry.opened.require_whole()
+            self.lacks_room = can_wait and not entry.has_room()
+            if self.lacks_room:
+                return None
             cache = entry.fork(end - self.marks)
+            tree.recount(lease.node)
             self._continue(tree.lease(lease.node), end, cache)
             return cache, entry.opened
 

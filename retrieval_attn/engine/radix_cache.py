@@ -137,6 +137,7 @@ class PrefixCacheStats(NamedTuple):
         prefix_lookups, prefix_tokens_queried: lookups, and tokens of the prompts that were looked up.
         hits, tokens_hit: lookups that found a cached prefix, and tokens of these prefixes.
         evicted, evicted_bytes: evicted entries and their bytes.
+        parked, parked_bytes: entries that moved from GPU to host memory, and the bytes that this freed.
         reading, waiting: prefills in flight, and claims that wait for them.
     """
 
@@ -151,6 +152,8 @@ class PrefixCacheStats(NamedTuple):
     tokens_hit: int = 0
     evicted: int = 0
     evicted_bytes: int = 0
+    parked: int = 0
+    parked_bytes: int = 0
     reading: int = 0
     waiting: int = 0
 
@@ -167,6 +170,10 @@ class PrefixCacheStats(NamedTuple):
             prefix_tokens_queried=self.prefix_tokens_queried + tokens,
             tokens_hit=self.tokens_hit + hit,
         )
+
+    def add_parked(self, nbytes: int) -> PrefixCacheStats:
+        """Return the counts with one more parked entry that freed `nbytes` of GPU memory."""
+        return self._replace(parked=self.parked + 1, parked_bytes=self.parked_bytes + nbytes)
 
     def add_eviction(self, entries: int, nbytes: int) -> PrefixCacheStats:
         """Return the counts with more evicted entries."""
@@ -376,10 +383,47 @@ class RadixCache:
             self._counts = self._counts.add_eviction(dropped, freed.total)
         return freed
 
+    def park(self, device: int) -> int:
+        """Have idle entries move to host memory until `device` bytes of GPU memory are free, the last used one last.
+
+        Returns the freed bytes. An entry is moved without the lock; a request may lease it meanwhile.
+        """
+        freed, tried = 0, set[int]()
+        while freed < device:
+            with self._lock:
+                found = self._residents.next_to_park(tried)
+                if found is None:
+                    break
+                node, held = found
+                tried.add(node.number)
+                before = node.sizes.device
+                self._hold(node, 1)
+            try:
+                held.park()
+            finally:
+                with self._lock:
+                    self._residents.recount(node)
+                    self._hold(node, -1)
+                    self._counts = self._counts.add_parked(before - node.sizes.device)
+            freed += before - node.sizes.device
+        return freed
+
+    def recount(self, node: Node) -> None:
+        """Count the bytes of a node and its ancestors again: some moved between GPU and host memory."""
+        with self._lock:
+            one: Node | None = node
+            while one is not None:
+                self._residents.recount(one)
+                one = one.parent
+
     def reclaim(self, host: int, device: int) -> tuple[int, int]:
-        """Evict entries as `evict`, until `host` and `device` bytes are free. Returns the freed bytes of each."""
-        freed = self.evict(Sizes(host, device))
-        return freed.host, freed.device
+        """Free `host` and `device` bytes. Returns the freed bytes of each.
+
+        Entries that hold GPU memory move to host memory first, and are evicted if that is not enough.
+        """
+        parked = self.park(device)
+        freed = self.evict(Sizes(host, max(0, device - parked)))
+        return freed.host, freed.device + parked
 
     def idle_device_bytes(self) -> int:
         """Return the GPU memory of entries without a lease on them or below them."""
@@ -411,9 +455,15 @@ class RadixCache:
 
     def _refer(self, node: Node | None, more: int) -> None:
         now = self._clock()
+        self._hold(node, more)
+        while node is not None:
+            node.used = now
+            node = node.parent
+
+    def _hold(self, node: Node | None, more: int) -> None:
+        """Count leases on a node without a use of it."""
         while node is not None:
             self._residents.refer(node, more)
-            node.used = now
             node = node.parent
 
     def _prune(self, node: Node) -> None:

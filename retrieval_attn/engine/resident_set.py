@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
-from retrieval_attn.engine.node import Node, Payload, Sizes
+from retrieval_attn.engine.node import Node, Parkable, Payload, Sizes
 
 __all__ = ["ResidentSet", "eviction_score"]
 
@@ -17,6 +17,10 @@ def eviction_score(node: Node, now: float, kinds: Sequence[int]) -> float:
     prompt that takes milliseconds. `kinds`: kinds of bytes that count.
     """
     return node.rebuild_seconds / max(node.sizes.of(kinds), 1) / max(now - node.used, 1e-9)
+
+
+LEAST_PARKED = 1 << 20
+"""Bytes of GPU memory from which on a node is parked: what remains of a parked one is less."""
 
 
 class ResidentSet:
@@ -60,6 +64,28 @@ class ResidentSet:
             self.idle = self.idle.less(node.sizes)
         elif before and not node.refs:
             self.idle = self.idle.plus(node.sizes)
+
+    def recount(self, node: Node) -> None:
+        """Count a node's bytes again: its payload moved some to other memory."""
+        if node.held is None:
+            return
+        more = node.held.sizes.less(node.sizes)
+        node.sizes = node.sizes.plus(more)
+        self.sizes = self.sizes.plus(more)
+        self.idle = self.idle if node.refs else self.idle.plus(more)
+
+    def next_to_park(self, tried: Container[int]) -> tuple[Node, Parkable] | None:
+        """Return the least recently used node without leases that holds GPU memory which it can park; None: none.
+
+        tried: numbers of nodes that are left out.
+        """
+        best: tuple[Node, Parkable] | None = None
+        for node in self._nodes:
+            if node.refs or node.sizes.device < LEAST_PARKED or node.number in tried:
+                continue
+            if isinstance(node.held, Parkable) and (best is None or node.used < best[0].used):
+                best = node, node.held
+        return best
 
     def drop(self, node: Node) -> None:
         """Remove the payload of a node whose children have none."""

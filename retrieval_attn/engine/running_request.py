@@ -46,7 +46,7 @@ class RunningRequest:
     logits: float32 (1, vocabulary), from which the next token is to be chosen, or None: the last token must be fed
     first. tokens: of the answer. cached_tokens: of the prompt, not read for it; noted_tokens: that the scheduler knows
     the tree to hold. prompt_tokens: with those of the saved context that the request names. lost: that is not opened
-    but read.
+    but read. lacks_room: whether it waits for GPU memory of other requests.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RunningRequest:
         self.read: ChunkedPrefill | PrefillRequest | None = None
         self.tokens: list[int] = []
         self.cached_tokens = self.noted_tokens = self._brought = 0  # _brought: from the store, by this row
-        self.ended = False
+        self.ended = self.lacks_room = False
         self.reason: Reason | None = None  # why it ended; None, too, where another row has the request
         self._loop, self.before = loop, before
         self._detokenizer: Detokenizer = (
@@ -134,17 +134,22 @@ class RunningRequest:
         """
         read = paused(self.read)
         finishing = read is not None and read.finishing
-        return finishing or self._opening is not None or (self._pages is not None and self._pages.waiting)
+        waits = self.lacks_room or self._opening is not None or (self._pages is not None and self._pages.waiting)
+        return finishing or waits
 
     @property
     def is_read(self) -> bool:
         """Whether the whole prompt was."""
         return self._done == len(self.sharing.ends)
 
-    def advance(self, config: Config, tree: RadixCache | None, *, packs: bool = False) -> None:
+    def advance(self, config: Config, tree: RadixCache | None, *, packs: bool = False, can_wait: bool = False) -> None:
         """Begin to read the next part, unless another request reads it, or the tree has it by now; take up one that is
-        read. packs: short ones may be read with those of others. Raises what went wrong with the reading.
+        read.
+
+        packs: short ones may be read with those of others. can_wait: other requests run, so that this one waits if it
+        lacks GPU memory (`lacks_room`). Raises what went wrong with the reading.
         """
+        self.lacks_room = False
         if self.request.prompt_logprobs is not None:
             tree, packs = None, False  # all of it is read: scores of a part that another request has read are not kept
         if self.read is not None:
@@ -160,7 +165,10 @@ class RunningRequest:
             return
         self.require_weights()
         if tree is not None:
-            self._look_up(tree)
+            self._look_up(tree, can_wait=can_wait)
+            self.lacks_room = sharing.lacks_room
+            if self.lacks_room:
+                return
         if self._pages is not None and not self._pages.take(self._done, tree):
             sharing.forget()  # and look it up anew
             self.cache, self._done, self._inside, self.cached_tokens = None, 0, 0, 0
@@ -182,6 +190,9 @@ class RunningRequest:
             self._pages.open(self._done, self.cache)
         part: Sequence[int] = sharing.ids[max(self._known, sharing.marks) : sharing.ends[self._done]].tolist()
         short = len(part) <= min(SHORT_TOKENS, self.cache.config.prefill_chunk)
+        self.lacks_room = can_wait and not self.cache.index.has_room(len(part))
+        if self.lacks_room:
+            return
         if packs and short and packable(self.cache):
             self.read = PrefillRequest(self._loop, self.cache, part)
         else:
@@ -327,9 +338,9 @@ class RunningRequest:
         if tree is not None:
             self.sharing.put(tree, whole, self._done, self._opened, time.perf_counter() - self._part_began)
 
-    def _look_up(self, tree: RadixCache) -> None:
+    def _look_up(self, tree: RadixCache, *, can_wait: bool) -> None:
         """Continue a fork of the longest known beginning, if it is longer than what is there."""
-        found = self.sharing.find(tree, self._known)
+        found = self.sharing.find(tree, self._known, can_wait=can_wait)
         if found is None:
             return
         self.cache, self._opened = found

@@ -45,8 +45,8 @@ shape took 29 us by one of 63 GB/s on an H100, whose host took 60 to 70. PCIe 4 
 LAYOUT_TOKENS = 131072
 """Longest text for which the index of an engine's texts is chosen; longer ones may get another one."""
 GRAPH_BYTES = GIB
-"""Bytes for the graphs of an engine's steps, and for the work of a question while a text is read: .96 GiB lay outside the
-allocator after the graphs of 16 rows of Llama-3-8B's shape were captured (H200)."""
+"""Bytes for the graphs of an engine's steps, and for the work of a question while a text is read: .96 GiB lay outside
+the allocator after the graphs of 16 rows of Llama-3-8B's shape were captured (H200)."""
 _ANY_DIM = 128
 """Kinds keep codes on the device for every head_dim or for none."""
 
@@ -110,6 +110,16 @@ class IndexChoice:
             return True
         room = free - MARGIN + idle_device_bytes()
         return layout_like(self._movable(shape, model), self._requested, layout, tokens, room) is not None
+
+    def has_bytes(self, nbytes: int) -> bool:
+        """Return whether the GPU has `nbytes` free bytes without idle texts."""
+        model = self._loaded
+        free = None if model is None or not nbytes else whole_device_bytes(model)
+        return free is None or free - MARGIN + idle_device_bytes() >= nbytes
+
+    def reclaim_bytes(self, nbytes: int) -> None:
+        """Free GPU memory that idle texts hold if `nbytes` bytes lack room."""
+        self._reclaim(lambda shape, room: nbytes)
 
     def make_room(self, tokens: int, batch: int = 1) -> None:
         """Evict idle texts from GPU memory if a prefill of `tokens` more tokens of `batch` sequences needs their room.

@@ -11,7 +11,8 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -172,7 +173,7 @@ class SentCodes:
         device = memory.device
         there = _empty_codes(memory, self._space(space, device), None if finer is None else self._space(finer, device))
         there.hold(len(rows.codes))
-        codes = HeadCodes(there, fmt, sent=self)
+        codes = HeadCodes(there, fmt, space, sent=self)
         self._codes.append((codes, rows))
         return codes
 
@@ -268,13 +269,72 @@ class HeadCoder(NamedTuple):
 
 
 class HeadCodes:
-    """`KeyCodes` of one head on a device; `device` has them as tensors."""
+    """`KeyCodes` of one head on a device.
+
+    owner: what parks the codes, see `park_codes`; None: nothing does.
+    """
 
     def __init__(
-        self, device: DeviceCodes, fmt: Format, lent: Loan | None = None, sent: SentCodes | None = None
-    ) -> None:
-        """lent: see `DeviceCoder.lent`, of this head. sent: where codes are, and their space, until they have come."""
-        self.device, self._fmt, self._lent, self._sent = device, fmt, lent, sent
+        self, device: DeviceCodes, fmt: Format, space: CodeSpace, lent: Loan | None = None,
+        sent: SentCodes | None = None,
+    ) -> None:  # fmt: skip
+        """space: of the codes, in host memory. lent: see `DeviceCoder.lent`, of this head. sent: where codes are, and
+        their space, until they have come.
+        """
+        self._device, self._fmt, self._space, self._lent, self._sent = device, fmt, space, lent, sent
+        self._copy: np.ndarray[Any, Any] | None = None  # in host memory, of codes that were parked once
+        self._restored: DeviceCodes | None = None  # on their way back
+        self.owner: weakref.ref[Any] | None = None
+
+    @property
+    def parked(self) -> bool:
+        """Whether the codes lie in host memory until they are needed again."""
+        return _is_away(self._device)
+
+    @property
+    def device(self) -> DeviceCodes:
+        """The codes as tensors on the device; parked ones are copied back."""
+        while _is_away(codes := self._device):
+            restore_codes([self])
+        return codes
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes of the copy in host memory that parking made."""
+        return 0 if self._copy is None else self._copy.nbytes
+
+    def settle(self) -> None:
+        """Wait until the codes of a saved context have come."""
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None
+
+    def park(self) -> None:
+        """Free the codes and their space on the device; the caller of `park_codes` has settled them."""
+        there = self._device
+        if there.on_host or _is_away(there) or not there.length:
+            return
+        if self._copy is None or len(self._copy) != there.length:
+            self._copy = self.rows().codes.copy()
+        # what holds the old object keeps its memory: a step that reads the codes is not disturbed
+        space = there.space
+        sides = {name: getattr(space, name).new_empty(0) for name in space._fields[:4]}
+        away = DeviceCodes(space._replace(**sides), there.codes.new_empty(0, there.codes.shape[1]), there.finer)
+        away.length = there.length
+        self._device = away
+
+    def restore(self, memory: Tensor, space: DeviceSpace) -> None:
+        """Copy the codes to memory (capacity, key_bytes), by the current stream."""
+        assert self._copy is not None
+        for start, some in _outbox.parts(self._copy, memory.device):
+            memory[start : start + len(some)].copy_(torch.from_numpy(some), non_blocking=True)
+        self._restored = DeviceCodes(space, memory, self._device.finer)
+        self._restored.length = self._device.length
+
+    def use_restored(self) -> None:
+        """Use what `restore` copied, once the copies are done."""
+        assert self._restored is not None
+        self._device, self._restored = self._restored, None
 
     @classmethod
     def empty(
@@ -284,16 +344,16 @@ class HeadCodes:
         spaces = _Spaces(space, 1 if finer is None else 2, memory.device)
         there = spaces.add(space), None if finer is None else spaces.add(finer)
         spaces.send()
-        return cls(_empty_codes(memory, *there), fmt, lent)
+        return cls(_empty_codes(memory, *there), fmt, space, lent)
 
     @property
     def device_nbytes(self) -> int:
-        return 0 if self.device.on_host else self.device.codes.nbytes
+        return 0 if self._device.on_host else self._device.codes.nbytes
 
     @property
     def host_nbytes(self) -> int:
-        finer = 0 if self.device.finer is None else self.device.finer.codes.nbytes
-        return finer + (self.device.codes.nbytes if self.device.on_host else 0)
+        finer = 0 if self._device.finer is None else self._device.finer.codes.nbytes
+        return finer + (self._device.codes.nbytes if self._device.on_host else 0)
 
     def fill(self, rows: CodeRows) -> None:
         """These are the codes of the first keys, which were coded before; of as many as were expected at most.
@@ -317,10 +377,9 @@ class HeadCodes:
 
     def add(self, keys: np.ndarray[Any, Any]) -> None:
         """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
-        if self._sent is not None:
-            self._sent.wait()  # more room may be taken for all of them
-            self._sent = None
+        self.settle()  # more room may be taken for all of them
         codes = self.device
+        self._copy = None
         device, length = codes.device, codes.length
         with beside(device):
             try:
@@ -348,8 +407,12 @@ class HeadCodes:
 
     def rows(self) -> CodeRows:
         """The codes in host memory, until the calling thread's next call."""
-        codes, finer = self.device.codes[: self.device.length], self.device.finer
+        length, finer = self._device.length, self._device.finer
         there = None if finer is None else finer.codes[: finer.length].numpy()
+        copy = self._copy
+        if copy is not None and len(copy) == length:
+            return CodeRows(copy, there)
+        codes = self._device.codes[:length]
         if codes.device.type != "cuda":
             return CodeRows(codes.numpy(), there)
         held = _inbox.room(codes.nbytes).view(codes.shape)
@@ -359,7 +422,9 @@ class HeadCodes:
         return CodeRows(held.numpy(), there)
 
     def cut(self, length: int) -> None:
-        self.device.hold(min(length, self.device.length))
+        if length < self._device.length:
+            self.device.hold(length)
+            self._copy = None
 
     def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
         where = self.device.device
@@ -368,6 +433,90 @@ class HeadCodes:
                 select_candidates(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
             )
         return found
+
+
+def park_codes(codes: Iterable[HeadCodes]) -> None:
+    """Copy codes to host memory, once, and free them on the device until `HeadCodes.device` or `restore_codes`.
+
+    Codes that lie in host memory stay as they are.
+    """
+    with _parking:
+        some = list(codes)
+        for one in some:
+            one.settle()  # not in a thread of the pool that brings them
+        _in_threads(_park_some, [(some[start : start + SLAB_HEADS],) for start in range(0, len(some), SLAB_HEADS)])
+
+
+def restore_codes(codes: Iterable[HeadCodes]) -> None:
+    """Copy parked codes back to the device. Raises MemoryPlanError where it has no room; all stay parked then."""
+    with _parking:
+        groups: dict[tuple[torch.device, int, int], list[HeadCodes]] = {}
+        for one in codes:
+            there = one._device
+            if _is_away(there):
+                groups.setdefault((there.device, capacity_for(there.length), there.codes.shape[1]), []).append(one)
+        tasks: list[tuple[torch.device, list[HeadCodes], Tensor, list[DeviceSpace]]] = []
+        for (device, tokens, key_bytes), heads in groups.items():
+            with beside(device):
+                for start in range(0, len(heads), SLAB_HEADS):
+                    part = heads[start : start + SLAB_HEADS]
+                    memory = _taken(len(part), tokens, key_bytes, device)
+                    tasks.append((device, part, memory, _spaces_on([one._space for one in part], device)))
+        _in_threads(_restore_some, tasks)
+        for _, part, *_ in tasks:
+            for head in part:
+                head.use_restored()
+
+
+SLAB_HEADS = 8
+"""Heads whose restored codes share one allocation."""
+_parking = threading.RLock()
+
+
+def _is_away(codes: DeviceCodes) -> bool:
+    """Return whether this stands for codes that are parked."""
+    return not codes.on_host and len(codes.codes) < codes.length
+
+
+def _spaces_on(spaces: Sequence[CodeSpace], device: torch.device) -> list[DeviceSpace]:
+    """Copy spaces to a device, by the current stream."""
+    found, sent = list[DeviceSpace](), list[_Spaces]()
+    for space in spaces:
+        if not sent or not sent[-1].fits(space):
+            sent.append(_Spaces(space, len(spaces), device))
+        found.append(sent[-1].add(space))
+    for one in sent:
+        one.send()
+    return found
+
+
+def _in_threads(work: Callable[..., None], tasks: Iterable[tuple[Any, ...]]) -> None:
+    """Call `work` with the arguments of each task. Raises what one raised."""
+    futures = [_senders().submit(work, *task) for task in tasks]
+    wait(futures)
+    for future in futures:
+        future.result()
+
+
+def _park_some(heads: list[HeadCodes]) -> None:
+    for head in heads:
+        head.park()
+
+
+def _restore_some(device: torch.device, heads: list[HeadCodes], memory: Tensor, spaces: Sequence[DeviceSpace]) -> None:
+    def copy() -> None:
+        for head, own, space in zip(heads, memory, spaces, strict=True):
+            head.restore(own, space)
+
+    with torch.inference_mode(False), torch.no_grad():
+        if device.type != "cuda":
+            copy()
+            return
+        with torch.cuda.stream(_sending_stream(device)):
+            stream = torch.cuda.current_stream(device)
+            stream.wait_stream(_stream(device))  # what had the memory before
+            copy()
+            stream.synchronize()
 
 
 def load_coder(device: torch.device, dtype: torch.dtype, spec: IndexSpec, head_dim: int) -> None:

@@ -53,6 +53,7 @@ class WindowCache:
         self._key = _room_for(key, sinks + capacity)
         self._value = _room_for(value, sinks + capacity)
         self._places: WindowPlaces | None = None  # of these, once `places` was read
+        self._home: torch.device | None = None  # of a window that is parked
 
     @property
     def batch(self) -> int:
@@ -201,11 +202,23 @@ class WindowCache:
         return attend(query, key, value, scale=scale, mask=mask, softcap=softcap)
 
     def clone(self, capacity: int = 0, sinks: int = 0) -> WindowCache:
-        """An independent copy; used by forks. It has room for at least `capacity` tail tokens and `sinks` sinks."""
+        """An independent copy; used by forks. It has room for at least `capacity` tail tokens and `sinks` sinks.
+
+        The copy of a parked window lies on the device.
+        """
         other = object.__new__(WindowCache)
         other.__dict__.update(self.__dict__)
         other._resize(max(self._tail, sinks), max(self._capacity, capacity))
+        other._home = None
         return other
+
+    def park(self) -> int:
+        """Move the buffers to host memory; only clones are used from now on. Returns the freed bytes."""
+        if self._home is not None:
+            return 0
+        self._home, freed = self._key.device, self.nbytes
+        self._key, self._value, self._places = self._key.to("cpu", copy=True), self._value.to("cpu", copy=True), None
+        return freed
 
     def _all_valid(self, tokens: int) -> Tensor:
         return torch.ones(self.batch, tokens, dtype=torch.bool, device=self._key.device)
@@ -213,7 +226,7 @@ class WindowCache:
     def _resize(self, tail: int, capacity: int) -> None:
         """Move into new memory, in which the tail begins at a slot and has room for `capacity` tokens."""
         low, high, moved = *self.span, tail - self._tail
-        key, value = (_room_for(part, tail + capacity) for part in self.buffers)
+        key, value = (_room_for(part, tail + capacity, self._home) for part in self.buffers)
         for new, old in ((key, self._key), (value, self._value)):
             new[:, :, low + moved : high + moved] = old[:, :, low:high]
         self._key, self._value, self._places = key, value, None
@@ -245,9 +258,9 @@ def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:
     return key[:, :, low : low + window.sink_len], value[:, :, low : low + window.sink_len]
 
 
-def _room_for(like: Tensor, tokens: int) -> Tensor:
-    """Uninitialised memory for `tokens` tokens of the shape, dtype and device of `like`."""
-    return like.new_empty(like.shape[0], like.shape[1], tokens, like.shape[3])
+def _room_for(like: Tensor, tokens: int, device: torch.device | None = None) -> Tensor:
+    """Uninitialised memory for `tokens` tokens of the shape and dtype of `like`. device: None: that of `like`."""
+    return like.new_empty(like.shape[0], like.shape[1], tokens, like.shape[3], device=device)
 
 
 def _visible(queries: int, tokens: int, reach: int | None, valid: Tensor | None, device: torch.device) -> Tensor | None:

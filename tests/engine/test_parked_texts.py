@@ -1,0 +1,190 @@
+"""Texts of the prefix cache that move from GPU to host memory and back: answers and bytes stay the same."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import retrieval_attn as ra
+from retrieval_attn.attention.cache import RetrievalCache, head_codes_of, park
+from retrieval_attn.engine import prefix_handle, resident_set
+from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.node import Sizes
+from retrieval_attn.engine.prefix_handle import PrefixEntry
+from retrieval_attn.engine.request import Request
+from retrieval_attn.offload.codes import HeadCodes, restore_codes
+from tests.engine_audit import check_engine
+from tests.test_engine import ids, llm_of
+
+CONFIG = ra.Config(sink=4, window=32, retrieve=8, index="device", prefill_chunk=256)
+QUESTION = ids(5, 90)
+
+
+def read_text(llm: Any, tokens: int, seed: int) -> ra.Context:
+    context = ra.Context(llm.model, llm.tokenizer, llm.config)
+    context.read(list(ids(tokens, seed)))
+    return context
+
+
+def answer(llm: Any, cache: RetrievalCache) -> list[int]:
+    context = ra.Context(llm.model, llm.tokenizer, llm.config)
+    context._cache = cache
+    return list(context.continue_with(list(QUESTION), max_new_tokens=6).tokens)
+
+
+def test_codes_go_and_come_back() -> None:
+    """Codes, their spaces and the window leave the device; a fork of what is restored answers as before. The copy in
+    host memory is made once, and no code differs.
+    """
+    llm = llm_of(CONFIG)
+    context = read_text(llm, 900, 1)
+    cache = context.cache
+    expected = answer(llm, cache.fork())
+    codes = head_codes_of(cache)
+    assert codes and not any(one.parked for one in codes)
+    rows = [one.rows().codes.copy() for one in codes]
+    before, window = cache.device_nbytes, cache.layers[0].window
+    freed = park(cache, codes)
+    assert all(one.parked for one in codes) and freed >= window.nbytes
+    assert sum(one.device_nbytes for one in codes) == 0 < sum(one.copied_nbytes for one in codes)
+    copies = [one._copy for one in codes]
+    assert cache.device_nbytes < before
+    assert all((one.rows().codes == own).all() for one, own in zip(codes, rows, strict=True))
+    assert all(one.parked for one in codes), "reading rows restores nothing"
+    restore_codes(codes)
+    assert not any(one.parked for one in codes) and sum(one.device_nbytes for one in codes) > 0
+    assert answer(llm, cache.fork()) == expected
+    park(cache, codes)
+    assert [one._copy for one in codes] == copies
+    assert answer(llm, cache.fork()) == expected, "codes that are needed are restored one by one"
+    assert not any(one.parked for one in codes)
+
+
+def test_a_step_that_reads_codes_keeps_them() -> None:
+    """What holds the codes while they are parked goes on with its memory."""
+    cache = read_text(llm_of(CONFIG), 600, 2).cache
+    codes = head_codes_of(cache)
+    held = [one.device for one in codes]
+    before = [one.codes[: one.length].clone() for one in held]
+    park(cache, codes)
+    assert all((one.codes[: one.length] == own).all() for one, own in zip(held, before, strict=True))
+
+
+def test_new_codes_replace_the_copy() -> None:
+    """Keys that are added after a restore are in the next copy, and a shorter index drops the copy."""
+    cache = read_text(llm_of(CONFIG), 600, 3).cache
+    one = head_codes_of(cache)[0]
+    one.park()
+    length = one._device.length
+    one.add(cache.batch.hosts(0)[0].segments[0].keys[0][:7])
+    assert not one.parked and one._device.length == length + 7 and one.copied_nbytes == 0
+    one.park()
+    assert one._copy is not None and len(one._copy) == length + 7
+    one.cut(5)
+    assert not one.parked and one._device.length == 5 and one.copied_nbytes == 0
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Idle texts of an engine that is gone count as idle memory until they are collected."""
+    yield
+    gc.collect()
+
+
+def apart(_: Tensor) -> bool:
+    return True
+
+
+def engine_of(llm: Any, device: int) -> Engine:
+    limits = replace(default_limits(llm.model, llm.config), prefix_cache_device_bytes=device)
+    return Engine(llm, limits=limits, prefix_cache_bytes=1 << 27)
+
+
+def ask_in_turn(engine: Engine, texts: list[tuple[int, ...]], turns: int) -> tuple[list[Any], list[int]]:
+    """Answers and cached tokens of questions on texts in turn."""
+    found = []
+    for _ in range(turns):
+        for text in texts:
+            found.append(engine.submit(Request((text, QUESTION), 4)).result())
+            check_engine(engine)
+    engine.submit(Request(((5,),), 1)).result()
+    return [one.tokens for one in found], [one.cached_tokens for one in found]
+
+
+def test_texts_in_turn_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU has room for one of three texts: the others wait in host memory, none is evicted or read again. Without
+    parking, the same limits have every text read again in every turn.
+    """
+    llm = llm_of(CONFIG)
+    texts = [ids(700, number) for number in range(3)]
+    with Engine(llm, prefix_cache_bytes=0) as engine:
+        expected, _ = ask_in_turn(engine, texts, 1)
+    monkeypatch.setattr(prefix_handle, "on_device", apart)
+    monkeypatch.setattr(resident_set, "LEAST_PARKED", 1 << 10)
+    with engine_of(llm, 1 << 40) as engine:
+        ask_in_turn(engine, texts, 1)
+        whole: Sizes = engine._tree.sizes  # type: ignore[union-attr]
+    room = whole.device // 2
+    with engine_of(llm, room) as engine:
+        answers, cached = ask_in_turn(engine, texts, 3)
+        assert answers == expected * 3 and cached == [0] * 3 + [700] * 6
+        shared = engine.stats["shared"]
+        assert shared.evicted == 0 and shared.parked >= 2 and 0 < shared.device_nbytes <= room
+        assert shared.host_nbytes > whole.host, "the copies count"
+        check_engine(engine)
+    monkeypatch.setattr(PrefixEntry, "park", lambda _: None)
+    with engine_of(llm, room) as engine:
+        answers, cached = ask_in_turn(engine, texts, 2)
+        assert answers == expected * 2 and cached == [0] * 6 and engine.stats["shared"].evicted > 0
+
+
+def test_entries_count_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parked entry holds nothing on the device, and its copies on the host; a fork counts codes on the device again.
+    Codes of a parent are the parent's: a child parks its windows alone.
+    """
+    monkeypatch.setattr(prefix_handle, "on_device", apart)
+    context = read_text(llm_of(CONFIG), 700, 4)
+    entry = PrefixEntry.beyond(context.cache, Sizes())
+    child = PrefixEntry.beyond(entry.fork(), entry.shared)
+    whole = entry.sizes
+    child.park()
+    assert not any(one.parked for one in head_codes_of(context.cache)) and child.sizes.device == 0
+    entry.park()
+    parked = entry.sizes
+    codes = sum(one.copied_nbytes for one in head_codes_of(context.cache))
+    assert parked.device < whole.device // 50, "what codes have room for beyond their keys"
+    assert entry.parked_bytes == codes > 0 and parked.host == whole.host + codes + entry._windows
+    entry.fork()
+    assert entry.parked_bytes == 0 and entry.sizes.device > codes // 2
+    entry.park()
+    assert entry.sizes == parked
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_forks_while_others_park(seed: int) -> None:
+    """Threads park a text while another forks it and asks: each answer is the same."""
+    llm = llm_of(CONFIG)
+    entry = PrefixEntry.beyond(read_text(llm, 800, 10 + seed).cache, Sizes())
+    expected, stop = answer(llm, entry.fork()), threading.Event()
+
+    def parking() -> None:
+        while not stop.is_set():
+            entry.park()
+
+    threads = [threading.Thread(target=parking) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(12):
+            assert answer(llm, entry.fork()) == expected
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert isinstance(entry._own[0], HeadCodes)

@@ -457,7 +457,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Return the engine's counts.
 
-        waiting, rows: requests in the queue and running sequences, now. slot_utilization: share of slots in use, mean
+        waiting, rows: requests in the queue and running sequences, now. waiting_gpu_memory: admitted requests that
+        wait for GPU memory of others, now. slot_utilization: share of slots in use, mean
         over the decode steps. shared: counts of the prefix cache. The rest is `Counts.plain`.
         """
         with self._changed:
@@ -466,6 +467,7 @@ class Engine:
                 "waiting": self._scheduler.waiting,
                 "rows": self._scheduler.slots_in_use,
                 "slot_utilization": utilization,
+                "waiting_gpu_memory": sum(row.lacks_room for row in self._rows.values()),
             }
             return {
                 **now,

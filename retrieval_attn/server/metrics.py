@@ -25,6 +25,8 @@ PREFIX_CACHE = {
 PREFIX_CACHE_EVENTS = {
     "evicted": ("prefix_cache_evictions", "Prefix-cache entries evicted"),
     "evicted_bytes": ("prefix_cache_evicted_bytes", "Bytes of prefix-cache entries evicted"),
+    "parked": ("prefix_cache_parked", "Prefix-cache entries moved from GPU to host memory"),
+    "parked_bytes": ("prefix_cache_parked_bytes", "Bytes of GPU memory freed by moving prefix-cache entries"),
     "prefix_tokens_queried": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
     "tokens_hit": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
 }
@@ -80,6 +82,9 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Sequences in the running batch")
         self._waiting = self._gauge("num_requests_waiting", "Requests waiting in the engine")
         self._first_waiting = self._gauge("num_requests_without_token", "Requests without their first token")
+        self._lacking = self._gauge(
+            "num_requests_waiting_gpu_memory", "Admitted requests that wait for GPU memory of other requests"
+        )
         self._utilization = self._gauge("slot_utilization", "Share of batch slots in use, mean over the decode steps")
         self._up = self._gauge("engine_up", "1 while the engine answers")
         self._engine = {key: Following(self._counter(name, text)) for key, (name, text) in ENGINE.items()}
@@ -130,6 +135,7 @@ class Metrics:
         if stats is not None:
             self._running.set(stats["rows"])
             self._waiting.set(stats["waiting"])
+            self._lacking.set(stats["waiting_gpu_memory"])
             self._utilization.set(stats["slot_utilization"])
             self._damaged.follow(stats["damaged_blocks"])
             self._saves.set(stats["saves_running"])

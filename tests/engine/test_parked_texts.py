@@ -18,6 +18,7 @@ from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.engine.request import Request
+from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.offload.codes import HeadCodes, restore_codes
 from tests.engine_audit import check_engine
 from tests.test_engine import ids, llm_of
@@ -188,3 +189,48 @@ def test_forks_while_others_park(seed: int) -> None:
         for thread in threads:
             thread.join()
     assert isinstance(entry._own[0], HeadCodes)
+
+
+def test_a_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another request runs, a text that lacks GPU memory is not read; it is when that request has ended, with the
+    same answer. The count tells that it waits.
+    """
+    llm = llm_of(CONFIG)
+    first, second = Request((ids(500, 1), QUESTION), 60), Request((ids(600, 2), QUESTION), 4)
+    with Engine(llm, prefix_cache_bytes=0) as engine:
+        expected = [engine.submit(one).result().tokens for one in (first, second)]
+    monkeypatch.setattr(IndexChoice, "has_room", lambda self, tokens: False)
+    with Engine(llm, prefix_cache_bytes=1 << 27) as engine:
+        running = engine.submit(first)
+        next(iter(running))
+        waiting = engine.submit(second)
+        waited = 0
+        for _ in running:
+            waited = max(waited, engine.stats["waiting_gpu_memory"])
+            assert not engine._rows.get(waiting.id) or not engine._rows[waiting.id].is_read
+        assert waited == 1
+        assert [running.result().tokens, waiting.result().tokens] == expected
+        assert engine.stats["waiting_gpu_memory"] == 0
+        check_engine(engine)
+
+
+def test_a_parked_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its codes are restored when the other request has ended."""
+    llm = llm_of(CONFIG)
+    first, second = Request((ids(500, 1), QUESTION), 60), Request((ids(600, 2), QUESTION), 4)
+    with Engine(llm, prefix_cache_bytes=1 << 27) as engine:
+        expected = [engine.submit(one).result().tokens for one in (first, second)]
+        engine.submit(Request(((5,),), 1)).result()
+        assert engine._tree is not None
+        monkeypatch.setattr(prefix_handle, "on_device", apart)
+        for entry in [one.held for one in engine._tree.texts(None, 9, 0)]:
+            entry.park()
+        assert all(one.held.parked_bytes > 0 for one in engine._tree.texts(None, 9, 0))
+        monkeypatch.setattr(IndexChoice, "has_bytes", lambda self, nbytes: False)
+        running = engine.submit(first)
+        next(iter(running))
+        waiting = engine.submit(second)
+        for _ in running:
+            assert engine._rows[waiting.id].cache is None
+        found = [running.result(), waiting.result()]
+        assert [one.tokens for one in found] == expected and [one.cached_tokens for one in found] == [500, 600]

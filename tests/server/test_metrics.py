@@ -99,6 +99,7 @@ def test_counters_go_on_when_an_engine_begins_anew() -> None:
         "saves_running": 0,
         "saves_failed": 0,
         "slot_utilization": 0.0,
+        "waiting_gpu_memory": 0,
         "shared": dict.fromkeys([*PREFIX_CACHE, *PREFIX_CACHE_EVENTS], 0),
         **Counts().plain,
     }

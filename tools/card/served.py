@@ -30,7 +30,7 @@ __all__ = ["GROUPS", "Client", "main", "serving"]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 START_SECONDS = 300.0
-SAVE_SECONDS = 240.0
+SAVE_SECONDS = 90.0
 QUESTION_WORDS = 12
 SEPARATORS = {"a space": " ", "a newline": "\n", "a blank line": "\n\n"}
 
@@ -167,7 +167,7 @@ def turns(client: Client) -> None:
     """Questions on several documents in turn."""
     for documents, count in ((3, client.args.words), (10, client.args.words * 24 // 100)):
         texts = [words(100 * documents + number, count) for number in range(documents)]
-        for turn in range(3):
+        for turn in range(2):
             for number, text in enumerate(texts):
                 what = f"{documents} documents of {count} words in turn, round {turn}, document {number}"
                 client.row(what, *chat(text, question(30 + turn)))

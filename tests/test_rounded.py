@@ -359,3 +359,42 @@ def test_a_trees_budget_is_not_for_rows() -> None:
     assert sizes[0][1] > 0 == sizes[1][1]
     steps = sizes[0][0].host - sizes[1][0].host
     assert steps == sizes[0][1] * ROW_STEPS_BYTES // (2 * 16), "on a CPU what a device would have is the host's"
+
+
+def test_steps_of_parked_rows_come_back() -> None:
+    """They leave the device, an earlier reader keeps its own, and the next one has the same numbers."""
+    segment = Segment(HEADS, 400, *DIMS, Format.FLOAT32)
+    kv = numbers(300, 1)
+    appended(segment, kv, new_rows(*kv))
+    rows = segment.rounded
+    assert isinstance(rows, Int8RowMirror)
+    before = rows.entries(segment, 0, 300, 1)
+    assert before is not None and rows.device_nbytes > 0
+    steps = [one.steps.clone() for one in before]
+    assert rows.park() > 0 == rows.device_nbytes and rows.park() == 0
+    assert all(torch.equal(one.steps, own) for one, own in zip(before, steps, strict=True))
+    after = rows.entries(segment, 0, 300, 1)
+    assert after is not None and after is not before and rows.device_nbytes > 0
+    assert all(torch.equal(one.steps, own) for one, own in zip(after, steps, strict=True))
+
+
+def test_rows_that_were_used_last_go_last() -> None:
+    """Memory is taken from rows of other texts than the one that is being asked."""
+    segments = []
+    for seed in range(3):
+        segment, kv = Segment(HEADS, 200, *DIMS, Format.FLOAT32), numbers(150, seed)
+        appended(segment, kv, new_rows(*kv))
+        segments.append(segment)
+    rows = [segment.rounded for segment in segments]
+    assert all(isinstance(one, Int8RowMirror) for one in rows)
+    first = rows[0]
+    assert isinstance(first, Int8RowMirror) and first.entries(segments[0], 0, 150, 1) is not None
+    held = rounded.held_rows_bytes()
+    gone = sum(one is not None and not isinstance(one, Int8RowMirror) for one in (s.rounded for s in segments))
+    assert gone == 0 and held >= 3 * first.nbytes
+    gc.collect()
+    others = rounded.held_rows_bytes() - 3 * first.nbytes
+    assert rounded.drop_rows(others + 1) > others
+    assert [isinstance(segment.rounded, Int8RowMirror) for segment in segments] == [True, False, True]
+    assert rounded.drop_rows(1) == first.nbytes
+    assert [isinstance(segment.rounded, Int8RowMirror) for segment in segments] == [True, False, False]

@@ -31,7 +31,8 @@ from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.rope import context_limit, counted_length, length_rope
 from retrieval_attn.model.weights import require_same, weight_state
-from retrieval_attn.offload.codes import HeadCodes, park_codes
+from retrieval_attn.offload.codes import HeadCodes
+from retrieval_attn.offload.int8_rows import Int8RowMirror
 from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.runner.support import require_supported
 
@@ -392,21 +393,44 @@ def head_codes_of(cache: RetrievalCache) -> list[HeadCodes]:
     return [one for one in codes if isinstance(one, HeadCodes)]
 
 
-def park(cache: RetrievalCache, codes: Collection[HeadCodes]) -> int:
-    """Move the windows and these codes of a cache to host memory, and drop the clusters of the codes on devices.
+class CodedSegments:
+    """Segments of a cache whose keys have some of the given codes, with what devices hold of them besides codes.
 
-    Only forks are used from now on; `restore_codes` precedes a fork. Returns the freed bytes of windows and clusters.
+    That are clusters, which are dropped and made again from the host's, and the steps of int8 rows, which move.
     """
+
+    def __init__(self, cache: RetrievalCache, codes: Collection[HeadCodes]) -> None:
+        """codes: `head_codes_of`, or some of them."""
+        wanted = {id(one) for one in codes}
+        self._held = [
+            (None if path.clusters is None else path.clusters.shared, segment)
+            for path in distinct(cache._paths())
+            for segment in path.segments
+            if any(id(getattr(index, "codes", None)) in wanted for index in segment.indexes)
+        ]
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of clusters and steps in device memory."""
+        clusters = [shared.on_devices.get(segment, {}) for shared, segment in self._held if shared is not None]
+        steps = (one.device_nbytes for _, segment in self._held if (one := segment.rounded) is not None)
+        return sum(one.nbytes for there in clusters for one in there.values()) + sum(steps)
+
+    def park(self) -> None:
+        """Free that memory until it is needed again."""
+        for shared, segment in self._held:
+            if shared is not None:
+                shared.on_devices.pop(segment, None)
+            if isinstance(segment.rounded, Int8RowMirror):
+                segment.rounded.park()
+
+
+def park_windows(cache: RetrievalCache) -> None:
+    """Move the windows of a cache to host memory; only forks of it are used from now on."""
     layers: list[Any] = cache.layers
-    freed = sum(one.window.park() for one in layers if isinstance(one, CacheLayer) and one.window is not None)
-    park_codes(codes)
-    parked = {id(one) for one in codes}
-    for path in distinct(cache._paths()):
-        for segment in path.segments if path.clusters is not None else ():
-            if any(id(getattr(index, "codes", None)) in parked for index in segment.indexes):
-                assert path.clusters is not None
-                freed += sum(one.nbytes for one in path.clusters.shared.on_devices.pop(segment, {}).values())
-    return freed
+    for layer in layers:
+        if isinstance(layer, CacheLayer) and layer.window is not None:
+            layer.window.park()
 
 
 log = logging.getLogger(__name__)

@@ -60,6 +60,7 @@ from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import weight_state
+from retrieval_attn.offload.int8_rows import drop_rows, held_rows_bytes
 from retrieval_attn.offload.staging import host_format
 from retrieval_attn.runner.full_attention import release_full_kv
 from retrieval_attn.sampling.sampler import require_known
@@ -199,6 +200,8 @@ time to open than the shared tokens take to prefill.
 """
 ROWS = 16
 """Rows of a step, unless limits say otherwise."""
+ROWS_SHARE = 0.25
+"""Share of the limits' host memory that int8 rows of texts keep when prefix cache entries need it."""
 HOST_SHARE = 0.75
 """Share of the host memory that is free at start, for the KV of requests and of the prefix cache together. The rest is
 for hidden states of a prefill and for building indexes."""
@@ -327,6 +330,7 @@ class Engine:
             self._rows, self._scheduler, self._changed, self._config, self._tree, self._fail, self._counts
         )
         self._warm_ups = WarmUps()
+        self._row_bytes = 0  # of int8 rows, after the last prefill
         self._closing = self._replays = False  # replays: the next step likely is one
         self.died: BaseException | None = None  # what ended it in the middle of its work
         self._thread = threading.Thread(target=self._run, name="retrieval_attn-engine", daemon=True)
@@ -605,6 +609,8 @@ class Engine:
         if not self._replays:  # else the next replay, soon, leaves time for it
             self._outputs.flush()
         progress = self._prefills.go_on(dict(plan.read), failed, alone=not plan.decode)
+        if plan.read or plan.leave:
+            self._row_bytes = held_rows_bytes()
         self._evict_prefixes()
         return StepResult(
             tuple(found.ended), tuple(found.tokens), tuple(failed), progress.chunks, progress.done, found.seconds,
@@ -638,9 +644,14 @@ class Engine:
         most = self._device_bytes
         if most is not None and self._tree.sizes.device > most:
             self._tree.park(self._tree.sizes.device - most)
-        held, idle = self._tree.sizes, self._tree.idle
-        over = max(idle.host - self._shared_bytes, min(lacking, idle.host)), 0 if most is None else held.device - most
-        limit = Sizes(self._shared_bytes, held.device if most is None else most, held.pages)
+        held, idle, limits = self._tree.sizes, self._tree.idle, self._limits
+        rows = min(self._row_bytes, int(limits.host_bytes * ROWS_SHARE))
+        room = min(self._shared_bytes, limits.host_bytes - rows)
+        over = max(idle.host - room, min(lacking, idle.host)), 0 if most is None else held.device - most
+        limit = Sizes(room, held.device if most is None else most, held.pages)
         self._tree.evict(Sizes(*over), limit)
         with self._changed:
             self._scheduler.set_outside(self._tree.sizes.host)
+            more = self._scheduler.host_bytes_in_use + self._row_bytes - limits.host_bytes
+        if more > 0 and self._row_bytes > rows:
+            self._row_bytes -= drop_rows(min(more, self._row_bytes - rows))

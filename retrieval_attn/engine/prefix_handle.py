@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrieval_attn.attention.cache import RetrievalCache, head_codes_of, own_tensors, pack, park, seal
+from retrieval_attn.attention.cache import (
+    CodedSegments,
+    RetrievalCache,
+    head_codes_of,
+    own_tensors,
+    pack,
+    park_windows,
+    seal,
+)
 from retrieval_attn.attention.retrieval import DECODE_TOKENS, RetrievalLayer
 from retrieval_attn.cpu.store import rows_bytes
 from retrieval_attn.engine.ids import Ids, int32_row
@@ -27,7 +35,7 @@ from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.engine.saved_text import OpenedText
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
-from retrieval_attn.offload.codes import HeadCodes, restore_codes
+from retrieval_attn.offload.codes import HeadCodes, park_codes, restore_codes
 from retrieval_attn.saving.layers import require_savable
 
 __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "text_mark"]
@@ -49,10 +57,10 @@ class PrefixEntry:
             if one.owner is None or one.owner() is None:
                 one.owner = weakref.ref(self)
                 self._own.append(one)
-        self._coded = sum(one.device_nbytes for one in self._own)
+        self._segments = CodedSegments(cache, self._own)
+        self._coded = self._coded_bytes()
         self._windows = sum(one.nbytes for one in own_tensors(cache) if on_device(one))
-        self._parked = False
-        self._freed = 0  # windows and clusters on the device, by parking
+        self._parked = False  # windows are in host memory, for good
 
     @classmethod
     def beyond(cls, cache: RetrievalCache, before: Sizes, opened: OpenedText | None = None) -> PrefixEntry:
@@ -69,17 +77,19 @@ class PrefixEntry:
         """Bytes beyond those of the parent; mapped files of a store count too."""
         (host, device, pages), parked = self._whole, self._parked
         host += sum(one.copied_nbytes for one in self._own) + (self._windows if parked else 0)
-        device += sum(one.device_nbytes for one in self._own) - self._coded - (self._freed if parked else 0)
+        device += self._coded_bytes() - self._coded - (self._windows if parked else 0)
         return Sizes(host, max(0, device), pages)
+
+    def _coded_bytes(self) -> int:
+        return sum(one.device_nbytes for one in self._own) + self._segments.device_nbytes
 
     def park(self) -> None:
         """Move windows and codes to host memory, where forks find them. Thread-safe."""
         with self._lock:
-            if not self._parked:
-                self._freed = park(self._cache, self._own)
-                self._parked = True
-            else:  # a fork had the codes restored
-                park(self._cache, self._own)
+            park_windows(self._cache)
+            park_codes(self._own)
+            self._segments.park()
+            self._parked = True
 
     @property
     def parked_bytes(self) -> int:

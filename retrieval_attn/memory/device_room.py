@@ -151,9 +151,13 @@ class IndexChoice:
             reclaim(device=lacking)
 
     def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
-        """Choose the index for the first `tokens` tokens of each of `batch` sequences; set `config` and `spec`."""
+        """Choose the index for the first `tokens` tokens of each of `batch` sequences; set `config` and `spec`.
+
+        Idle texts yield their GPU memory first, so that no text gets smaller codes because of them.
+        """
         model = self._loaded
         if not self._decided and self._requested.index == "auto" and model is not None:
+            self.make_room(tokens, batch)
             free = whole_device_bytes(model)
             _log_fragmentation(model, free)
             finer = free is not None and reads_host(input_device(model))

@@ -9,6 +9,7 @@ request fetches other data; the float32 steps of the int8 numbers, which would n
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import weakref
@@ -41,7 +42,7 @@ class Int8RowMirror:
     """See the module. `length` tokens of the segment have rows, from token `first` on: before it are
     those of pages, which the host does not hold.
 
-    Several threads may ask for rows at once, as forks do that share a segment.
+    Several threads may ask for rows at once, as forks do that share a segment. used: order of the last use.
     """
 
     def __init__(self, heads: int, shape: RowShape, expected: int, device: torch.device) -> None:
@@ -52,6 +53,8 @@ class Int8RowMirror:
         self._heads, self._device, self._turn = heads, device, threading.Lock()
         self._taken: torch.cuda.Event | None = None
         self._asked: tuple[tuple[int, ...], list[GatherEntry]] | None = None
+        self._parked = False
+        self.used = next(_uses)
         self._take(capacity_for(expected + SPARE_TOKENS))
         if device.type == "cuda" and has_managed(device):
             stream = _taking(device)
@@ -72,7 +75,23 @@ class Int8RowMirror:
     @property
     def device_nbytes(self) -> int:
         """Bytes of device memory."""
-        return self._steps.nbytes
+        return 0 if self._parked else self._steps.nbytes
+
+    def park(self) -> int:
+        """Move the steps to host memory until rows are asked for again. Returns the freed bytes.
+
+        What reads the rows now keeps its steps.
+        """
+        with self._turn:
+            if self._parked:
+                return 0
+            freed = self._steps.nbytes
+            self._steps, self._asked, self._parked = self._steps.to("cpu", copy=True), None, True
+            return freed
+
+    def _restore(self) -> None:
+        if self._parked:
+            self._steps, self._parked = self._steps.to(self._device, copy=True), False
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Append rows of keys (heads, n, head_dim) and values (heads, n, value_dim), of a floating dtype or stored as
@@ -104,6 +123,8 @@ class Int8RowMirror:
         least: as in `GatherEntry`.
         """
         with self._turn:
+            self.used = next(_uses)
+            self._restore()
             if stop > self.first + self.length:
                 stored = segment.read(self.first + self.length, stop)
                 if not write_rows(segment, self, *(stored_on(self._device, array, segment.fmt) for array in stored)):
@@ -157,18 +178,32 @@ def write_rows(segment: Segment, rounded: Int8RowMirror, keys: Tensor, values: T
     return True
 
 
+def held_rows_bytes() -> int:
+    """Return the bytes of host memory of all int8 rows of the process."""
+    return sum(one.nbytes for segment in list(_having) if isinstance(one := segment.rounded, Int8RowMirror))
+
+
+def drop_rows(nbytes: int) -> int:
+    """Free int8 rows of at least `nbytes` bytes, the least recently used ones first. Returns the freed bytes."""
+    return _holder.reclaim(nbytes, 0)[0]
+
+
 class RowHolder:
     """All int8 rows of the process, as a holder of memory: texts are worth more than a copy that speeds up others."""
 
     def reclaim(self, host: int, device: int) -> tuple[int, int]:
-        """Free rows of at least `host` bytes, or all; those that a captured step reads once it serves another text."""
+        """Free rows of at least `host` bytes, or all, the least recently used ones first.
+
+        Rows that a captured step reads are freed once it serves another text.
+        """
         freed = 0
-        for segment in list(_having):
+        held = [(segment, segment.rounded) for segment in list(_having)]
+        rows = [(segment, one) for segment, one in held if isinstance(one, Int8RowMirror)]
+        for segment, one in sorted(rows, key=lambda both: both[1].used):
             if freed >= host:
                 break
-            if isinstance(segment.rounded, Int8RowMirror):
-                freed += segment.rounded.nbytes
-                segment.rounded = RowsUnderWay()
+            freed += one.nbytes
+            segment.rounded = RowsUnderWay()
         return freed, 0
 
     def idle_device_bytes(self) -> int:
@@ -178,6 +213,7 @@ class RowHolder:
 
 _having: weakref.WeakSet[Segment] = weakref.WeakSet()
 """Segments with rows."""
+_uses = itertools.count()
 _holder = RowHolder()
 register(_holder, first=True)
 

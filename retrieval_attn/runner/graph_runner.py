@@ -106,7 +106,7 @@ class GraphPool:
         self._graph: DecodeGraph | None = None
         self._changed: set[int] = set()
         self._smaller = 0  # steps in a row that a smaller graph would have served
-        self._retrieves, self._max_coded_keys, self._levels = False, 0, 0
+        self._max_coded_keys, self._levels = 0, 0
         self.pages: PagedLayers | None = None
 
     def arrange(
@@ -288,13 +288,13 @@ class GraphPool:
         rows = list(self.rows.values())
         if not self._changed or not rows:
             return
+        retrieves = any(row.retrieves for row in rows)  # short rows alone do not pay for a search
         # never less than before: what a search is recorded for may decide which keys a few more are
-        self._retrieves |= any(row.retrieves for row in rows)
         coded = max(row.coded_keys for row in rows)
         self._max_coded_keys = max(self._max_coded_keys, size_class(max(coded, tokens)) if coded else 0)
         levels = levels_for([row.prefix for row in rows])  # steps of rows without pages do not pay for any
         self._levels = max(self._levels, levels)
-        kind = StepKind(self._retrieves, False, self._max_coded_keys, self._levels if levels else 0)
+        kind = StepKind(retrieves, False, self._max_coded_keys if retrieves else 0, self._levels if levels else 0)
         changed, self._changed = {place for place in self._changed if place < graph.size}, set(range(graph.size))
         graph.take(rows, kind, changed)
         self._changed = set()

@@ -12,14 +12,14 @@ import pytest
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.attention.cache import RetrievalCache, head_codes_of, park
+from retrieval_attn.attention.cache import RetrievalCache, head_codes_of, park_windows
 from retrieval_attn.engine import prefix_handle, resident_set
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.engine.request import Request
 from retrieval_attn.memory.device_room import IndexChoice
-from retrieval_attn.offload.codes import HeadCodes, restore_codes
+from retrieval_attn.offload.codes import HeadCodes, park_codes, restore_codes
 from tests.engine_audit import check_engine
 from tests.test_engine import ids, llm_of
 
@@ -50,9 +50,10 @@ def test_codes_go_and_come_back() -> None:
     codes = head_codes_of(cache)
     assert codes and not any(one.parked for one in codes)
     rows = [one.rows().codes.copy() for one in codes]
-    before, window = cache.device_nbytes, cache.layers[0].window
-    freed = park(cache, codes)
-    assert all(one.parked for one in codes) and freed >= window.nbytes
+    before = cache.device_nbytes
+    park_windows(cache)
+    park_codes(codes)
+    assert all(one.parked for one in codes)
     assert sum(one.device_nbytes for one in codes) == 0 < sum(one.copied_nbytes for one in codes)
     copies = [one._copy for one in codes]
     assert cache.device_nbytes < before
@@ -61,7 +62,7 @@ def test_codes_go_and_come_back() -> None:
     restore_codes(codes)
     assert not any(one.parked for one in codes) and sum(one.device_nbytes for one in codes) > 0
     assert answer(llm, cache.fork()) == expected
-    park(cache, codes)
+    park_codes(codes)
     assert [one._copy for one in codes] == copies
     assert answer(llm, cache.fork()) == expected, "codes that are needed are restored one by one"
     assert not any(one.parked for one in codes)
@@ -73,7 +74,7 @@ def test_a_step_that_reads_codes_keeps_them() -> None:
     codes = head_codes_of(cache)
     held = [one.device for one in codes]
     before = [one.codes[: one.length].clone() for one in held]
-    park(cache, codes)
+    park_codes(codes)
     assert all((one.codes[: one.length] == own).all() for one, own in zip(held, before, strict=True))
 
 
@@ -223,9 +224,10 @@ def test_a_parked_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyP
         engine.submit(Request(((5,),), 1)).result()
         assert engine._tree is not None
         monkeypatch.setattr(prefix_handle, "on_device", apart)
-        for entry in [one.held for one in engine._tree.texts(None, 9, 0)]:
+        entries: list[Any] = [one.held for one in engine._tree.texts(None, 9, 0)]
+        for entry in entries:
             entry.park()
-        assert all(one.held.parked_bytes > 0 for one in engine._tree.texts(None, 9, 0))
+        assert entries and all(entry.parked_bytes > 0 for entry in entries)
         monkeypatch.setattr(IndexChoice, "has_bytes", lambda self, nbytes: False)
         running = engine.submit(first)
         next(iter(running))

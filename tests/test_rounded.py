@@ -361,7 +361,7 @@ def test_a_trees_budget_is_not_for_rows() -> None:
     assert steps == sizes[0][1] * ROW_STEPS_BYTES // (2 * 16), "on a CPU what a device would have is the host's"
 
 
-def test_steps_of_parked_rows_come_back() -> None:
+def test_steps_of_offloaded_rows_come_back() -> None:
     """They leave the device, an earlier reader keeps its own, and the next one has the same numbers."""
     segment = Segment(HEADS, 400, *DIMS, Format.FLOAT32)
     kv = numbers(300, 1)
@@ -371,7 +371,7 @@ def test_steps_of_parked_rows_come_back() -> None:
     before = rows.entries(segment, 0, 300, 1)
     assert before is not None and rows.device_nbytes > 0
     steps = [one.steps.clone() for one in before]
-    assert rows.park() > 0 == rows.device_nbytes and rows.park() == 0
+    assert rows.offload() > 0 == rows.device_nbytes and rows.offload() == 0
     assert all(torch.equal(one.steps, own) for one, own in zip(before, steps, strict=True))
     after = rows.entries(segment, 0, 300, 1)
     assert after is not None and after is not before and rows.device_nbytes > 0

@@ -44,19 +44,20 @@ class Actions:
 def watched() -> Iterator[Actions]:
     """Counts of all engines of this process meanwhile.
 
-    park, resume: of rows. spill: of a layer's window to the host. split: nodes of a tree that begin inside another's
-    span. evict: nodes. open: of saved contexts. cancelled while STATE: by who asked. joint step: of several rows.
+    preempt, resume: of rows. spill: of a layer's window to the host. split: nodes of a tree that begin inside another's
+    span. evict, offload: nodes. open: of saved contexts. cancelled while STATE: by who asked. joint step: of several
+    rows.
     """
     actions = Actions()
 
-    parked: set[str] = set()
+    preempted: set[str] = set()
 
     def planned(plan: SchedulerOutput, scheduler: Scheduler, *_: Any) -> None:
         now = set(scheduler._places.held[State.PREEMPTED])
-        actions.note("park", len(now - parked))
-        actions.note("resume", sum(scheduler.state(job) is State.DECODING for job in parked - now))
-        parked.clear()
-        parked.update(now)
+        actions.note("preempt", len(now - preempted))
+        actions.note("resume", sum(scheduler.state(job) is State.DECODING for job in preempted - now))
+        preempted.clear()
+        preempted.update(now)
         actions.note("joint step", len(plan.decode) > 1)
 
     def cancelled(_: Any, scheduler: Scheduler, job: str) -> None:
@@ -68,11 +69,15 @@ def watched() -> Iterator[Actions]:
     def evicted(after: Sizes, tree: RadixCache, *_: Any, **__: Any) -> None:
         actions.note("evict", after.total > 0)
 
+    def offloaded(freed: int, *_: Any, **__: Any) -> None:
+        actions.note("offload", freed > 0)
+
     watch: list[tuple[Any, str, Callable[..., None] | None, Callable[..., None] | None]] = [
         (Scheduler, "schedule", None, planned),
         (Scheduler, "abort", cancelled, None),
         (RadixCache, "insert", None, inserted),
         (RadixCache, "evict", None, evicted),
+        (RadixCache, "offload", None, offloaded),
         (LayerKV, "spill", None, lambda *_, **__: actions.note("spill")),
         (saved_text, "open_chain", None, lambda *_, **__: actions.note("open")),
     ]

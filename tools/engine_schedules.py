@@ -18,16 +18,18 @@ import random
 import sys
 import tempfile
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from tqdm import tqdm
 
 import retrieval_attn as ra
-from retrieval_attn.engine import prefix_handle
+from retrieval_attn.engine import prefix_handle, resident_set
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import InputDataError
@@ -43,6 +45,10 @@ SAVED_TOKENS = (150, 600)
 """Of the saved contexts that requests name."""
 MOST_TOKENS = 800
 """Of a request, its saved context and its answer: what memory must have room for, or it is refused."""
+
+
+OFFLOAD_SECONDS = 0.05
+"""Maximum between two moves of idle texts from the device."""
 
 
 class Coming(NamedTuple):
@@ -219,6 +225,11 @@ def run(llm: Any, schedule: Schedule, library: Library | None = None, actions: A
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(schedule.coming))]
         for thread in threads:
             thread.start()
+        chance = random.Random(schedule.seed)
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(chance.random() * OFFLOAD_SECONDS)
+            if engine._tree is not None:
+                engine._tree.offload(chance.choice((1, 1 << 40)))
         for thread in threads:
             thread.join()
     if errors:
@@ -256,6 +267,11 @@ def wrong(llm: Any, answers: list[Answered], paged_prefix_tokens: int = 0) -> li
     return differ
 
 
+def _counted_on_device(tensor: Tensor) -> bool:
+    """Count what a GPU would hold as there."""
+    return True
+
+
 def main() -> int:
     """Run schedules until one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -271,7 +287,8 @@ def main() -> int:
     model = tiny_model("llama")
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokenizer, answers, cached = number_tokenizer(vocabulary), 0, 0
-    prefix_handle.LAST_TOKENS = 64
+    prefix_handle.LAST_TOKENS, resident_set.LEAST_OFFLOADED = 64, 1
+    prefix_handle.on_device = _counted_on_device
     with tempfile.TemporaryDirectory() as folder, watched() as actions:
         library = Library(Path(folder), vocabulary)
         for seed in tqdm(range(args.seed, args.seed + args.schedules), unit="schedule", mininterval=10):

@@ -416,21 +416,21 @@ class CodedSegments:
         steps = (one.device_nbytes for _, segment in self._held if (one := segment.rounded) is not None)
         return sum(one.nbytes for there in clusters for one in there.values()) + sum(steps)
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Free that memory until it is needed again."""
         for shared, segment in self._held:
             if shared is not None:
                 shared.on_devices.pop(segment, None)
             if isinstance(segment.rounded, Int8RowMirror):
-                segment.rounded.park()
+                segment.rounded.offload()
 
 
-def park_windows(cache: RetrievalCache) -> None:
+def offload_windows(cache: RetrievalCache) -> None:
     """Move the windows of a cache to host memory; only forks of it are used from now on."""
     layers: list[Any] = cache.layers
     for layer in layers:
         if isinstance(layer, CacheLayer) and layer.window is not None:
-            layer.window.park()
+            layer.window.offload()
 
 
 log = logging.getLogger(__name__)

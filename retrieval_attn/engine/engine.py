@@ -643,7 +643,7 @@ class Engine:
             lacking = self._scheduler.lacking_bytes
         most = self._device_bytes
         if most is not None and self._tree.sizes.device > most:
-            self._tree.park(self._tree.sizes.device - most)
+            self._tree.offload(self._tree.sizes.device - most)
         held, idle, limits = self._tree.sizes, self._tree.idle, self._limits
         rows = min(self._row_bytes, int(limits.host_bytes * ROWS_SHARE))
         room = min(self._shared_bytes, limits.host_bytes - rows)

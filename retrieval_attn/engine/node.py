@@ -10,7 +10,7 @@ import numpy as np
 from retrieval_attn.engine.ids import Ids
 from retrieval_attn.errors import RetrievalAttentionError
 
-__all__ = ["Branches", "Namespace", "Node", "Parkable", "Payload", "Place", "Sizes"]
+__all__ = ["Branches", "Namespace", "Node", "Offloadable", "Payload", "Place", "Sizes"]
 
 
 class PrefixCacheError(RetrievalAttentionError):
@@ -71,10 +71,10 @@ class Payload(Protocol):
 
 
 @runtime_checkable
-class Parkable(Payload, Protocol):
+class Offloadable(Payload, Protocol):
     """Payload that can move from GPU to host memory and stays usable."""
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Move what lies in GPU memory to host memory; `sizes` tells. Thread-safe."""
         ...
 

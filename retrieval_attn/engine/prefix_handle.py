@@ -21,9 +21,9 @@ from retrieval_attn.attention.cache import (
     CodedSegments,
     RetrievalCache,
     head_codes_of,
+    offload_windows,
     own_tensors,
     pack,
-    park_windows,
     seal,
 )
 from retrieval_attn.attention.retrieval import DECODE_TOKENS, RetrievalLayer
@@ -35,7 +35,7 @@ from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.engine.saved_text import OpenedText
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
-from retrieval_attn.offload.codes import HeadCodes, park_codes, restore_codes
+from retrieval_attn.offload.codes import HeadCodes, load_codes, offload_codes
 from retrieval_attn.saving.layers import require_savable
 
 __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "text_mark"]
@@ -60,7 +60,7 @@ class PrefixEntry:
         self._segments = CodedSegments(cache, self._own)
         self._coded = self._coded_bytes()
         self._windows = sum(one.nbytes for one in own_tensors(cache) if on_device(one))
-        self._parked = False  # windows are in host memory, for good
+        self._offloaded = False  # windows are in host memory, for good
 
     @classmethod
     def beyond(cls, cache: RetrievalCache, before: Sizes, opened: OpenedText | None = None) -> PrefixEntry:
@@ -75,30 +75,30 @@ class PrefixEntry:
     @property
     def sizes(self) -> Sizes:
         """Bytes beyond those of the parent; mapped files of a store count too."""
-        (host, device, pages), parked = self._whole, self._parked
-        host += sum(one.copied_nbytes for one in self._own) + (self._windows if parked else 0)
-        device += self._coded_bytes() - self._coded - (self._windows if parked else 0)
+        (host, device, pages), offloaded = self._whole, self._offloaded
+        host += sum(one.copied_nbytes for one in self._own) + (self._windows if offloaded else 0)
+        device += self._coded_bytes() - self._coded - (self._windows if offloaded else 0)
         return Sizes(host, max(0, device), pages)
 
     def _coded_bytes(self) -> int:
         return sum(one.device_nbytes for one in self._own) + self._segments.device_nbytes
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Move windows and codes to host memory, where forks find them. Thread-safe."""
         with self._lock:
-            park_windows(self._cache)
-            park_codes(self._own)
-            self._segments.park()
-            self._parked = True
+            offload_windows(self._cache)
+            offload_codes(self._own)
+            self._segments.offload()
+            self._offloaded = True
 
     @property
-    def parked_bytes(self) -> int:
-        """GPU memory that the next fork takes for codes that are parked."""
-        return sum(one.copied_nbytes for one in self._codes if one.parked)
+    def offloaded_bytes(self) -> int:
+        """GPU memory that the next fork takes for codes that are offloaded."""
+        return sum(one.copied_nbytes for one in self._codes if one.offloaded)
 
     def has_room(self) -> bool:
-        """Return whether the GPU has room for the parked codes without idle texts."""
-        return self._cache.index.has_bytes(self.parked_bytes)
+        """Return whether the GPU has room for the offloaded codes without idle texts."""
+        return self._cache.index.has_bytes(self.offloaded_bytes)
 
     def can_fork(self, tokens: int) -> bool:
         """Return whether a request can continue after the first `tokens` tokens."""
@@ -121,9 +121,9 @@ class PrefixEntry:
         window is read back from host memory.
         """
         with self._lock:
-            if parked := self.parked_bytes:
-                self._cache.index.reclaim_bytes(parked)
-                restore_codes(self._codes)
+            if offloaded := self.offloaded_bytes:
+                self._cache.index.reclaim_bytes(offloaded)
+                load_codes(self._codes)
             cache = self._cache.fork()
         if tokens is not None and tokens < cache.get_seq_length():
             cache.crop(tokens - cache.get_seq_length())

@@ -137,7 +137,7 @@ class PrefixCacheStats(NamedTuple):
         prefix_lookups, prefix_tokens_queried: lookups, and tokens of the prompts that were looked up.
         hits, tokens_hit: lookups that found a cached prefix, and tokens of these prefixes.
         evicted, evicted_bytes: evicted entries and their bytes.
-        parked, parked_bytes: entries that moved from GPU to host memory, and the bytes that this freed.
+        offloaded, offloaded_bytes: entries that moved from GPU to host memory, and the bytes that this freed.
         reading, waiting: prefills in flight, and claims that wait for them.
     """
 
@@ -152,8 +152,8 @@ class PrefixCacheStats(NamedTuple):
     tokens_hit: int = 0
     evicted: int = 0
     evicted_bytes: int = 0
-    parked: int = 0
-    parked_bytes: int = 0
+    offloaded: int = 0
+    offloaded_bytes: int = 0
     reading: int = 0
     waiting: int = 0
 
@@ -171,9 +171,9 @@ class PrefixCacheStats(NamedTuple):
             tokens_hit=self.tokens_hit + hit,
         )
 
-    def add_parked(self, nbytes: int) -> PrefixCacheStats:
-        """Return the counts with one more parked entry that freed `nbytes` of GPU memory."""
-        return self._replace(parked=self.parked + 1, parked_bytes=self.parked_bytes + nbytes)
+    def add_offload(self, nbytes: int) -> PrefixCacheStats:
+        """Return the counts with one more offloaded entry that freed `nbytes` of GPU memory."""
+        return self._replace(offloaded=self.offloaded + 1, offloaded_bytes=self.offloaded_bytes + nbytes)
 
     def add_eviction(self, entries: int, nbytes: int) -> PrefixCacheStats:
         """Return the counts with more evicted entries."""
@@ -383,7 +383,7 @@ class RadixCache:
             self._counts = self._counts.add_eviction(dropped, freed.total)
         return freed
 
-    def park(self, device: int) -> int:
+    def offload(self, device: int) -> int:
         """Have idle entries move to host memory until `device` bytes of GPU memory are free, the last used one last.
 
         Returns the freed bytes. An entry is moved without the lock; a request may lease it meanwhile.
@@ -391,7 +391,7 @@ class RadixCache:
         freed, tried = 0, set[int]()
         while freed < device:
             with self._lock:
-                found = self._residents.next_to_park(tried)
+                found = self._residents.next_to_offload(tried)
                 if found is None:
                     break
                 node, held = found
@@ -399,12 +399,12 @@ class RadixCache:
                 before = node.sizes.device
                 self._hold(node, 1)
             try:
-                held.park()
+                held.offload()
             finally:
                 with self._lock:
                     self._residents.recount(node)
                     self._hold(node, -1)
-                    self._counts = self._counts.add_parked(before - node.sizes.device)
+                    self._counts = self._counts.add_offload(before - node.sizes.device)
             freed += before - node.sizes.device
         return freed
 
@@ -421,9 +421,9 @@ class RadixCache:
 
         Entries that hold GPU memory move to host memory first, and are evicted if that is not enough.
         """
-        parked = self.park(device)
-        freed = self.evict(Sizes(host, max(0, device - parked)))
-        return freed.host, freed.device + parked
+        offloaded = self.offload(device)
+        freed = self.evict(Sizes(host, max(0, device - offloaded)))
+        return freed.host, freed.device + offloaded
 
     def idle_device_bytes(self) -> int:
         """Return the GPU memory of entries without a lease on them or below them."""

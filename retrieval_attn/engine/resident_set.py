@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Container, Iterator, Sequence
 
-from retrieval_attn.engine.node import Node, Parkable, Payload, Sizes
+from retrieval_attn.engine.node import Node, Offloadable, Payload, Sizes
 
 __all__ = ["ResidentSet", "eviction_score"]
 
@@ -19,8 +19,8 @@ def eviction_score(node: Node, now: float, kinds: Sequence[int]) -> float:
     return node.rebuild_seconds / max(node.sizes.of(kinds), 1) / max(now - node.used, 1e-9)
 
 
-LEAST_PARKED = 1 << 20
-"""Bytes of GPU memory from which on a node is parked: what remains of a parked one is less."""
+LEAST_OFFLOADED = 1 << 20
+"""Bytes of GPU memory from which on a node is offloaded: what remains of a offloaded one is less."""
 
 
 class ResidentSet:
@@ -74,16 +74,16 @@ class ResidentSet:
         self.sizes = self.sizes.plus(more)
         self.idle = self.idle if node.refs else self.idle.plus(more)
 
-    def next_to_park(self, tried: Container[int]) -> tuple[Node, Parkable] | None:
-        """Return the least recently used node without leases that holds GPU memory which it can park; None: none.
+    def next_to_offload(self, tried: Container[int]) -> tuple[Node, Offloadable] | None:
+        """Return the least recently used node without leases that holds GPU memory which it can offload; None: none.
 
         tried: numbers of nodes that are left out.
         """
-        best: tuple[Node, Parkable] | None = None
+        best: tuple[Node, Offloadable] | None = None
         for node in self._nodes:
-            if node.refs or node.sizes.device < LEAST_PARKED or node.number in tried:
+            if node.refs or node.sizes.device < LEAST_OFFLOADED or node.number in tried:
                 continue
-            if isinstance(node.held, Parkable) and (best is None or node.used < best[0].used):
+            if isinstance(node.held, Offloadable) and (best is None or node.used < best[0].used):
                 best = node, node.held
         return best
 

@@ -271,7 +271,7 @@ class HeadCoder(NamedTuple):
 class HeadCodes:
     """`KeyCodes` of one head on a device.
 
-    owner: what parks the codes, see `park_codes`; None: nothing does.
+    owner: what offloads the codes, see `offload_codes`; None: nothing does.
     """
 
     def __init__(
@@ -282,25 +282,25 @@ class HeadCodes:
         their space, until they have come.
         """
         self._device, self._fmt, self._space, self._lent, self._sent = device, fmt, space, lent, sent
-        self._copy: np.ndarray[Any, Any] | None = None  # in host memory, of codes that were parked once
-        self._restored: DeviceCodes | None = None  # on their way back
+        self._copy: np.ndarray[Any, Any] | None = None  # in host memory, of codes that were offloaded once
+        self._loaded: DeviceCodes | None = None  # on their way back
         self.owner: weakref.ref[Any] | None = None
 
     @property
-    def parked(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether the codes lie in host memory until they are needed again."""
         return _is_away(self._device)
 
     @property
     def device(self) -> DeviceCodes:
-        """The codes as tensors on the device; parked ones are copied back."""
+        """The codes as tensors on the device; offloaded ones are copied back."""
         while _is_away(codes := self._device):
-            restore_codes([self])
+            load_codes([self])
         return codes
 
     @property
     def copied_nbytes(self) -> int:
-        """Bytes of the copy in host memory that parking made."""
+        """Bytes of the copy in host memory that offloading made."""
         return 0 if self._copy is None else self._copy.nbytes
 
     def settle(self) -> None:
@@ -309,8 +309,8 @@ class HeadCodes:
             self._sent.wait()
             self._sent = None
 
-    def park(self) -> None:
-        """Free the codes and their space on the device; the caller of `park_codes` has settled them."""
+    def offload(self) -> None:
+        """Free the codes and their space on the device; the caller of `offload_codes` has settled them."""
         there = self._device
         if there.on_host or _is_away(there) or not there.length:
             return
@@ -323,18 +323,18 @@ class HeadCodes:
         away.length = there.length
         self._device = away
 
-    def restore(self, memory: Tensor, space: DeviceSpace) -> None:
+    def load(self, memory: Tensor, space: DeviceSpace) -> None:
         """Copy the codes to memory (capacity, key_bytes), by the current stream."""
         assert self._copy is not None
         for start, some in _outbox.parts(self._copy, memory.device):
             memory[start : start + len(some)].copy_(torch.from_numpy(some), non_blocking=True)
-        self._restored = DeviceCodes(space, memory, self._device.finer)
-        self._restored.length = self._device.length
+        self._loaded = DeviceCodes(space, memory, self._device.finer)
+        self._loaded.length = self._device.length
 
-    def use_restored(self) -> None:
-        """Use what `restore` copied, once the copies are done."""
-        assert self._restored is not None
-        self._device, self._restored = self._restored, None
+    def use_loaded(self) -> None:
+        """Use what `load` copied, once the copies are done."""
+        assert self._loaded is not None
+        self._device, self._loaded = self._loaded, None
 
     @classmethod
     def empty(
@@ -435,21 +435,21 @@ class HeadCodes:
         return found
 
 
-def park_codes(codes: Iterable[HeadCodes]) -> None:
-    """Copy codes to host memory, once, and free them on the device until `HeadCodes.device` or `restore_codes`.
+def offload_codes(codes: Iterable[HeadCodes]) -> None:
+    """Copy codes to host memory, once, and free them on the device until `HeadCodes.device` or `load_codes`.
 
     Codes that lie in host memory stay as they are.
     """
-    with _parking:
+    with _offloading:
         some = list(codes)
         for one in some:
             one.settle()  # not in a thread of the pool that brings them
-        _in_threads(_park_some, [(some[start : start + SLAB_HEADS],) for start in range(0, len(some), SLAB_HEADS)])
+        _in_threads(_offload_some, [(some[start : start + SLAB_HEADS],) for start in range(0, len(some), SLAB_HEADS)])
 
 
-def restore_codes(codes: Iterable[HeadCodes]) -> None:
-    """Copy parked codes back to the device. Raises MemoryPlanError where it has no room; all stay parked then."""
-    with _parking:
+def load_codes(codes: Iterable[HeadCodes]) -> None:
+    """Copy offloaded codes back to the device. Raises MemoryPlanError where it has no room; all stay offloaded then."""
+    with _offloading:
         groups: dict[tuple[torch.device, int, int], list[HeadCodes]] = {}
         for one in codes:
             there = one._device
@@ -462,19 +462,19 @@ def restore_codes(codes: Iterable[HeadCodes]) -> None:
                     part = heads[start : start + SLAB_HEADS]
                     memory = _taken(len(part), tokens, key_bytes, device)
                     tasks.append((device, part, memory, _spaces_on([one._space for one in part], device)))
-        _in_threads(_restore_some, tasks)
+        _in_threads(_load_some, tasks)
         for _, part, *_ in tasks:
             for head in part:
-                head.use_restored()
+                head.use_loaded()
 
 
 SLAB_HEADS = 8
-"""Heads whose restored codes share one allocation."""
-_parking = threading.RLock()
+"""Heads whose loaded codes share one allocation."""
+_offloading = threading.RLock()
 
 
 def _is_away(codes: DeviceCodes) -> bool:
-    """Return whether this stands for codes that are parked."""
+    """Return whether this stands for codes that are offloaded."""
     return not codes.on_host and len(codes.codes) < codes.length
 
 
@@ -498,15 +498,15 @@ def _in_threads(work: Callable[..., None], tasks: Iterable[tuple[Any, ...]]) -> 
         future.result()
 
 
-def _park_some(heads: list[HeadCodes]) -> None:
+def _offload_some(heads: list[HeadCodes]) -> None:
     for head in heads:
-        head.park()
+        head.offload()
 
 
-def _restore_some(device: torch.device, heads: list[HeadCodes], memory: Tensor, spaces: Sequence[DeviceSpace]) -> None:
+def _load_some(device: torch.device, heads: list[HeadCodes], memory: Tensor, spaces: Sequence[DeviceSpace]) -> None:
     def copy() -> None:
         for head, own, space in zip(heads, memory, spaces, strict=True):
-            head.restore(own, space)
+            head.load(own, space)
 
     with torch.inference_mode(False), torch.no_grad():
         if device.type != "cuda":

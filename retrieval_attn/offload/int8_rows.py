@@ -53,7 +53,7 @@ class Int8RowMirror:
         self._heads, self._device, self._turn = heads, device, threading.Lock()
         self._taken: torch.cuda.Event | None = None
         self._asked: tuple[tuple[int, ...], list[GatherEntry]] | None = None
-        self._parked = False
+        self._offloaded = False
         self.used = next(_uses)
         self._take(capacity_for(expected + SPARE_TOKENS))
         if device.type == "cuda" and has_managed(device):
@@ -75,23 +75,23 @@ class Int8RowMirror:
     @property
     def device_nbytes(self) -> int:
         """Bytes of device memory."""
-        return 0 if self._parked else self._steps.nbytes
+        return 0 if self._offloaded else self._steps.nbytes
 
-    def park(self) -> int:
+    def offload(self) -> int:
         """Move the steps to host memory until rows are asked for again. Returns the freed bytes.
 
         What reads the rows now keeps its steps.
         """
         with self._turn:
-            if self._parked:
+            if self._offloaded:
                 return 0
             freed = self._steps.nbytes
-            self._steps, self._asked, self._parked = self._steps.to("cpu", copy=True), None, True
+            self._steps, self._asked, self._offloaded = self._steps.to("cpu", copy=True), None, True
             return freed
 
-    def _restore(self) -> None:
-        if self._parked:
-            self._steps, self._parked = self._steps.to(self._device, copy=True), False
+    def _load(self) -> None:
+        if self._offloaded:
+            self._steps, self._offloaded = self._steps.to(self._device, copy=True), False
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Append rows of keys (heads, n, head_dim) and values (heads, n, value_dim), of a floating dtype or stored as
@@ -124,7 +124,7 @@ class Int8RowMirror:
         """
         with self._turn:
             self.used = next(_uses)
-            self._restore()
+            self._load()
             if stop > self.first + self.length:
                 stored = segment.read(self.first + self.length, stop)
                 if not write_rows(segment, self, *(stored_on(self._device, array, segment.fmt) for array in stored)):

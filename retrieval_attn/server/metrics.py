@@ -25,8 +25,8 @@ PREFIX_CACHE = {
 PREFIX_CACHE_EVENTS = {
     "evicted": ("prefix_cache_evictions", "Prefix-cache entries evicted"),
     "evicted_bytes": ("prefix_cache_evicted_bytes", "Bytes of prefix-cache entries evicted"),
-    "parked": ("prefix_cache_parked", "Prefix-cache entries moved from GPU to host memory"),
-    "parked_bytes": ("prefix_cache_parked_bytes", "Bytes of GPU memory freed by moving prefix-cache entries"),
+    "offloaded": ("prefix_cache_offloads", "Prefix-cache entries moved from GPU to host memory"),
+    "offloaded_bytes": ("prefix_cache_offloaded_bytes", "Bytes of GPU memory freed by moving prefix-cache entries"),
     "prefix_tokens_queried": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
     "tokens_hit": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
 }

@@ -53,7 +53,7 @@ class WindowCache:
         self._key = _room_for(key, sinks + capacity)
         self._value = _room_for(value, sinks + capacity)
         self._places: WindowPlaces | None = None  # of these, once `places` was read
-        self._home: torch.device | None = None  # of a window that is parked
+        self._home: torch.device | None = None  # of a window that is offloaded
 
     @property
     def batch(self) -> int:
@@ -204,7 +204,7 @@ class WindowCache:
     def clone(self, capacity: int = 0, sinks: int = 0) -> WindowCache:
         """An independent copy; used by forks. It has room for at least `capacity` tail tokens and `sinks` sinks.
 
-        The copy of a parked window lies on the device.
+        The copy of a offloaded window lies on the device.
         """
         other = object.__new__(WindowCache)
         other.__dict__.update(self.__dict__)
@@ -212,7 +212,7 @@ class WindowCache:
         other._home = None
         return other
 
-    def park(self) -> int:
+    def offload(self) -> int:
         """Move the buffers to host memory; only clones are used from now on. Returns the freed bytes."""
         if self._home is not None:
             return 0

@@ -12,14 +12,14 @@ import pytest
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.attention.cache import RetrievalCache, head_codes_of, park_windows
+from retrieval_attn.attention.cache import RetrievalCache, head_codes_of, offload_windows
 from retrieval_attn.engine import prefix_handle, resident_set
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.engine.request import Request
 from retrieval_attn.memory.device_room import IndexChoice
-from retrieval_attn.offload.codes import HeadCodes, park_codes, restore_codes
+from retrieval_attn.offload.codes import HeadCodes, load_codes, offload_codes
 from tests.engine_audit import check_engine
 from tests.test_engine import ids, llm_of
 
@@ -40,56 +40,56 @@ def answer(llm: Any, cache: RetrievalCache) -> list[int]:
 
 
 def test_codes_go_and_come_back() -> None:
-    """Codes, their spaces and the window leave the device; a fork of what is restored answers as before. The copy in
-    host memory is made once, and no code differs.
+    """Codes, their spaces and the window leave the device; a fork of what is loaded again answers as before. The copy
+    in host memory is made once, and no code differs.
     """
     llm = llm_of(CONFIG)
     context = read_text(llm, 900, 1)
     cache = context.cache
     expected = answer(llm, cache.fork())
     codes = head_codes_of(cache)
-    assert codes and not any(one.parked for one in codes)
+    assert codes and not any(one.offloaded for one in codes)
     rows = [one.rows().codes.copy() for one in codes]
     before = cache.device_nbytes
-    park_windows(cache)
-    park_codes(codes)
-    assert all(one.parked for one in codes)
+    offload_windows(cache)
+    offload_codes(codes)
+    assert all(one.offloaded for one in codes)
     assert sum(one.device_nbytes for one in codes) == 0 < sum(one.copied_nbytes for one in codes)
     copies = [one._copy for one in codes]
     assert cache.device_nbytes < before
     assert all((one.rows().codes == own).all() for one, own in zip(codes, rows, strict=True))
-    assert all(one.parked for one in codes), "reading rows restores nothing"
-    restore_codes(codes)
-    assert not any(one.parked for one in codes) and sum(one.device_nbytes for one in codes) > 0
+    assert all(one.offloaded for one in codes), "reading rows loads nothing"
+    load_codes(codes)
+    assert not any(one.offloaded for one in codes) and sum(one.device_nbytes for one in codes) > 0
     assert answer(llm, cache.fork()) == expected
-    park_codes(codes)
+    offload_codes(codes)
     assert [one._copy for one in codes] == copies
-    assert answer(llm, cache.fork()) == expected, "codes that are needed are restored one by one"
-    assert not any(one.parked for one in codes)
+    assert answer(llm, cache.fork()) == expected, "codes that are needed are loaded one by one"
+    assert not any(one.offloaded for one in codes)
 
 
 def test_a_step_that_reads_codes_keeps_them() -> None:
-    """What holds the codes while they are parked goes on with its memory."""
+    """What holds the codes while they are offloaded goes on with its memory."""
     cache = read_text(llm_of(CONFIG), 600, 2).cache
     codes = head_codes_of(cache)
     held = [one.device for one in codes]
     before = [one.codes[: one.length].clone() for one in held]
-    park_codes(codes)
+    offload_codes(codes)
     assert all((one.codes[: one.length] == own).all() for one, own in zip(held, before, strict=True))
 
 
 def test_new_codes_replace_the_copy() -> None:
-    """Keys that are added after a restore are in the next copy, and a shorter index drops the copy."""
+    """Keys that are added after a load are in the next copy, and a shorter index drops the copy."""
     cache = read_text(llm_of(CONFIG), 600, 3).cache
     one = head_codes_of(cache)[0]
-    one.park()
+    one.offload()
     length = one._device.length
     one.add(cache.batch.hosts(0)[0].segments[0].keys[0][:7])
-    assert not one.parked and one._device.length == length + 7 and one.copied_nbytes == 0
-    one.park()
+    assert not one.offloaded and one._device.length == length + 7 and one.copied_nbytes == 0
+    one.offload()
     assert one._copy is not None and len(one._copy) == length + 7
     one.cut(5)
-    assert not one.parked and one._device.length == 5 and one.copied_nbytes == 0
+    assert not one.offloaded and one._device.length == 5 and one.copied_nbytes == 0
 
 
 @pytest.fixture(autouse=True)
@@ -121,14 +121,14 @@ def ask_in_turn(engine: Engine, texts: list[tuple[int, ...]], turns: int) -> tup
 
 def test_texts_in_turn_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU has room for one of three texts: the others wait in host memory, none is evicted or read again. Without
-    parking, the same limits have every text read again in every turn.
+    offloading, the same limits have every text read again in every turn.
     """
     llm = llm_of(CONFIG)
     texts = [ids(700, number) for number in range(3)]
     with Engine(llm, prefix_cache_bytes=0) as engine:
         expected, _ = ask_in_turn(engine, texts, 1)
     monkeypatch.setattr(prefix_handle, "on_device", apart)
-    monkeypatch.setattr(resident_set, "LEAST_PARKED", 1 << 10)
+    monkeypatch.setattr(resident_set, "LEAST_OFFLOADED", 1 << 10)
     with engine_of(llm, 1 << 40) as engine:
         ask_in_turn(engine, texts, 1)
         whole: Sizes = engine._tree.sizes  # type: ignore[union-attr]
@@ -137,49 +137,50 @@ def test_texts_in_turn_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         answers, cached = ask_in_turn(engine, texts, 3)
         assert answers == expected * 3 and cached == [0] * 3 + [700] * 6
         shared = engine.stats["shared"]
-        assert shared.evicted == 0 and shared.parked >= 2 and 0 < shared.device_nbytes <= room
+        assert shared.evicted == 0 and shared.offloaded >= 2 and 0 < shared.device_nbytes <= room
         assert shared.host_nbytes > whole.host, "the copies count"
         check_engine(engine)
-    monkeypatch.setattr(PrefixEntry, "park", lambda _: None)
+    monkeypatch.setattr(PrefixEntry, "offload", lambda _: None)
     with engine_of(llm, room) as engine:
         answers, cached = ask_in_turn(engine, texts, 2)
         assert answers == expected * 2 and cached == [0] * 6 and engine.stats["shared"].evicted > 0
 
 
 def test_entries_count_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parked entry holds nothing on the device, and its copies on the host; a fork counts codes on the device again.
-    Codes of a parent are the parent's: a child parks its windows alone.
+    """An offloaded entry holds nothing on the device, and its copies on the host; a fork counts codes there again.
+
+    Codes of a parent are the parent's: a child offloads its windows alone.
     """
     monkeypatch.setattr(prefix_handle, "on_device", apart)
     context = read_text(llm_of(CONFIG), 700, 4)
     entry = PrefixEntry.beyond(context.cache, Sizes())
     child = PrefixEntry.beyond(entry.fork(), entry.shared)
     whole = entry.sizes
-    child.park()
-    assert not any(one.parked for one in head_codes_of(context.cache)) and child.sizes.device == 0
-    entry.park()
-    parked = entry.sizes
+    child.offload()
+    assert not any(one.offloaded for one in head_codes_of(context.cache)) and child.sizes.device == 0
+    entry.offload()
+    offloaded = entry.sizes
     codes = sum(one.copied_nbytes for one in head_codes_of(context.cache))
-    assert parked.device < whole.device // 50, "what codes have room for beyond their keys"
-    assert entry.parked_bytes == codes > 0 and parked.host == whole.host + codes + entry._windows
+    assert offloaded.device < whole.device // 50, "what codes have room for beyond their keys"
+    assert entry.offloaded_bytes == codes > 0 and offloaded.host == whole.host + codes + entry._windows
     entry.fork()
-    assert entry.parked_bytes == 0 and entry.sizes.device > codes // 2
-    entry.park()
-    assert entry.sizes == parked
+    assert entry.offloaded_bytes == 0 and entry.sizes.device > codes // 2
+    entry.offload()
+    assert entry.sizes == offloaded
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_forks_while_others_park(seed: int) -> None:
-    """Threads park a text while another forks it and asks: each answer is the same."""
+def test_forks_while_others_offload(seed: int) -> None:
+    """Threads offload a text while another forks it and asks: each answer is the same."""
     llm = llm_of(CONFIG)
     entry = PrefixEntry.beyond(read_text(llm, 800, 10 + seed).cache, Sizes())
     expected, stop = answer(llm, entry.fork()), threading.Event()
 
-    def parking() -> None:
+    def offloading() -> None:
         while not stop.is_set():
-            entry.park()
+            entry.offload()
 
-    threads = [threading.Thread(target=parking) for _ in range(2)]
+    threads = [threading.Thread(target=offloading) for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
@@ -215,8 +216,8 @@ def test_a_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -
         check_engine(engine)
 
 
-def test_a_parked_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its codes are restored when the other request has ended."""
+def test_an_offloaded_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its codes are loaded when the other request has ended."""
     llm = llm_of(CONFIG)
     first, second = Request((ids(500, 1), QUESTION), 60), Request((ids(600, 2), QUESTION), 4)
     with Engine(llm, prefix_cache_bytes=1 << 27) as engine:
@@ -226,8 +227,8 @@ def test_a_parked_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(prefix_handle, "on_device", apart)
         entries: list[Any] = [one.held for one in engine._tree.texts(None, 9, 0)]
         for entry in entries:
-            entry.park()
-        assert entries and all(entry.parked_bytes > 0 for entry in entries)
+            entry.offload()
+        assert entries and all(entry.offloaded_bytes > 0 for entry in entries)
         monkeypatch.setattr(IndexChoice, "has_bytes", lambda self, nbytes: False)
         running = engine.submit(first)
         next(iter(running))

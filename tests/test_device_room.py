@@ -326,6 +326,30 @@ def test_texts_of_an_engine_get_one_index(monkeypatch: pytest.MonkeyPatch) -> No
     assert device_room.layout_of(model) is None and IndexChoice(model, config).has_room(longest)
 
 
+def test_fewer_rows_where_windows_leave_no_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The most rows, of powers of two, whose windows leave room to read a text; one row where none do. On a CPU as many
+    as asked for.
+    """
+    caplog.set_level(logging.INFO)
+    model, config = tiny_model("llama"), ra.Config(index="flat", prefill_chunk=256)
+    assert device_room.planned_rows(model, config, 16, 5000) == 16
+    shape = model_shape(model)
+    one = DeviceSize(shape, config, 256, 1)
+    free = [0]
+    monkeypatch.setattr(device_room, "whole_device_bytes", lambda _: free[0])
+    needed = index_choice.reading_bytes(shape, config, 5000, 1)
+    for rows in (1, 2, 8, 16):
+        fixed = device_room.MARGIN + device_room.GRAPH_BYTES + needed
+        free[0] = fixed + rows * (one.window_bytes + one.sliding_bytes + sum(state_bytes(one)))
+        assert device_room.planned_rows(model, config, 16, 5000) == rows
+        assert device_room.planned_rows(model, config, 11, 5000) == (11 if rows == 16 else rows)
+        free[0] -= 1
+        assert device_room.planned_rows(model, config, 16, 5000) == max(1, rows // 2)
+    assert "steps take 8 rows at most: windows of 16 leave no room to read 5000 tokens" in caplog.text
+
+
 @pytest.mark.cuda
 def test_free_memory_follows_the_cap() -> None:
     """What the allocator may still have, never more than the device."""

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -51,7 +52,7 @@ from retrieval_attn.errors import (
     StoreError,
 )
 from retrieval_attn.gpu.memory import allocated_bytes
-from retrieval_attn.memory.device_room import drop_layout, prefix_cache_device_bytes, share_layout
+from retrieval_attn.memory.device_room import drop_layout, planned_rows, prefix_cache_device_bytes, share_layout
 from retrieval_attn.memory.host import HostSize
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.reclaim import register
@@ -284,7 +285,8 @@ class Engine:
 
         Args:
             llm: an `LLM`.
-            limits: limits of memory, batch size and latency; None: `default_limits`.
+            limits: limits of memory, batch size and latency; None: `default_limits`. `rows` is reduced if windows of so
+                many rows leave a GPU no memory to read a text.
             prefix_cache_bytes: host memory of prefixes that no request uses now. 0: no prefix cache. None: all host
                 memory of the limits that requests leave; requests take it back when they need it.
             store: saved contexts that requests may name, as in `LLM.open`.
@@ -306,6 +308,8 @@ class Engine:
         digest = template_digest(self._template.opening, self._template.middle, self._template.closing)
         self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts)
         self._empty = RetrievalCache(self._loop.model, self._config)
+        planned = self._loop.model, self._config, self._limits.rows, self._empty.max_positions
+        self._limits = replace(self._limits, rows=planned_rows(*planned))
         share_layout(self._loop.model, self._config, self._limits.rows, self._empty.max_positions)
         self._scheduler = Scheduler(self._limits)
         self._shared_bytes = self._limits.host_bytes if prefix_cache_bytes is None else prefix_cache_bytes

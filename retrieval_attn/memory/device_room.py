@@ -215,6 +215,28 @@ def drop_layout(model: Any) -> None:
     _layouts.pop(model, None)
 
 
+def planned_rows(model: PreTrainedModel, config: Config, rows: int, tokens: int | None) -> int:
+    """Return the largest batch, `rows` at most, whose windows leave GPU memory to read one text; at least 1.
+
+    Fewer rows are better than rows without windows in a graph, whose steps are eager. `rows` itself for a model on a
+    CPU or on several GPUs. tokens: of the text, LAYOUT_TOKENS at most; None: no limit.
+    """
+    free, shape = whole_device_bytes(model), known_shape(model.config)
+    if free is None or shape is None:
+        return rows
+    shape = replace(shape, hidden_movable=shape.hidden_movable and why_not_on_host(model) is None)
+    finer, host_free, fitting = reads_host(input_device(model)), rows_host_bytes(model, config), rows
+    count = min(tokens or LAYOUT_TOKENS, LAYOUT_TOKENS)
+    while fitting > 1:
+        room = _beside_windows(model, config, fitting, free)
+        if reading_bytes(shape, config, count, room, finer=finer, host_free=host_free) <= room:
+            break
+        fitting = 1 << ((fitting - 1).bit_length() - 1)
+    if fitting < rows:
+        log.info("steps take %d rows at most: windows of %d leave no room to read %d tokens", fitting, rows, count)
+    return fitting
+
+
 def share_layout(model: PreTrainedModel, config: Config, rows: int, tokens: int | None) -> None:
     """Choose one index for all texts of an engine: only rows with equal indexes share a captured step.
 
@@ -222,18 +244,24 @@ def share_layout(model: PreTrainedModel, config: Config, rows: int, tokens: int 
     the GPU memory that windows of `rows` rows and graphs leave. Nothing for a model on a CPU or another index.
     """
     _layouts.pop(model, None)
-    free, beside = whole_device_bytes(model), _beside(model, config, rows)
-    if config.index != "auto" or config.retrieve == "auto" or free is None or beside is None:
+    free = whole_device_bytes(model)
+    if config.index != "auto" or config.retrieve == "auto" or free is None:
         return
-    size = beside[0]
-    windows = size.window_bytes + size.sliding_bytes + sum(state_bytes(size))
     chosen = chosen_index(
-        model.config, config, min(tokens or LAYOUT_TOKENS, LAYOUT_TOKENS), free - MARGIN - windows - GRAPH_BYTES,
+        model.config, config, min(tokens or LAYOUT_TOKENS, LAYOUT_TOKENS), _beside_windows(model, config, rows, free),
         hidden_movable=why_not_on_host(model) is None, finer=reads_host(input_device(model)),
         host_free=rows_host_bytes(model, config),
     )  # fmt: skip
     if chosen.index != config.index:
         _layouts[model] = chosen
+
+
+def _beside_windows(model: PreTrainedModel, config: Config, rows: int, free: int) -> int:
+    """Return what windows and states of a batch and its graphs leave of `free` bytes. Graphs have slots for a power of
+    two.
+    """
+    size = DeviceSize(model_shape(model), config, config.prefill_chunk, 1 << max(0, rows - 1).bit_length())
+    return max(0, free - MARGIN - size.window_bytes - size.sliding_bytes - sum(state_bytes(size)) - GRAPH_BYTES)
 
 
 def free_device_bytes(model: Any) -> int | None:

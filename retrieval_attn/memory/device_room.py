@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.config import Config
@@ -147,8 +148,8 @@ class IndexChoice:
             return
         room = free - MARGIN
         lacking = needed(self._movable(shape, model), room + idle) - room
-        if lacking > 0:
-            reclaim(device=lacking)
+        if lacking > 0 and reclaim(device=lacking)[1]:
+            torch.cuda.empty_cache()  # freed codes lie in pieces between other tensors, of a stream of their own
 
     def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
         """Choose the index for the first `tokens` tokens of each of `batch` sequences; set `config` and `spec`.

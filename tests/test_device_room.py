@@ -301,6 +301,9 @@ def test_texts_of_an_engine_get_one_index(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device_room, "devices", lambda _: (torch.device("cuda"),))
     monkeypatch.setattr(device_room, "spare_bytes", lambda _: room[0])
     monkeypatch.setattr(device_room, "GRAPH_BYTES", 1 << 20)
+    monkeypatch.setattr(
+        device_room.EngineLayout, "free", property(lambda layout: device_room.MARGIN + room[0] - layout.unpacked)
+    )
 
     def chosen(tokens: int) -> Any:
         choice = IndexChoice(model, config)
@@ -310,8 +313,9 @@ def test_texts_of_an_engine_get_one_index(monkeypatch: pytest.MonkeyPatch) -> No
     apart = {tokens: chosen(tokens) for tokens in (100, 20_000, longest)}
     assert len({str(one.index_options) + one.index for one in apart.values()}) > 1, "each its own"
     device_room.share_layout(model, config, 4, None)
-    layout = device_room.layout_of(model)
-    assert layout is not None and layout.index == PLANNED
+    shared = device_room.layout_of(model)
+    assert shared is not None and shared.config.index == PLANNED and shared.unpacked == 0
+    layout = shared.config
     try:
         together = {tokens: chosen(tokens) for tokens in (100, 20_000, longest)}
         for one in together.values():

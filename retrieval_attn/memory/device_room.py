@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -104,18 +104,15 @@ class IndexChoice:
 
     def has_room(self, tokens: int) -> bool:
         """Return False if an engine's layout for `tokens` more tokens lacks GPU memory even without idle texts."""
-        model = self._loaded
-        layout, free = layout_of(model), None if model is None else whole_device_bytes(model)
-        shape = None if free is None or layout is None else known_shape(model.config)
-        if self._decided or shape is None or layout is None or free is None:
+        layout = layout_of(self._loaded)
+        if self._decided or layout is None:
             return True
-        room = free - MARGIN + idle_device_bytes()
-        return layout_like(self._movable(shape, model), self._requested, layout, tokens, room) is not None
+        room = layout.free - MARGIN + idle_device_bytes()
+        return layout_like(layout.shape, self._requested, layout.config, tokens, room) is not None
 
     def has_bytes(self, nbytes: int) -> bool:
         """Return whether the GPU has `nbytes` free bytes without idle texts."""
-        model = self._loaded
-        free = None if model is None or not nbytes else whole_device_bytes(model)
+        free = _free_bytes(self._loaded) if nbytes else None
         return free is None or free - MARGIN + idle_device_bytes() >= nbytes
 
     def reclaim_bytes(self, nbytes: int) -> None:
@@ -130,11 +127,12 @@ class IndexChoice:
         model = self._loaded
 
         def needed(shape: ModelShape, room: int) -> int:
-            finer, host_free = reads_host(input_device(model)), self._host_free(model)
             config = self.config if self._decided else self._requested
             layout = None if self._decided else layout_of(model)
-            if layout is not None:
-                config = layout_like(shape, config, layout, tokens, room, batch) or config
+            shared = None if layout is None else layout_like(shape, config, layout.config, tokens, room, batch)
+            if shared is not None:
+                return reading_bytes(shape, shared, tokens, room, batch)
+            finer, host_free = reads_host(input_device(model)), self._host_free(model)
             return reading_bytes(shape, config, tokens, room, batch, finer=finer, host_free=host_free)
 
         self._reclaim(needed)
@@ -142,12 +140,12 @@ class IndexChoice:
     def _reclaim(self, needed: Callable[[ModelShape, int], int]) -> None:
         """Evict idle texts for the bytes that are needed; `needed` gets those that are free without idle texts."""
         model, idle = self._loaded, idle_device_bytes()
-        free = None if model is None or not idle else whole_device_bytes(model)
-        shape = None if free is None else known_shape(model.config)
+        free = _free_bytes(model) if idle else None
+        shape = None if free is None else _shape_of(model)
         if free is None or shape is None:
             return
         room = free - MARGIN
-        lacking = needed(self._movable(shape, model), room + idle) - room
+        lacking = needed(shape, room + idle) - room
         if lacking > 0 and reclaim(device=lacking)[1]:
             torch.cuda.empty_cache()  # freed codes lie in pieces between other tensors, of a stream of their own
 
@@ -159,36 +157,32 @@ class IndexChoice:
         model = self._loaded
         if not self._decided and self._requested.index == "auto" and model is not None:
             self.make_room(tokens, batch)
-            free = whole_device_bytes(model)
-            _log_fragmentation(model, free)
-            finer = free is not None and reads_host(input_device(model))
-            host_free = self._host_free(model)
-            room = None if free is None else free - MARGIN
-            self.config = self._shared_layout(model, tokens, room, batch) or chosen_index(
-                model.config,
-                self._requested,
-                tokens,
-                room,
-                batch,
-                hidden_movable=why_not_on_host(model) is None,
-                finer=finer,
-                host_free=host_free,
-            )
+            self.config = self._shared_layout(tokens, batch) or self._own_layout(model, tokens, batch)
             self.spec = IndexSpec.of(self.config.index, self.config.index_options)
         self._decided = True
         return self.spec
 
-    def _shared_layout(self, model: Any, tokens: int, room: int | None, batch: int) -> Config | None:
+    def _shared_layout(self, tokens: int, batch: int) -> Config | None:
         """Return the config with the index of an engine's texts; None: there is none, or it lacks memory."""
-        layout = layout_of(model)
-        shape = None if layout is None or room is None else known_shape(model.config)
-        if layout is None or room is None or shape is None:
+        layout = layout_of(self._loaded)
+        if layout is None:
             return None
-        return layout_like(self._movable(shape, model), self._requested, layout, tokens, room, batch)
+        return layout_like(layout.shape, self._requested, layout.config, tokens, layout.free - MARGIN, batch)
 
-    def _movable(self, shape: ModelShape, model: Any) -> ModelShape:
-        """Return the shape of the loaded model, whose hidden states may not be movable to the host."""
-        return replace(shape, hidden_movable=shape.hidden_movable and why_not_on_host(model) is None)
+    def _own_layout(self, model: Any, tokens: int, batch: int) -> Config:
+        """Return the config with the index that fits what is free now."""
+        free = whole_device_bytes(model)
+        _log_fragmentation(model, free)
+        return chosen_index(
+            model.config,
+            self._requested,
+            tokens,
+            None if free is None else free - MARGIN,
+            batch,
+            hidden_movable=why_not_on_host(model) is None,
+            finer=free is not None and reads_host(input_device(model)),
+            host_free=self._host_free(model),
+        )
 
     def _host_free(self, model: Any) -> int:
         return rows_host_bytes(model, self._requested)
@@ -203,12 +197,51 @@ def rows_host_bytes(model: Any, config: Config) -> int:
     return available_host_bytes() if bus is None or bus >= ROWS_BUS else 0
 
 
-_layouts: weakref.WeakKeyDictionary[Any, Config] = weakref.WeakKeyDictionary()
+class EngineLayout(NamedTuple):
+    """Index of all texts of an engine, and what does not change while it runs: looking at a model takes 15 ms.
+
+    Attributes:
+        config: options with the index.
+        shape: sizes of the model; `hidden_movable` as the loaded model allows.
+        device: GPU of the model.
+        unpacked: bytes of `unpacked_bytes`.
+    """
+
+    config: Config
+    shape: ModelShape
+    device: torch.device
+    unpacked: int
+
+    @property
+    def free(self) -> int:
+        """Bytes of `whole_device_bytes`, now."""
+        return max(0, spare_bytes(self.device) - self.unpacked - split_bytes(self.device))
 
 
-def layout_of(model: Any) -> Config | None:
-    """Return the config whose index all texts of an engine on this model get if it fits; None: each its own."""
+_layouts: weakref.WeakKeyDictionary[Any, EngineLayout] = weakref.WeakKeyDictionary()
+
+
+def layout_of(model: Any) -> EngineLayout | None:
+    """Return the index that all texts of an engine on this model get if it fits; None: each text its own."""
     return None if model is None else _layouts.get(model)
+
+
+def _free_bytes(model: Any) -> int | None:
+    """Return `whole_device_bytes` of a model, quickly for that of an engine."""
+    layout = layout_of(model)
+    if layout is not None:
+        return layout.free
+    return None if model is None else whole_device_bytes(model)
+
+
+def _shape_of(model: Any) -> ModelShape | None:
+    """Return the sizes of a loaded model, whose hidden states may not be movable to the host; None: unknown."""
+    layout = layout_of(model)
+    if layout is not None:
+        return layout.shape
+    shape = known_shape(model.config)
+    movable = shape is not None and shape.hidden_movable and why_not_on_host(model) is None
+    return None if shape is None else replace(shape, hidden_movable=movable)
 
 
 def drop_layout(model: Any) -> None:
@@ -222,10 +255,10 @@ def planned_rows(model: PreTrainedModel, config: Config, rows: int, tokens: int 
     Fewer rows are better than rows without windows in a graph, whose steps are eager. `rows` itself for a model on a
     CPU or on several GPUs. tokens: of the text, LAYOUT_TOKENS at most; None: no limit.
     """
-    free, shape = whole_device_bytes(model), known_shape(model.config)
+    free = whole_device_bytes(model)
+    shape = None if free is None else _shape_of(model)
     if free is None or shape is None:
         return rows
-    shape = replace(shape, hidden_movable=shape.hidden_movable and why_not_on_host(model) is None)
     finer, host_free, fitting = reads_host(input_device(model)), rows_host_bytes(model, config), rows
     count = min(tokens or LAYOUT_TOKENS, LAYOUT_TOKENS)
     while fitting > 1:
@@ -253,8 +286,9 @@ def share_layout(model: PreTrainedModel, config: Config, rows: int, tokens: int 
         hidden_movable=why_not_on_host(model) is None, finer=reads_host(input_device(model)),
         host_free=rows_host_bytes(model, config),
     )  # fmt: skip
-    if chosen.index != config.index:
-        _layouts[model] = chosen
+    shape = _shape_of(model)
+    if chosen.index != config.index and shape is not None:
+        _layouts[model] = EngineLayout(chosen, shape, input_device(model), unpacked_bytes(model))
 
 
 def _beside_windows(model: PreTrainedModel, config: Config, rows: int, free: int) -> int:

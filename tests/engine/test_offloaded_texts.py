@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.attention.cache import RetrievalCache, head_codes_of, offload_windows
+from retrieval_attn.attention.cache import CodedSegments, RetrievalCache, head_codes_of, offload_windows
 from retrieval_attn.engine import prefix_handle, resident_set
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
@@ -22,6 +23,7 @@ from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.offload.codes import HeadCodes, load_codes, offload_codes
 from tests.engine_audit import check_engine
 from tests.test_engine import ids, llm_of
+from tests.tiny_models import build_model
 
 CONFIG = ra.Config(sink=4, window=32, retrieve=8, index="device", prefill_chunk=256)
 QUESTION = ids(5, 90)
@@ -237,3 +239,27 @@ def test_an_offloaded_text_without_room_waits_for_others(monkeypatch: pytest.Mon
             assert engine._rows[waiting.id].cache is None
         found = [running.result(), waiting.result()]
         assert [one.tokens for one in found] == expected and [one.cached_tokens for one in found] == [500, 600]
+
+
+@pytest.mark.cuda
+def test_a_gpu_has_its_memory_back() -> None:
+    """Codes, spaces, clusters, windows and steps of rows leave the GPU; what is loaded again are the same codes, and
+    the answer is that of a text that stayed.
+    """
+    llm = llm_of(CONFIG.replace(index_options={"int8_rows": True}))
+    llm.model = build_model("llama").to("cuda")
+    stayed, moved = read_text(llm, 3000, 5), read_text(llm, 3000, 5).cache
+    codes = head_codes_of(moved)
+    rows = [one.rows().codes.copy() for one in codes]
+    gc.collect()
+    torch.cuda.synchronize()
+    before, coded = torch.cuda.memory_allocated(), sum(one.device_nbytes for one in codes)
+    offload_windows(moved)
+    offload_codes(codes)
+    CodedSegments(moved, codes).offload()
+    gc.collect()
+    assert before - torch.cuda.memory_allocated() > coded > 0
+    load_codes(codes)
+    for one, own in zip(codes, rows, strict=True):
+        assert (one.device.codes[: one.device.length].cpu().numpy() == own).all()
+    assert answer(llm, moved.fork()) == answer(llm, stayed.cache.fork())

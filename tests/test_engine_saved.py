@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import retrieval_attn as ra
+from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.engine import saved_text
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
@@ -22,10 +23,13 @@ from retrieval_attn.errors import (
     StoreMismatchError,
     UnknownContextError,
 )
+from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.saving import save as late_check
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.engine_audit import check_engine
+from tests.test_hybrid import CONFIGS as HYBRIDS
+from tests.test_hybrid import new_model
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model
 from tools.engine_schedules import CONFIG
 
@@ -176,6 +180,35 @@ def test_a_text_that_was_asked_about_is_saved(store: ContextStore) -> None:
     assert asked.tokens == named.tokens and named.cached_tokens == 600
     opened = ra.Context(llm.model, llm.tokenizer, CONFIG).open("book", store=store, progress=False)
     assert opened.num_tokens == 600 and opened.continue_with(ids(6, 9), max_new_tokens=8).tokens == list(asked.tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding", "qwen3_next"])
+def test_a_save_copies_no_window(family: str, store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that rows fill has no memory for a copy of all windows and states; the text answers meanwhile as before."""
+    llm = llm_of(new_model(family) if family in HYBRIDS else build_model(family))
+    document, request = ids(600, 8), Request((ids(600, 8), ids(6, 9)), 8, stop_ids=NEVER)
+    with Engine(llm, store=store) as engine:
+        first = engine.submit(request).result()
+        copied: list[str] = []
+        clone, fork = WindowCache.clone, StateLayer._copied
+
+        def cloned(self: WindowCache, *given: int) -> WindowCache:
+            copied.append("window")
+            return clone(self, *given)
+
+        def copied_state(self: StateLayer, *, states: bool = True) -> dict[str, Any]:
+            copied.extend(["state"] * states)
+            return fork(self, states=states)
+
+        monkeypatch.setattr(WindowCache, "clone", cloned)
+        monkeypatch.setattr(StateLayer, "_copied", copied_state)
+        engine.save("book", document)
+        assert not copied
+        monkeypatch.undo()
+        assert engine.submit(request).result().tokens == first.tokens
+        check_engine(engine)
+    opened = ra.Context(llm.model, llm.tokenizer, CONFIG).open("book", store=store, progress=False)
+    assert opened.continue_with(ids(6, 9), max_new_tokens=8).tokens == list(first.tokens)
 
 
 def test_a_part_that_was_forgotten(store: ContextStore) -> None:

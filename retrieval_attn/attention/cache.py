@@ -128,13 +128,24 @@ class RetrievalCache(LayeredCache):
 
     def fork(self) -> Self:
         """An independent continuation. Host memory and indexes are shared, the device window is copied."""
+        return self._forked(copied=True)
+
+    def view(self) -> Self:
+        """Return a fork to read from; it shares windows and states on the device, which nothing may change."""
+        return self._forked(copied=False)
+
+    def _forked(self, *, copied: bool) -> Self:
+        """copied: whether windows and states are copied."""
         refuse_forked()
         self.quiet()
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.batch, other.index = self.batch.fork(), copy.copy(self.index)
         layers: list[Any] = self.layers
-        other.layers = [one.fork() if isinstance(one, StateLayer) else one.fork(other.batch) for one in layers]
+        other.layers = [
+            one.fork(copied=copied) if isinstance(one, StateLayer) else one.fork(other.batch, copied=copied)
+            for one in layers
+        ]
         for layer in other.layers:
             if isinstance(layer, RetrievalLayer):
                 layer.index = other.index

@@ -291,8 +291,8 @@ class CacheLayer(HandleLayer):
         copy.stats.add(self.stats)
         return {**vars(copy), "tail": shallow_copy(self.tail)}
 
-    def fork(self, batch: Batch) -> Self:
-        """This layer for a fork of its batch."""
+    def fork(self, batch: Batch, *, copied: bool = True) -> Self:
+        """Return this layer for a fork of its batch. copied: see `RetrievalCache.view`."""
         raise NotImplementedError
 
     def reset(self) -> None:

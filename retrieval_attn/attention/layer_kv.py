@@ -248,17 +248,18 @@ class LayerKV:
         self._sinks = [self._sinks[row] for row in rows]
         self._retrieve_stops = [self._retrieve_stops[row] for row in rows]
 
-    def fork(self, batch: Batch, stats: LayerStats, number: int | None = None) -> LayerKV:
+    def fork(self, batch: Batch, stats: LayerStats, number: int | None = None, *, copied: bool = True) -> LayerKV:
         """The same tokens for a fork of the batch: the host's are shared, the window is copied.
 
-        number: of the layer it is for, None = the same.
+        number: of the layer it is for, None = the same. copied: see `RetrievalCache.view`.
         """
         other = object.__new__(LayerKV)
         other.__dict__.update(self.__dict__)
         other._batch, other._stats = batch, stats
         other._number = self._number if number is None else number
         # what a fork continues may have kept no room: it is made again, of the size that captured graphs know
-        other.window = self.window.clone(self._size.slots(self.window.tail_len), self._config.sink)
+        if copied:
+            other.window = self.window.clone(self._size.slots(self.window.tail_len), self._config.sink)
         other._sinks, other._retrieve_stops = list(self._sinks), list(self._retrieve_stops)
         return other
 

@@ -386,13 +386,13 @@ class RetrievalLayer(CacheLayer):
         else:
             self.held.drop_newest(count)
 
-    def fork(self, batch: Batch) -> RetrievalLayer:
+    def fork(self, batch: Batch, *, copied: bool = True) -> RetrievalLayer:
         """An independent continuation that shares all host memory and index with this layer."""
         other = RetrievalLayer(self.config, self.index)
         other.__dict__.update(self.__dict__)
         other.graph = None
         other.batch, other.stats, other.tail = batch, LayerStats(), TailMass()
-        other.held = None if self.held is None else self.held.fork(batch, other.stats)
+        other.held = None if self.held is None else self.held.fork(batch, other.stats, copied=copied)
         return other
 
     def spill(self, *, flush: bool = True) -> None:

@@ -157,13 +157,13 @@ class SlidingLayer(CacheLayer):
         if self._window is not None:
             self._window.select(torch.tensor(list(rows), dtype=torch.int64))
 
-    def fork(self, batch: Batch) -> SlidingLayer:
+    def fork(self, batch: Batch, *, copied: bool = True) -> SlidingLayer:
         """An independent copy (constant size)."""
         other = SlidingLayer(self.config, self.sliding_window)
         other.__dict__.update(self.__dict__)
         other.graph = None
         other.batch, other.stats = batch, LayerStats()
-        other._window = None if self._window is None else self._window.clone()
+        other._window = self._window.clone() if copied and self._window is not None else self._window
         return other
 
     def drop_newest(self, count: int) -> None:

@@ -37,10 +37,10 @@ class StateLayer(LinearAttentionLayer):
         super().__init__(number_of_states, **kwargs)
         self.graph: StateHook | None = None
 
-    def fork(self) -> StateLayer:
-        """An independent copy, the state too."""
+    def fork(self, *, copied: bool = True) -> StateLayer:
+        """Return an independent layer. copied: whether the state is copied, too."""
         other = StateLayer(self.number_of_states)
-        other.__dict__.update(self._copied())
+        other.__dict__.update(self._copied(states=copied))
         return other
 
     def snapshot(self) -> dict[str, Any]:
@@ -92,10 +92,10 @@ class StateLayer(LinearAttentionLayer):
         """The states as the last token that counts left them, by name and number."""
         return dict(self.states()) if self.graph is None else self.graph.confirmed()
 
-    def _copied(self) -> dict[str, Any]:
-        """The attributes but `graph`; dictionaries are copied, and the tensors in them."""
+    def _copied(self, *, states: bool = True) -> dict[str, Any]:
+        """The attributes but `graph`; dictionaries are copied, and with `states` the tensors in them."""
         copied = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
         del copied["graph"]
         for (name, number), state in self.confirmed_states().items():
-            copied[name][number] = state.clone()
+            copied[name][number] = state.clone() if states else state
         return copied

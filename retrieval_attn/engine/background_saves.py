@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from retrieval_attn.engine.radix_cache import Lease
 from retrieval_attn.engine.saved_text import SavedTexts, UnsavedText
 from retrieval_attn.errors import StoreError, UnknownContextError
+from retrieval_attn.offload.threads import with_device_memory
 from retrieval_attn.saving.save import Saved, Saver
 
 __all__ = ["SAVE_SECONDS", "BackgroundSave", "BackgroundSaves", "SaveState"]
@@ -81,11 +82,15 @@ class BackgroundSave:
         """Write the context and commit its name. Raises StoreError, and SaveCancelled."""
         try:
             self._look()
-            saver = self._saver()
-            saver.saved = self.saved
+            saver = with_device_memory(self._saver, self._wait)
+            saver.saved, saver.wait = self.saved, self._wait
             self.text.set_durable(saver.run(self._look))
         finally:
             self._lease.release()
+
+    def _wait(self, seconds: float) -> None:
+        self.cancelled.wait(seconds)
+        self._look()
 
     def _look(self) -> None:
         if self.cancelled.is_set():

@@ -63,6 +63,7 @@ from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.int8_rows import drop_rows, held_rows_bytes
 from retrieval_attn.offload.staging import host_format
+from retrieval_attn.offload.threads import with_device_memory
 from retrieval_attn.runner.full_attention import release_full_kv
 from retrieval_attn.sampling.sampler import require_known
 from retrieval_attn.sampling.sampling_params import SamplingParams
@@ -396,7 +397,7 @@ class Engine:
                 node = match.node
                 if match.length != len(ids) or not isinstance(node.held, PrefixEntry):
                     continue
-                entry = node.held.part(len(ids) - marks)
+                entry = with_device_memory(functools.partial(node.held.part, len(ids) - marks), time.sleep)
                 if entry is not None:
                     lease, seconds = tree.lease(node), node.rebuild_seconds
                     break

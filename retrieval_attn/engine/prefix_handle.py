@@ -129,6 +129,11 @@ class PrefixEntry:
             cache.crop(tokens - cache.get_seq_length())
         return cache
 
+    def view(self) -> RetrievalCache:
+        """Return a fork of the whole cache to read from: it shares the windows, which are not changed. Thread-safe."""
+        with self._lock:
+            return self._cache.view()
+
 
 def on_device(tensor: Tensor) -> bool:
     """Return whether a tensor is in device memory."""

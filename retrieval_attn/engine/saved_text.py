@@ -113,6 +113,9 @@ class HeldCache(Protocol):
     def fork(self) -> RetrievalCache:
         """Return a fork of the whole cache."""
 
+    def view(self) -> RetrievalCache:
+        """Return a fork of the whole cache to read from, which shares its windows."""
+
 
 class SavedText:
     """What a store has under a name. It is opened when a request needs it, and again when the tree gave it up.
@@ -187,7 +190,7 @@ class UnsavedText(SavedText):
         self._held: HeldCache | None = held
         self._released: weakref.ref[HeldCache] | None = None
         self._lineage = lineage
-        cache = held.fork()
+        cache = held.view()
         self._options, self._index = cache.config, cache.index.config
         self.forgotten_tokens = cache.batch.forgotten.tokens
 
@@ -500,10 +503,12 @@ class SavedTexts:
         held = text.held
         if held is None:
             raise self.unsaved_error(text.name)
-        cache, kept = held.fork(), SavedLineage() if opened is None else opened.kept
+        with self._lock:
+            identity = self._of_model()
+        cache, kept = held.view(), SavedLineage() if opened is None else opened.kept
         plain = described(self._template, attended_columns(cache.batch), read_seconds, self.model)
         plain |= {"owner": owner} if owner else {}
-        return kept.saver(self.store, text.name, self.model, self._loop.tokenizer, cache, plain)
+        return kept.saver(self.store, text.name, identity, cache, plain)
 
     def chain(self, text: SavedText) -> SavedChain:
         """Return the nodes of a text. Raises StoreError and what is below it."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,11 +82,7 @@ class Staging:
         for tensor in tensors:
             into = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             offset += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-            if tensor.is_contiguous() or tensor.ndim < 2:
-                into.copy_(tensor, non_blocking=True)
-            else:  # a copy engine takes runs of memory: one per head, instead of a gathered copy on the device
-                for one, source in zip(into, tensor, strict=True):
-                    one.copy_(source, non_blocking=True)
+            copy_runs(into, tensor)
             bits = into.view(torch.uint16) if into.dtype in (torch.bfloat16, torch.float16) else into
             arrays.append(bits.numpy())
         return arrays
@@ -122,6 +120,26 @@ def sent(array: np.ndarray, device: torch.device) -> Tensor:
     return room.to(device, non_blocking=True)
 
 
+MAX_RUNS = 1024
+"""Copies into which one of a tensor is split; a tensor of more pieces is gathered on the device first."""
+
+
+def copy_runs(into: Tensor, source: Tensor) -> None:
+    """Copy a tensor to a contiguous one of the same shape by the current stream, without waiting.
+
+    A copy engine takes runs of memory. For other tensors torch allocates a gathered copy on the device; so a window of
+    each head is copied by itself.
+    """
+    if not source.numel():
+        return
+    dims = source.ndim
+    while dims > 1 and not source[(0,) * (source.ndim - dims)].is_contiguous():
+        dims -= 1
+    heads = source.shape[: source.ndim - dims]
+    for place in itertools.product(*map(range, heads)) if math.prod(heads) <= MAX_RUNS else [()]:
+        into[place].copy_(source[place], non_blocking=True)
+
+
 def brought(tensor: Tensor) -> np.ndarray:
     """A copy on the host of what a tensor, of a dtype that NumPy knows, has when the current stream's work is done."""
     [there] = brought_together([tensor.detach()])
@@ -143,7 +161,7 @@ def brought_together(tensors: Sequence[Tensor]) -> list[Tensor]:
         into = [pinned(one.nbytes).view(one.dtype).view(one.shape) if one.is_cuda else one for one in tensors]
         for one, held in zip(tensors, into, strict=True):
             if one.is_cuda:
-                held.copy_(one, non_blocking=True)
+                copy_runs(held, one)
                 one.record_stream(stream)
         done = torch.cuda.Event(blocking=True)
         done.record(stream)

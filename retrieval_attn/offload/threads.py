@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections import deque
@@ -9,12 +10,22 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+import torch
+
+from retrieval_attn.memory.reclaim import reclaim
+
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 IDLE_SECONDS = 0.25
 """How long a thread waits for more. Threads are joined when Python ends, so this is what an end waits at most."""
 
+OOM_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *[5.0] * 10)
+"""Seconds between two attempts of a thread to allocate GPU memory: the longest prefill chunk is over by the end."""
+OOM_BYTES = 64 << 20
+"""GPU memory that idle texts free before the next attempt: a thread of the background allocates less at once."""
 
 SWITCH_SECONDS = 1e-4
 """After which a thread that runs Python makes room for one that waits to. torch releases the interpreter with every
@@ -109,3 +120,25 @@ def settle(future: Future[Any], work: Callable[..., Any], *args: Any) -> None:
         future.set_result(work(*args))
     except BaseException as error:
         future.set_exception(error)
+
+
+def with_device_memory(attempt: Callable[[], Result], wait: Callable[[float], object]) -> Result:
+    """Call `attempt`, again and again while a GPU has no memory for it. Return its result.
+
+    Steps and prefills take memory for a moment; a thread of the background can wait until they return it.
+
+    Args:
+        attempt: allocates GPU memory; it must be repeatable.
+        wait: sleeps for some seconds.
+
+    Raises torch.OutOfMemoryError after the last attempt, and the exceptions of `attempt` and `wait`.
+    """
+    for seconds in OOM_WAITS:
+        try:
+            return attempt()
+        except torch.OutOfMemoryError as error:
+            log.info("a thread waits %g s for GPU memory: %s", seconds, str(error).partition("\n")[0])
+        reclaim(device=OOM_BYTES)
+        torch.cuda.empty_cache()
+        wait(seconds)
+    return attempt()

@@ -7,6 +7,7 @@ codes and clusters are saved with them, so that nothing is built again. Every sa
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import threading
@@ -33,6 +34,7 @@ from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreError, St
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.offload.codes import SentCodes
 from retrieval_attn.offload.page_lock import lock_ahead
+from retrieval_attn.offload.threads import with_device_memory
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.progress import ReadingBar
 from retrieval_attn.runner.ready import compilation, make_ready, prepared
@@ -258,29 +260,41 @@ class Saved:
 
 
 class Saver:
-    """Saves one cache as it is now. `run` does it; the cache may go on meanwhile."""
+    """Saves one cache as it is now. `run` does it; the cache may go on meanwhile.
+
+    Attributes:
+        saved: progress of the save.
+        wait: sleeps for some seconds until a GPU may have memory again; an exception of it ends the save.
+    """
 
     def __init__(
         self,
         store: ContextStore,
         name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: RetrievalCache,
+        identity: str,
+        fork: RetrievalCache,
         points: Sequence[SavedPoint],
         plain: Mapping[str, Any],
     ) -> None:
-        """points: nodes that the cache may continue, the newest last. plain: kept with the context's name."""
+        """Store the arguments and look up the node that the cache continues.
+
+        Args:
+            store: the store.
+            name: name of the context.
+            identity: identity of the model, see `identity_of`.
+            fork: cache that nothing changes until `run` returns: of `saving_fork`, or a view.
+            points: nodes that the cache may continue, the newest last.
+            plain: record that is kept with the name.
+        """
         check_name(name)
-        self._store, self._plain = store, dict(plain)
-        self._fork = saving_fork(cache)
+        self._store, self._plain, self._fork, self._identity = store, dict(plain), fork, identity
+        self.wait: Callable[[float], object] = time.sleep
         (sequence,) = self._fork.batch.sequences
         usable = [one for one in points if one.store == str(store.folder) and one.marks.begins(self._fork)]
         self._parent = next((one for one in reversed(usable) if store.continues(one.digest)), None)
         self._ids = ids_array(sequence.token_ids)
         self._forgotten = self._fork.batch.forgotten
         self._options = saved_options(self._fork.config, self._forgotten)
-        self._identity = identity_of(model, tokenizer)
         self.saved = Saved(name, len(self._ids))
 
     def run(self, on_layer: Callable[[], object] | None = None) -> SavedPoint:
@@ -306,7 +320,8 @@ class Saver:
                 return writer.digest, True
             since = None if parent is None else parent.marks
             for number in range(len(self._fork.layers)):
-                self.saved.nbytes += write_layer(writer, layer_bundle(self._fork, number, since))
+                copy_layer = functools.partial(layer_bundle, self._fork, number, since)
+                self.saved.nbytes += write_layer(writer, with_device_memory(copy_layer, self.wait))
                 if on_layer is not None:
                     on_layer()
             self.saved.new_tokens = len(self._ids) - known
@@ -392,16 +407,10 @@ class SavedLineage:
             self._check.wait(progress=progress)
 
     def saver(
-        self,
-        store: ContextStore,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: RetrievalCache,
-        plain: Mapping[str, Any],
+        self, store: ContextStore, name: str, identity: str, fork: RetrievalCache, plain: Mapping[str, Any]
     ) -> Saver:
         """Return a saver of a cache that continues this lineage; `note` the point that its `run` returns."""
-        return Saver(store, name, model, tokenizer, cache, self._points, plain)
+        return Saver(store, name, identity, fork, self._points, plain)
 
     def save(
         self,
@@ -414,7 +423,8 @@ class SavedLineage:
         wait: bool,
     ) -> Saved:
         """See `Context.save`. plain: kept with the name. A bar shows the layers."""
-        saver = self.saver(store, name, model, tokenizer, cache, plain)
+        check_name(name)
+        saver = self.saver(store, name, identity_of(model, tokenizer), saving_fork(cache), plain)
         self.saving = saver.saved
         if wait:
             with saving_bar(name, len(cache.layers), show=True) as bar:

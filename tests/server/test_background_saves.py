@@ -15,9 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from retrieval_attn.engine import background_saves
+from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.errors import UnknownContextError
+from retrieval_attn.offload import threads
+from retrieval_attn.saving import layers
 from retrieval_attn.store import ContextStore
 from retrieval_attn.store.disk import OS_DISK
 from tests.server.inside import Inside
@@ -213,6 +217,61 @@ def test_a_full_disk_is_told(
     made(http, "book", text(600, 1))
     wait_for(lambda: state(http, "book")["durable"])
     assert "error" not in state(http, "book")
+
+
+def test_a_save_waits_for_gpu_memory(
+    tmp_path: Path, http: httpx.Client, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step has the memory for a moment: idle texts yield theirs, the layer is tried again, and none is left out."""
+    caplog.set_level(logging.INFO)
+    gate.open.set()
+    failing = {"view": 2, "brought": 3}
+    freed: list[int] = []
+
+    def scarce(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def allocate(*given: Any) -> Any:
+            if threading.current_thread().name.startswith("save-") and failing[name]:
+                failing[name] -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            return real(*given)
+
+        return allocate
+
+    monkeypatch.setattr(PrefixEntry, "view", scarce("view", PrefixEntry.view))
+    monkeypatch.setattr(layers, "brought", scarce("brought", layers.brought))
+    monkeypatch.setattr(threads, "reclaim", lambda *, device: freed.append(device))
+    made(http, "book", text(600, 1))
+    wait_for(lambda: state(http, "book")["durable"])
+    assert failing == {"view": 0, "brought": 0} and freed == [threads.OOM_BYTES] * 5
+    assert metric(http, "context_save_failures_total") == 0 and "failed" not in caplog.text
+    store = ContextStore(tmp_path / "store")
+    node = store.get(store.resolve("book").digest)
+    saved = [file for file in node.files if file.startswith("layer-")]
+    assert saved and all("tail/key" in node.bundle(file, verify=True).arrays for file in saved)
+
+
+def test_a_gpu_that_stays_full(inside: Inside, http: httpx.Client, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is told after the last attempt; removing the name ends the wait for memory."""
+    gate.open.set()
+    asked_for = threading.Event()
+
+    def full(tensor: Any) -> Any:
+        asked_for.set()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(layers, "brought", full)
+    monkeypatch.setattr(threads, "OOM_WAITS", (0.0, 0.0))
+    made(http, "book", text(600, 1))
+    wait_for(lambda: "error" in state(http, "book"))
+    assert "out of memory" in state(http, "book")["error"] and metric(http, "context_save_failures_total") == 1
+    monkeypatch.setattr(threads, "OOM_WAITS", (1000.0,))
+    asked_for.clear()
+    made(http, "other", text(600, 2))
+    assert asked_for.wait(30)
+    began = time.monotonic()
+    assert http.delete("/v1/contexts/other").status_code == 200
+    assert time.monotonic() - began < background_saves.CANCEL_SECONDS / 2
+    assert http.get("/v1/contexts/other").status_code == 404
 
 
 def test_a_shutdown_waits_for_the_disk(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:

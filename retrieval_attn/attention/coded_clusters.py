@@ -70,6 +70,14 @@ def bring_clusters(path: SequenceKV, start: int, stop: int, k: int) -> None:
         _entries(path, coded[0])
 
 
+def ask_for_rows_of(path: SequenceKV, start: int, stop: int, k: int) -> None:
+    """Have threads make the int8 rows that `reach_entries` will return for tokens [start, stop)."""
+    coded = coded_pieces(step_pieces(path, start, stop, clustered=False))
+    codes = head_codes(coded[0], k) if len(coded) == 1 else []
+    if codes and codes[0] is not None:
+        ask_for_rows(segment_of(path, coded[0]), codes[0][0].device)
+
+
 def coded_pieces(pieces: Sequence[SearchRange]) -> list[SearchRange]:
     """The pieces whose keys may be coded on a device."""
     return [piece for piece in pieces if piece.indexes and piece.indexes[0].keeps_device_keys]

@@ -8,16 +8,22 @@ request fetches other data; the float32 steps of the int8 numbers, which would n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
+import os
 import threading
+import time
 import weakref
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from retrieval_attn.cpu.segment import Segment
+from retrieval_attn.cpu.store import SequenceKV, segments_of
 from retrieval_attn.errors import MemoryPlanError, StoreError
 from retrieval_attn.gpu.codes.codes import capacity_for
 from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, RowShape
@@ -26,13 +32,16 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.memory.reclaim import register
 from retrieval_attn.offload.codes import beside
 from retrieval_attn.offload.managed import as_device, has_managed, host_rows, take_pages
-from retrieval_attn.offload.staging import pack, stored_on
-from retrieval_attn.offload.threads import ThreadPool
+from retrieval_attn.offload.page_lock import locked_rows
+from retrieval_attn.offload.staging import TORCH_DTYPE, copy_runs, pack, pinned, stored_on
+from retrieval_attn.offload.threads import ThreadPool, foreground, with_device_memory
 from retrieval_attn.store.mapped import populate
 
 log = logging.getLogger(__name__)
-AT_ONCE = 1 << 14
-"""Tokens of a segment that are converted to rows at once."""
+AT_ONCE = 1 << 13
+"""Tokens of a segment that are converted to rows at once: 32 MiB of keys and values of eight heads."""
+MAKERS = max(1, min(3, (os.cpu_count() or 1) // 4))
+"""Threads that make rows: the bandwidth of host memory bounds the copies out of files, and steps need most cores."""
 NO_ROOM = MemoryPlanError, torch.OutOfMemoryError
 WORD = torch.int32
 """Dtype of writes to rows."""
@@ -66,6 +75,11 @@ class Int8RowMirror:
         self._rows = rows if self._device.type == "cpu" else as_device(rows, self._device)
         self._memory = rows  # referenced, since `_rows` is only its address
         self._steps = torch.empty(self._heads, capacity, 2, device=self._device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device that reads the rows."""
+        return self._device
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +187,7 @@ def write_rows(segment: Segment, rounded: Int8RowMirror, keys: Tensor, values: T
         rounded.write(keys, values)
     except NO_ROOM as error:
         _say_none(segment.length, str(error))
-        segment.rounded = RowsUnderWay()
+        segment.rounded = RowsUnderWay(done=True)
         return False
     return True
 
@@ -203,7 +217,7 @@ class RowHolder:
             if freed >= host:
                 break
             freed += one.nbytes
-            segment.rounded = RowsUnderWay()
+            segment.rounded = RowsUnderWay(done=True)
         return freed, 0
 
     def idle_device_bytes(self) -> int:
@@ -219,12 +233,71 @@ register(_holder, first=True)
 
 
 class RowsUnderWay:
-    """Placeholder of rows that a thread makes, that it failed to make, or that were dropped."""
+    """Placeholder of rows that a thread makes, that it failed to make, or that were dropped.
+
+    done: whether no thread makes them any more.
+    """
 
     nbytes = device_nbytes = 0
 
+    def __init__(self, *, done: bool) -> None:
+        self.done = done
+
     def cut(self, length: int) -> None:
         """Do nothing: there are no rows, and a frozen segment is not cut."""
+
+
+class AwaitedRows:
+    """Int8 rows of some paths that threads make, for a plan that is to use them as soon as all are complete.
+
+    A plan is made between `watch` and `watch_asked`.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[RowsUnderWay] = []
+        self._waits, self._finished = False, 0
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether some rows are not complete."""
+        while self._under_way and self._under_way[-1].done:
+            self._under_way.pop()
+        return bool(self._under_way)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether rows were completed that the last plan did not find. Takes no time for rows that are not."""
+        return self._waits and not self.are_pending
+
+    def watch(self, paths: Iterable[SequenceKV]) -> None:
+        """Watch the rows of these paths that threads make now."""
+        self._finished = _finished.count
+        self._under_way = _rows_under_way(paths)
+
+    def watch_asked(self, paths: Iterable[SequenceKV]) -> None:
+        """Watch the rows that the plan asked for, too."""
+        self._under_way += [one for one in _rows_under_way(paths) if one not in self._under_way]
+        # a thread that finished meanwhile may have made rows that the plan asked for and did not find
+        self._waits = bool(self._under_way) or self._finished != _finished.count
+
+
+class _Finished:
+    """Number of segments for which a thread made rows or failed to."""
+
+    def __init__(self) -> None:
+        self.count, self._lock = 0, threading.Lock()
+
+    def add(self) -> None:
+        with self._lock:
+            self.count += 1
+
+
+_finished = _Finished()
+
+
+def _rows_under_way(paths: Iterable[SequenceKV]) -> list[RowsUnderWay]:
+    held = [segment.rounded for segment in segments_of(paths)]
+    return [one for one in held if isinstance(one, RowsUnderWay) and not one.done]
 
 
 def ask_for_rows(segment: Segment, device: torch.device) -> None:
@@ -232,29 +305,83 @@ def ask_for_rows(segment: Segment, device: torch.device) -> None:
     they are complete.
     """
     if segment.rounded is None and segment.frozen:
-        segment.rounded = RowsUnderWay()
-        _makers().submit(_make_rows, weakref.ref(segment), device)
+        segment.rounded = under_way = RowsUnderWay(done=False)
+        _makers().submit(_make_rows, weakref.ref(segment), device, under_way)
 
 
-def _make_rows(reference: weakref.ref[Segment], device: torch.device) -> None:
+def _make_rows(reference: weakref.ref[Segment], device: torch.device, under_way: RowsUnderWay) -> None:
     segment = reference()
-    if segment is None:
-        return
-    dims = (segment.fmt.dim_of(array) for array in (segment.keys, segment.values))
     try:
-        rows = Int8RowMirror(len(segment.keys), RowShape(*dims), segment.length, device)
-        for start in range(0, segment.length, AT_ONCE):
-            stored = segment.read(start, min(start + AT_ONCE, segment.length))
-            for array in stored:
-                for head in array:
-                    populate(head)
-            with beside(device):
-                rows.write(*(stored_on(device, array, segment.fmt) for array in stored))
+        if segment is not None:
+            segment.rounded = _rows_of(segment, device)
+            _having.add(segment)
     except (*NO_ROOM, StoreError, OSError) as error:
+        assert segment is not None
         _say_none(segment.length, str(error))
-        return
-    segment.rounded = rows
-    _having.add(segment)
+    finally:
+        _finished.add()
+        under_way.done = True  # at last: plans look for the rows when they see it
+
+
+def _rows_of(segment: Segment, device: torch.device) -> Int8RowMirror:
+    """Make the rows of a frozen segment, piece by piece. Raises StoreError, OSError and what NO_ROOM lists.
+
+    While foreground work runs, one thread makes rows at a time, and it rests as long as it used the bus.
+    """
+    dims = (segment.fmt.dim_of(array) for array in (segment.keys, segment.values))
+    shape = RowShape(*dims)
+    rows = with_device_memory(lambda: Int8RowMirror(len(segment.keys), shape, segment.length, device), _sleep)
+    for start in range(0, segment.length, AT_ONCE):
+        write = functools.partial(_write_piece, rows, segment, start, min(start + AT_ONCE, segment.length))
+        with _alone if foreground.is_recent else contextlib.nullcontext():
+            seconds = with_device_memory(write, _sleep)
+            if foreground.is_recent:
+                _sleep(seconds)
+    return rows
+
+
+def _write_piece(rows: Int8RowMirror, segment: Segment, start: int, stop: int) -> float:
+    """Write the rows of tokens [start, stop). Return the seconds in which the device worked."""
+    device = rows.device
+    if device.type == "cuda" and segment.locked_rows is not None:
+        stored = [torch.from_numpy(array) for array in locked_rows(segment, start, stop)]
+    else:
+        stored = [_staged(array, device) for array in segment.read(start, stop)]
+    began = time.perf_counter()
+    with beside(device):
+        rows.write(*(_sent(one, device).view(TORCH_DTYPE[segment.fmt]) for one in stored))
+    return time.perf_counter() - began
+
+
+def _staged(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy keys or values (heads, n, width) out of their file, to pinned memory for a GPU."""
+    for head in array:
+        populate(head)
+    if device.type != "cuda":
+        return torch.from_numpy(np.ascontiguousarray(array))
+    room = pinned(array.nbytes).view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+    np.copyto(room.numpy(), array)
+    return room
+
+
+def _sent(stored: Tensor, device: torch.device) -> Tensor:
+    """Copy page-locked keys or values to a GPU by the current stream, without waiting."""
+    if device.type != "cuda":
+        return stored
+    there = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    copy_runs(there, stored)
+    return there
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep, unless the process ends: it joins its threads. Raises MemoryPlanError then, as if there were no memory."""
+    if not threading.main_thread().is_alive():
+        raise MemoryPlanError("the process ends")
+    time.sleep(seconds)
+
+
+_alone = threading.Lock()
+"""Held by the one thread that makes rows while foreground work runs."""
 
 
 @functools.cache
@@ -265,7 +392,7 @@ def _say_none(tokens: int, reason: str) -> None:
 
 @functools.cache
 def _makers() -> ThreadPool:
-    return ThreadPool(1, "retrieval_attn-rows")
+    return ThreadPool(MAKERS, "retrieval_attn-rows")
 
 
 @functools.cache

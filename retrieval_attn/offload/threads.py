@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -40,6 +42,30 @@ def take_turns_often() -> None:
     before.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+
+
+BUSY_SECONDS = 0.1
+"""Time after a decode step or an upload in which threads of the background yield to the next one."""
+
+
+class Activity:
+    """Time of the last decode step or upload of a question: threads of the background yield to these."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def note(self) -> None:
+        """Note that foreground work begins."""
+        self._last = time.monotonic()
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether there was some within BUSY_SECONDS."""
+        return time.monotonic() - self._last < BUSY_SECONDS
+
+
+foreground = Activity()
+"""Of the process."""
 
 
 class ThreadPool:

@@ -36,6 +36,7 @@ from retrieval_attn.config import GraphMode
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.model.placement import agreed, input_device
 from retrieval_attn.model.rope import counting_as
+from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.graph.binding import WindowsGrownError
 from retrieval_attn.runner.graph.launch import Launcher
 from retrieval_attn.runner.graph.registry import bind, runtime_for, unbind
@@ -269,6 +270,7 @@ class DecodeSteps:
         They may be overwritten by the next step, before which the caller reads something that was computed from them,
         and calls `confirm`. Raises CaptureError if a graph was demanded and cannot be.
         """
+        foreground.note()
         if not self._eager and self.launcher is None:
             self._bind()
         if self.launcher is not None:

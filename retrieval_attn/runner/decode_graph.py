@@ -26,6 +26,7 @@ from retrieval_attn.errors import BackendError, CacheMismatchError, CaptureError
 from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
+from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.graph.capture import capture
 from retrieval_attn.runner.graph.decoder import CapturedStep, GraphDecoder, StepKind, attending
 from retrieval_attn.runner.graph.host import HostResources, HostRow, HostStep, Retrieve, held_by
@@ -126,6 +127,7 @@ class DecodeGraph:
         self.kind = StepKind(False, False, 0)
         self.recording = self.chooses = False
         self._asks: list[list[_Ask | None]] = [[None] * self.size for _ in buffers.windows]  # of each layer, by place
+        self._by_host = False  # the host reads all keys: int8 rows of some sequence are not complete
         self._uploaded = False  # the device knows where windows' tokens lie
         self._moved: set[int] = set()  # places that changed since a step was launched
         self._next: Inputs = {}  # what the device has as the inputs of the next step
@@ -160,9 +162,13 @@ class DecodeGraph:
         self.kind, self._uploaded = kind, False
         self._moved.update(changed)
         if kind.retrieves:
-            layers = _layers(self.rows, places)
-            for number, slot in enumerate(self.decoder.slots):
-                _plan(number, slot.hosts, self._asks[number], layers)
+            for row in rows:
+                row.awaited.watch(row.paths)
+            self._by_host = any(row.awaited.are_pending for row in rows)
+            self._plan_hosts(places)
+            if self.decoder.reads_differ:
+                self._by_host = True
+                self._plan_hosts(places)
             self.decoder.upload_tables()
             self._update_kind()
         if kind.prefix_depth:
@@ -170,6 +176,12 @@ class DecodeGraph:
             paged = next(row.layers for row, one in zip(self.rows, prefixes, strict=True) if row and one)
             self.decoder.write_pages(prefixes, paged, kind.prefix_depth)
         self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
+
+    def _plan_hosts(self, places: Collection[int]) -> None:
+        """Plan the host's part of all layers for the sequences at these places. Raises CaptureError."""
+        layers = _layers(self.rows, places)
+        for number, slot in enumerate(self.decoder.slots):
+            _plan(number, slot.hosts, self._asks[number], layers, by_host=self._by_host)
 
     def step(
         self,
@@ -195,6 +207,7 @@ class DecodeGraph:
             CaptureError: no graph can be captured.
             BackendError: the host failed, or device and host disagree. The step is not counted.
         """
+        foreground.note()
         under_way, self._overlapped = self._overlapped, None
         if under_way is None or self._moved.intersection(inputs) or not under_way.serves(inputs, draws, self.kind):
             if under_way is not None:
@@ -320,7 +333,8 @@ class DecodeGraph:
             if not slot.hosts:
                 like = next(row.layers[number] for row in self.rows if row is not None)
                 slot.make_hosts(like, query, new[1].shape[3], scoring)
-                _plan(number, slot.hosts, self._asks[number], _layers(self.rows, range(self.size)))
+                layers = _layers(self.rows, range(self.size))
+                _plan(number, slot.hosts, self._asks[number], layers, by_host=self._by_host)
                 self.decoder.upload_tables()
             if slot.hosts[0].scoring != scoring:
                 raise CaptureError(
@@ -362,7 +376,10 @@ class DecodeGraph:
             host.take_tail()
 
     def _update_kind(self) -> None:
-        """Note which host memory the device reads, once that is planned."""
+        """Note which host memory the device reads, once that is planned, and the rows that the plan asked for."""
+        for row in self.rows if self.kind.retrieves else ():
+            if row is not None:
+                row.awaited.watch_asked(row.paths)
         self.kind = self.kind._replace(host_access=self.decoder.reads if self.kind.retrieves else ())
 
 
@@ -387,9 +404,17 @@ def _layers(rows: Sequence[GraphSlot | None], places: Collection[int]) -> dict[i
 
 
 def _plan(
-    number: int, hosts: Iterable[HostStep], asks: list[_Ask | None], changed: Mapping[int, Sequence[Any]]
+    number: int,
+    hosts: Iterable[HostStep],
+    asks: list[_Ask | None],
+    changed: Mapping[int, Sequence[Any]],
+    *,
+    by_host: bool,
 ) -> None:
-    """Plan the host steps of a layer that cover changed places. asks: the last plan of all places, updated here."""
+    """Plan the host steps of a layer that cover changed places. asks: the last plan of all places, updated here.
+
+    by_host: see `HostStep.plan`.
+    """
     for place, layers in changed.items():
         asks[place] = _ask(layers, number)
     for host in hosts:
@@ -397,7 +422,7 @@ def _plan(
         own = {place - first for place in changed if first <= place < stop}
         if own:
             some = asks[host.rows]
-            host.plan([None if ask is None else ask[0] for ask in some], _together(some), own)
+            host.plan([None if ask is None else ask[0] for ask in some], _together(some), own, by_host=by_host)
 
 
 def _together(counts: Sequence[_Ask | None]) -> Retrieve:

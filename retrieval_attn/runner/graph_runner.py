@@ -148,6 +148,7 @@ class GraphPool:
             if row is not None and row.stale:
                 self._changed.add(row.place)
                 self._try(number, id(cache), functools.partial(row.attach, self.buffers, row.place), problems)
+        self._changed.update(row.place for row in self.rows.values() if row.awaited.are_complete)
         self._plan(graph, tokens)
         return problems
 

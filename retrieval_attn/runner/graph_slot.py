@@ -20,10 +20,12 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.index.task import descriptor as words
 from retrieval_attn.offload.build import event_now
+from retrieval_attn.offload.int8_rows import AwaitedRows
 from retrieval_attn.offload.staging import bringing
 from retrieval_attn.runner.graph.binding import note_host_work
 from retrieval_attn.runner.graph.decoder import attending, keeping_state
@@ -202,6 +204,7 @@ class GraphSlot:
         stale: whether the cache was changed elsewhere, so that `attach` must precede the next step.
         retrieves: whether there are keys between sinks and window.
         coded_keys: largest number of keys that the device searches by codes in a layer.
+        awaited: int8 rows that threads make for it.
         behind: layers whose evicted block is not on the host yet, see `copy_ahead`.
     """
 
@@ -217,6 +220,7 @@ class GraphSlot:
         self._spans = np.zeros((len(attending(cache)), 2), np.int32)
         self._unsynced = 0
         self.behind: list[int] = []
+        self.awaited = AwaitedRows()
         self._moved: torch.cuda.Event | None = None  # windows are where they are since
         self.place, self.room, self.stale, self.retrieves, self.coded_keys = -1, 0, True, False, 0
 
@@ -236,6 +240,11 @@ class GraphSlot:
         """KV of the sequence in shared pages; None: none."""
         cache = self._cache()
         return None if cache is None else prefix_of(cache)
+
+    @property
+    def paths(self) -> list[SequenceKV]:
+        """Paths of the sequence in all layers that retrieve."""
+        return [host for layer in self.layers if isinstance(layer, RetrievalLayer) for host in layer.hosts]
 
     @property
     def spans(self) -> np.ndarray[Any, Any]:

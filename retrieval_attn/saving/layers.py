@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.coded_clusters import bring_clusters
+from retrieval_attn.attention.coded_clusters import ask_for_rows_of, bring_clusters
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import Forgotten, ids_tensor
@@ -34,6 +34,7 @@ from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.codes import DeviceCoder, SentCodes, beside
 from retrieval_attn.offload.staging import brought
 from retrieval_attn.offload.staging import sent as sent_array
+from retrieval_attn.runner.graph.host_row_gather import device_reads
 from retrieval_attn.saving.sequence import (
     PathMark,
     State,
@@ -199,6 +200,17 @@ def _bring_clusters(layer: RetrievalLayer, held: LayerKV) -> None:
     count = layer.config.retrieve_count(stop - start)
     if count is not None and stop > start and host.spec.keeps_codes(host.head_dim):
         bring_clusters(host, start, stop, count)
+
+
+def make_rows_ahead(cache: RetrievalCache) -> None:
+    """Have threads make the int8 rows that a GPU reads of an opened context: the first answer decodes with them."""
+    for layer in _retrieving(cache).values():
+        if layer.held is None or not device_reads(layer):
+            continue
+        for host, (start, stop) in zip(layer.held.hosts, layer.held.ranges, strict=True):
+            count = layer.config.retrieve_count(stop - start)
+            if count is not None and stop > start:
+                ask_for_rows_of(host, start, stop, count)
 
 
 def asked_exactly(cache: RetrievalCache, devices: Sequence[torch.device]) -> list[Segment]:

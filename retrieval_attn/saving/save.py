@@ -45,6 +45,7 @@ from retrieval_attn.saving.layers import (
     ids_array,
     layer_devices,
     layer_state,
+    make_rows_ahead,
     marks_of,
     restore_layer,
     restored_cache,
@@ -558,6 +559,7 @@ def open_chain(
         small = sum(node.nbytes for node in nodes) <= whole_bytes
         _restore_layers(cache, nodes, devices, saved.folder, True if small else CHECKED_LATER)
     cache.on_layer = None
+    make_rows_ahead(cache)
     point = SavedPoint(str(saved.folder), saved.digest, len(ids), saved.forgotten, marks_of(cache))
     return cache, SavedLineage([point], DeferredVerify(nodes, asked_exactly(cache, devices), on_damage))
 

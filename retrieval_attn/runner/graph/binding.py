@@ -17,12 +17,14 @@ from retrieval_attn.attention.cache import RetrievalCache, retrieves
 from retrieval_attn.attention.host_attention import retrieved_keys
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sliding import SlidingLayer
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.index.task import descriptor as words
+from retrieval_attn.offload.int8_rows import AwaitedRows
 from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.runner.graph.decoder import GraphDecoder, StepKind, attending, keeping_state
 from retrieval_attn.runner.graph.host import HostRow, code_shape, held_by
@@ -42,7 +44,7 @@ class Binding:
 
     layers, states: the bound layers that attend, and those that keep a state. room: tokens that every window still
     takes. stale: something else changed the cache, so `refresh` comes before the next step. recording: a step is being
-    recorded. kind: what a graph is captured for now.
+    recorded. kind: what a graph is captured for now. awaited: int8 rows that threads make for the cache.
     """
 
     chooses = True
@@ -53,11 +55,11 @@ class Binding:
         self.decoder, self.model, self.cache = decoder, model, cache
         self.layers: list[GraphLayer] = []
         self.states: list[GraphState] = []
-        self.recording, self.stale = False, True
+        self.recording, self.stale, self.by_host = False, True, False
         self.room = self._unsynced = 0
         self._work = np.zeros((len(decoder.slots), words.METER_WORDS), np.int64)
         self._nanoseconds = np.zeros(len(decoder.slots), np.int64)
-        self.kind = StepKind(False, False, 0)
+        self.kind, self.awaited = StepKind(False, False, 0), AwaitedRows()
         try:
             self.refresh()
         except BaseException:
@@ -73,6 +75,12 @@ class Binding:
     def max_coded_keys(self) -> int:
         """The largest of all layers, see `StepKind`."""
         return max(slot.max_coded_keys for slot in self.decoder.slots)
+
+    @property
+    def _paths(self) -> list[SequenceKV]:
+        """Paths of all layers that retrieve."""
+        layers = [bound.layer for bound in self.layers]
+        return [host for layer in layers if isinstance(layer, RetrievalLayer) for host in layer.hosts]
 
     def refresh(self) -> None:
         """Bind the cache's layers as they are now. Raises CaptureError."""
@@ -105,12 +113,22 @@ class Binding:
             raise WindowsGrownError("windows are longer than the buffers that the graph was captured with")
         self._replan(full)
 
+    def use_rows(self) -> None:
+        """Plan again if int8 rows that threads made for the cache are complete now."""
+        if self.awaited.are_complete:
+            self.sync()
+            self._replan(self.layers)
+
     def upload_spans(self) -> None:
         """Tell the device where the windows' tokens lie."""
         self.decoder.memory.upload_spans([layer.window.span for layer in self.layers])
 
     def update_kind(self) -> None:
-        """Note the keys that are searched now: it is known once the host's parts are planned."""
+        """Note the keys that are searched now: it is known once the host's parts are planned. Watch the rows that the
+        plan asked for.
+        """
+        if self.kind.retrieves:
+            self.awaited.watch_asked(self._paths)
         keys, reads = (self.max_coded_keys, self.decoder.reads) if self.kind.retrieves else (0, ())
         self.kind = self.kind._replace(max_coded_keys=keys, host_access=reads)
 
@@ -161,14 +179,25 @@ class Binding:
         if levels:
             self.decoder.write_pages(prefixes, self.cache.layers, levels)
         self.kind = StepKind(retrieves(self.cache), padded, 0, levels)
-        for bound in changed:
-            if padded:
-                bound.refresh()
-            if self.kind.retrieves:
-                bound.plan()
+        for bound in changed if padded else ():
+            bound.refresh()
+        if self.kind.retrieves:
+            self._plan(changed)
         self.decoder.upload_tables()
         self.update_kind()
         self.upload_spans()
+
+    def _plan(self, changed: list[GraphLayer]) -> None:
+        """Plan the host steps of these layers; of all, if the device reads rows of some layers and cannot of others."""
+        before = self.by_host
+        self.awaited.watch(self._paths)
+        self.by_host = self.awaited.are_pending
+        for bound in changed if self.by_host == before else self.layers:
+            bound.plan()
+        if self.decoder.reads_differ:
+            self.by_host = True
+            for bound in self.layers:
+                bound.plan()
 
 
 def note_host_work(stats: LayerStats, work: Sequence[float], nanoseconds: float) -> None:
@@ -258,7 +287,7 @@ class GraphLayer:
         if retrieve is not None:
             rows = list(itertools.starmap(HostRow, zip(held.hosts, held.ranges, strict=True)))
             for host in self.slot.hosts:
-                host.plan(rows[host.rows], retrieve)
+                host.plan(rows[host.rows], retrieve, by_host=self._owner.by_host)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None

@@ -133,6 +133,15 @@ class GraphDecoder:
         found = tuple(one for slot in self.slots for one in slot.reads)
         return found if any(found) else ()
 
+    @property
+    def reads_differ(self) -> bool:
+        """Whether the host reads some layers that the device may read, and the device others.
+
+        A graph of such a step would serve until the next rows are complete or dropped: the host then reads all.
+        """
+        reads = {host.reads for slot in self.slots for host in slot.hosts if host.may_read}
+        return Reads.HOST in reads and len(reads) > 1
+
     def raise_host_error(self) -> None:
         """Raise what the last replay left as a host step's status; BackendError names the layer."""
         if self.memory.host_failed:

@@ -169,6 +169,11 @@ class HostStep:
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
 
     @property
+    def may_read(self) -> bool:
+        """Whether the device may read what it names, once its rows are complete."""
+        return self._reached is not None
+
+    @property
     def _named(self) -> int:
         """Keys that the device names at least where all of them are attended to."""
         return 0 if self._search is None or self._mass is None else self._search.shape.named
@@ -178,10 +183,18 @@ class HostStep:
         """Keys that a search of codes on the device is recorded for; 0: none is searched."""
         return size_class(self._search.max_keys) if self._search is not None and self._search.max_keys else 0
 
-    def plan(self, rows: Sequence[HostRow | None], retrieve: Retrieve, changed: Collection[int] | None = None) -> None:
+    def plan(
+        self,
+        rows: Sequence[HostRow | None],
+        retrieve: Retrieve,
+        changed: Collection[int] | None = None,
+        *,
+        by_host: bool = False,
+    ) -> None:
         """Plan for what its rows retrieve now, which may be nothing; None: the row is free. Raises CaptureError.
 
-        changed: those that are not as they were planned last, as far as the caller knows; None: all.
+        changed: those that are not as they were planned last, as far as the caller knows; None: all. by_host: have the
+        host read all, even if the device could.
         """
         scale, softcap = self.scoring.scale, self.scoring.softcap
         if not any(row is not None and row.span[1] > row.span[0] for row in rows):
@@ -198,7 +211,7 @@ class HostStep:
             ]
             self._apart = {i: (row, mosts[i], apart[i]) for i, row in enumerate(own) if row is not None and n == 1}
             named = [NamedPieces(one.pieces, one.table, self._named) for one in apart]
-            if self._reads_named([None if row is None else row.path for row in own], apart, rows_of):
+            if self._reads_named([None if row is None else row.path for row in own], apart, rows_of, by_host):
                 named = uncoded_only(apart)
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
             if (self.reads is not Reads.HOST and not self._has_late) or plan_named(
@@ -236,9 +249,13 @@ class HostStep:
         self._resources.stage.moved(self._turn)
         self._unbound = set() if alone else None
 
-    def _reads_named(self, paths: list[SequenceKV | None], apart: list[CodedPieces], rows_of: list[list[int]]) -> bool:
+    def _reads_named(
+        self, paths: list[SequenceKV | None], apart: list[CodedPieces], rows_of: list[list[int]], by_host: bool
+    ) -> bool:
         """Note who reads what these rows have on the host; whether the device reads what it names."""
-        if self._reached is None or not self._reached.bind(paths, apart, rows_of):
+        if by_host and self._reached is not None:
+            self._reached.forget()
+        if by_host or self._reached is None or not self._reached.bind(paths, apart, rows_of):
             self.reads = Reads.HOST
             return False
         self._has_late = any(one.pieces for one in uncoded_only(apart))

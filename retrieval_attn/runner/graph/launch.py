@@ -67,8 +67,10 @@ class Launcher:
         if binding.stale:
             binding.sync()
             binding.refresh()
-        elif binding.room == 0:
-            binding.evict_blocks()
+        else:
+            if binding.room == 0:
+                binding.evict_blocks()
+            binding.use_rows()
         self.decoder.memory.place(token, position)
         return self._launch(self._captured(token, position))
 
@@ -89,7 +91,13 @@ class Launcher:
         """
         binding = self._binding
         alone = self._launched[0] if len(self._launched) == 1 else None
-        if alone is None or alone.error is not None or binding.stale or binding.room < 2:
+        if (
+            alone is None
+            or alone.error is not None
+            or binding.stale
+            or binding.room < 2
+            or binding.awaited.are_complete
+        ):
             return False
         try:
             binding.cache.require_room(2)

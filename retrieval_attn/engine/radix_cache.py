@@ -397,12 +397,14 @@ class RadixCache:
                 node, held = found
                 tried.add(node.number)
                 before = node.sizes.device
+                node.leases += 1
                 self._hold(node, 1)
             try:
                 held.offload()
             finally:
                 with self._lock:
                     self._residents.recount(node)
+                    node.leases -= 1
                     self._hold(node, -1)
                     self._counts = self._counts.add_offload(before - node.sizes.device)
             freed += before - node.sizes.device

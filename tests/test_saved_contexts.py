@@ -13,11 +13,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import retrieval_attn as ra
 from retrieval_attn import answer_loop, cli
+from retrieval_attn.cpu.store import segments_of
 from retrieval_attn.errors import (
     ConfigError,
     InputDataError,
@@ -27,6 +29,7 @@ from retrieval_attn.errors import (
     UnknownContextError,
 )
 from retrieval_attn.saving import save
+from retrieval_attn.saving.layers import MappedBytes, mapped_bytes
 from retrieval_attn.store import OS_DISK, ContextStore
 from retrieval_attn.store.disk import OsDisk
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, needle_text, tiny_model
@@ -70,6 +73,22 @@ def test_saved_and_opened(read: ra.Context, loaded: Loaded, store: ContextStore)
     assert answers(context) == answers(read) and NEEDLE.split()[-1].strip(".") in answers(read)[0][0]
     context.kept.wait()
     assert store.verify() == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files are mapped by NumPy there")
+def test_mapped_bytes_of_an_opened_context(read: ra.Context, loaded: Loaded, store: ContextStore) -> None:
+    """Keys and values of the files, not those of a later turn; a context that was read has none."""
+    read.save("book", store=store)
+    opened = ra.Context(*loaded, ra.Config()).open("book", store=store, progress=False)
+    assert mapped_bytes(read.cache) == MappedBytes(0, 0)
+    kept = segments_of(host for layer in opened.cache.layers for host in layer.hosts)
+    before = sum(segment.nbytes for segment in kept)
+    assert mapped_bytes(opened.cache) == MappedBytes(before, 0) and before > 0.8 * opened.cache.host_nbytes
+    opened.extend(needle_text(4000), progress=False)
+    assert opened.cache.host_nbytes > before and mapped_bytes(opened.cache) == MappedBytes(before, 0)
+    next(iter(kept)).locked_rows = (np.zeros(1), np.zeros(1))
+    assert mapped_bytes(opened.cache.fork()) == MappedBytes(before, next(iter(kept)).nbytes)
+    opened.kept.wait()
 
 
 def test_a_conversation_is_saved_turn_by_turn(read: ra.Context, loaded: Loaded, store: ContextStore) -> None:

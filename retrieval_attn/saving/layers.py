@@ -25,7 +25,7 @@ from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.attention.state import STATE_NAMES, StateLayer
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.store import SequenceKV, segments_of
 from retrieval_attn.errors import InputDataError, StoreMismatchError
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.layers import decoder_layers
@@ -44,6 +44,7 @@ from retrieval_attn.saving.sequence import (
     span_marks,
     spans_since,
 )
+from retrieval_attn.store.mapped import is_mapped
 
 Array = npt.NDArray[Any]
 HOST = "host/"
@@ -219,6 +220,26 @@ def asked_exactly(cache: RetrievalCache, devices: Sequence[torch.device]) -> lis
         return []
     held = [layer.held for number, layer in _retrieving(cache).items() if devices[number].type == "cuda"]
     return [segment for one in held if one is not None for host in one.hosts for segment in host.segments]
+
+
+class MappedBytes(NamedTuple):
+    """Bytes of keys and values that are maps of a store's files: part of the system's cache of the disk.
+
+    Attributes:
+        nbytes: all of them.
+        locked: those that are page-locked for a GPU; the system cannot evict these.
+    """
+
+    nbytes: int
+    locked: int
+
+
+def mapped_bytes(cache: RetrievalCache) -> MappedBytes:
+    """Count the mapped keys and values of a cache; shared segments count once. `host_nbytes` includes them."""
+    segments = segments_of(host for layer in _retrieving(cache).values() for host in layer.hosts)
+    mapped = [one for one in segments if not one.is_hole and is_mapped(one.keys) and is_mapped(one.values)]
+    locked = [one for one in mapped if one.locked_rows is not None]
+    return MappedBytes(sum(one.nbytes for one in mapped), sum(one.nbytes for one in locked))
 
 
 def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:

@@ -101,6 +101,8 @@ class Node:
         sizes: bytes of the payload when they were last counted.
         rebuild_seconds: seconds to prefill the payload again.
         used: time of the last use, by the tree's clock.
+        heat, heat_at: decayed count of uses, and the time of its last update, in turnovers (`ResidentSet`).
+        text_key: namespace and hash of all ids up to the end of the span, by which an evicted node's heat is kept.
         refs, leases: leases on this node and its descendants; on this node alone.
         gone: whether the node was removed from the tree.
     """
@@ -109,6 +111,8 @@ class Node:
         "at",
         "branches",
         "gone",
+        "heat",
+        "heat_at",
         "held",
         "held_children",
         "ids",
@@ -120,6 +124,7 @@ class Node:
         "refs",
         "sizes",
         "start",
+        "text_key",
         "used",
     )
 
@@ -135,7 +140,8 @@ class Node:
         self.held_children = 0
         self.sizes = Sizes()
         self.rebuild_seconds = 0.0
-        self.used = 0.0
+        self.used = self.heat = self.heat_at = 0.0
+        self.text_key: tuple[Namespace, int] = namespace, 0
         self.refs = 0
         self.leases = 0
         self.gone = False

@@ -298,6 +298,7 @@ class RadixCache:
             found = longest(self.root, given[:-1], namespace)
             if not again:
                 self._counts = self._counts.add_lookup(len(given), found.length)
+                self._residents.count_use(found.node)
             return found._replace(lease=self._lease(found.node)) if leased else found
 
     def insert(
@@ -368,14 +369,14 @@ class RadixCache:
     def evict(self, need: Sizes, limit: Sizes | None = None) -> Sizes:
         """Evict payloads until `need` bytes of each kind are free or no candidate is left. Returns the freed bytes.
 
-        Order: leaves larger than `limit`, leaves with bytes of a lacking kind by `eviction_score`, then their parents.
-        Leased nodes stay.
+        Order: leaves larger than `limit`, leaves with bytes of a lacking kind by their hits (`ResidentSet`), then their
+        parents. Leased nodes stay.
 
         limit: bytes that all entries together may have; None: no limit.
         """
         freed, dropped = Sizes(), 0
         with self._lock:
-            for node in self._residents.victims(need, self._clock(), limit):
+            for node in self._residents.victims(need, limit):
                 freed = freed.plus(node.sizes)
                 self._residents.drop(node)
                 dropped += 1

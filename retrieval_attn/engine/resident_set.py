@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Container, Iterator, Sequence
+from math import log2
 
-from retrieval_attn.engine.node import Node, Offloadable, Payload, Sizes
+from retrieval_attn.engine.node import Namespace, Node, Offloadable, Payload, Sizes
 
-__all__ = ["ResidentSet", "eviction_score"]
+__all__ = ["ResidentSet"]
 
-
-def eviction_score(node: Node, now: float, kinds: Sequence[int]) -> float:
-    """Return seconds of prefill per byte and per second since the last use. The lowest score is evicted first.
-
-    Cost alone would keep long unused texts forever; age alone would evict a document that took minutes for a system
-    prompt that takes milliseconds. `kinds`: kinds of bytes that count.
-    """
-    return node.rebuild_seconds / max(node.sizes.of(kinds), 1) / max(now - node.used, 1e-9)
+HALF_LIFE = 1.5
+"""Turnovers in which a heat halves. A turnover is over when as many bytes were evicted as are in memory."""
+CHILD_HEAT = 2.0
+"""Maximum heat of a new child by its parent's: the next turn of a session is as likely as the turns before it."""
+MAX_EVICTED = 4096
+"""Evicted nodes whose heat is kept."""
 
 
 LEAST_OFFLOADED = 1 << 20
-"""Bytes of GPU memory from which on a node is offloaded: what remains of a offloaded one is less."""
+"""Bytes of GPU memory from which on a node is offloaded: what remains of an offloaded one is less."""
 
 
 class ResidentSet:
     """Nodes with a payload. A node's parent enters before it and is evicted after it.
+
+    The node with the fewest hit tokens to expect per byte is evicted first: heat x tokens / bytes. A node's heat counts
+    its insertions and the lookups that end in it, and decays with the bytes that are evicted, not with time. The heat
+    of evicted nodes is kept, so that a document in frequent use soon stays. A new node may be evicted before older ones
+    with more uses. See docs/benchmarks.md, prefix cache eviction.
 
     Not thread-safe: the prefix cache calls it under its lock.
 
@@ -37,6 +41,8 @@ class ResidentSet:
         self.sizes = self.idle = Sizes()
         self._nodes: dict[Node, None] = {}
         self._last: dict[Node, None] = {}  # those without a child in memory
+        self._turnovers = 0.0  # evicted bytes over the bytes in memory at each eviction
+        self._evicted: dict[tuple[Namespace, int], tuple[float, float]] = {}  # heat and time, oldest first
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -50,12 +56,25 @@ class ResidentSet:
     def add(self, node: Node, held: Payload, rebuild_seconds: float) -> None:
         """Store a payload in a node whose parent has one."""
         node.held, node.sizes, node.rebuild_seconds = held, held.sizes, rebuild_seconds
+        node.text_key = node.namespace, hash(node.prefix(len(node)).tobytes())
+        node.heat, node.heat_at = self._evicted.pop(node.text_key, (0.0, self._turnovers))
+        self.count_use(node)
+        if node.parent is not None:
+            node.heat = max(node.heat, min(self._heat(node.parent), CHILD_HEAT))
         self.sizes = self.sizes.plus(node.sizes)
         self.idle = self.idle if node.refs else self.idle.plus(node.sizes)
         self._nodes[node] = self._last[node] = None
         if node.parent is not None:
             node.parent.held_children += 1
             self._last.pop(node.parent, None)
+
+    def count_use(self, node: Node) -> None:
+        """Count a use of a node. Its ancestors are at least as hot: they are evicted after it."""
+        one, heat = node, self._heat(node) + 1
+        while one.parent is not None:
+            one.heat, one.heat_at = heat, self._turnovers
+            one = one.parent
+            heat = max(heat, self._heat(one))
 
     def refer(self, node: Node, more: int) -> None:
         """Count `more` leases on a node or below it."""
@@ -90,6 +109,10 @@ class ResidentSet:
     def drop(self, node: Node) -> None:
         """Remove the payload of a node whose children have none."""
         assert node.held is not None and not node.held_children and not node.refs
+        self._turnovers += node.sizes.total / max(self.sizes.total, 1)
+        self._evicted[node.text_key] = node.heat, node.heat_at
+        if len(self._evicted) > MAX_EVICTED:
+            del self._evicted[next(iter(self._evicted))]
         self.sizes, self.idle = self.sizes.less(node.sizes), self.idle.less(node.sizes)
         del self._nodes[node], self._last[node]
         node.held, node.sizes = None, Sizes()
@@ -98,17 +121,18 @@ class ResidentSet:
             if node.parent in self._nodes and not node.parent.held_children:
                 self._last[node.parent] = None
 
-    def victims(self, need: Sizes, now: float, limit: Sizes | None = None) -> Iterator[Node]:
+    def victims(self, need: Sizes, limit: Sizes | None = None) -> Iterator[Node]:
         """Yield nodes to evict until `need` bytes of each kind are free. The caller drops each before it asks for the
         next.
 
         Nodes that alone exceed `limit` go first, because they cannot stay whatever else goes; then nodes with bytes of
-        a lacking kind, lowest `eviction_score` first; then nodes without such bytes whose parents have some. Leased
-        nodes and nodes with children are never evicted: a parent becomes a candidate when its last child is dropped.
+        a lacking kind, fewest expected hit tokens per such byte first; then nodes without such bytes whose parents have
+        some. Leased nodes and nodes with children are never evicted: a parent becomes a candidate when its last child
+        is dropped.
         The first node costs O(leaves times their depth), each further one O(log), until another kind is lacking.
         """
         while (kinds := need.lacking) and (
-            heap := [(*_order(node, now, kinds, limit), node) for node in self._last if _helps(node, kinds)]
+            heap := [(*_order(node, kinds, limit), node) for node in self._last if _helps(node, kinds)]
         ):
             heapq.heapify(heap)
             while heap and need.lacking == kinds:
@@ -116,12 +140,22 @@ class ResidentSet:
                 parent, need = node.parent, need.less(node.sizes)
                 yield node
                 if parent is not None and parent in self._last and _helps(parent, kinds):
-                    heapq.heappush(heap, (*_order(parent, now, kinds, limit), parent))
+                    heapq.heappush(heap, (*_order(parent, kinds, limit), parent))
+
+    def _heat(self, node: Node) -> float:
+        """Return the decayed heat of a node; 0 for the root."""
+        return node.heat * 0.5 ** ((self._turnovers - node.heat_at) / HALF_LIFE)
+
+    def _heat(self, node: Node) -> float:
+        """Return the decayed heat of a node; 0 for the root."""
+        return node.heat * 0.5 ** ((self._turnovers - node.heat_at) / HALF_LIFE)
 
 
-def _order(node: Node, now: float, kinds: Sequence[int], limit: Sizes | None) -> tuple[bool, bool, float, int]:
-    fits = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds)
-    return fits, not node.sizes.of(kinds), eviction_score(node, now, kinds), node.number
+def _order(node: Node, kinds: Sequence[int], limit: Sizes | None) -> tuple[bool, bool, float, float, int]:
+    fits, nbytes = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds), node.sizes.of(kinds)
+    # as a logarithm, which orders nodes at all times as the decayed heat does
+    score = log2(node.heat * len(node) / max(nbytes, 1)) + node.heat_at / HALF_LIFE
+    return fits, not nbytes, score, node.used, node.number
 
 
 def _helps(node: Node, kinds: Sequence[int]) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from retrieval_attn.engine.ids import common, int32_row
 from retrieval_attn.engine.node import Namespace, Node, Place, PrefixCacheError, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
+from retrieval_attn.engine.resident_set import ResidentSet
 from retrieval_attn.errors import ConfigError, ShapeError
 from tests.engine.tree_reference import Bytes
 from tests.engine_audit import check_tree
@@ -19,10 +20,10 @@ from tests.engine_audit import check_tree
 TEXT = np.arange(200, dtype=np.int32)
 
 
-def add(tree: RadixCache, ids: np.ndarray, nbytes: int = 10, namespace: Namespace = "a", seconds: float = 1.0) -> Node:
+def add(tree: RadixCache, ids: np.ndarray, nbytes: int = 10, namespace: Namespace = "a") -> Node:
     """As a request does: match, then insert what is left of the text."""
     found = tree.match(ids, namespace)
-    return tree.insert(found, ids[found.length :], Bytes(nbytes), namespace, rebuild_seconds=seconds)
+    return tree.insert(found, ids[found.length :], Bytes(nbytes), namespace)
 
 
 def join(*parts: object) -> np.ndarray:
@@ -187,26 +188,98 @@ def test_match_and_lease_leave_no_gap() -> None:
         tree.insert(found, [1], Bytes(1), "a")
 
 
-def test_the_least_worth_goes_first() -> None:
-    """By seconds to make a byte anew, over the seconds since its last use."""
+def test_the_node_with_the_fewest_expected_hits_per_byte_is_evicted() -> None:
+    """Expected hits are uses times tokens; of equal nodes, the one used longest ago."""
     now = [0.0]
     tree = RadixCache(clock=lambda: now[0])
-    big = add(tree, np.full(100, 1, np.int32), nbytes=1000, seconds=10)
-    dear = add(tree, np.full(100, 2, np.int32), nbytes=1000, seconds=100)
-    small = add(tree, np.full(100, 3, np.int32), nbytes=10, seconds=1)
-    now[0] = 10.0
-    assert tree.evict(Sizes(1)) == Sizes(1000) and big.gone
-    tree.lease(dear).release()
-    now[0] = 10.5
-    assert tree.evict(Sizes(1)) == Sizes(10) and small.gone, "used longest ago, of equal cost by byte"
-    assert tree.evict(Sizes(5000)) == Sizes(1000) and dear.gone
-    assert tree.stats.evicted == 3 and tree.stats.evicted_bytes == 2010
+    dear, large, often, small = (
+        add(tree, np.full(tokens, fill, np.int32), nbytes=nbytes)
+        for fill, (tokens, nbytes) in enumerate([(100, 1000), (100, 2000), (100, 1000), (50, 1000)])
+    )
+    now[0] = 1.0
+    tree.match(np.full(101, 2, np.int32), "a")
+    evicted = []
+    for _ in range(4):
+        tree.evict(Sizes(1))
+        evicted.append(next(node for node in (dear, large, often, small) if node.gone and node not in evicted))
+    assert evicted == [large, small, dear, often]
+    assert tree.stats.evicted == 4 and tree.stats.evicted_bytes == 5000
+
+
+def test_of_equal_nodes_the_one_used_longest_ago_is_evicted() -> None:
+    now = [0.0]
+    tree = RadixCache(clock=lambda: now[0])
+    first, second = (add(tree, np.full(100, fill, np.int32)) for fill in (1, 2))
+    now[0] = 1.0
+    tree.lease(first).release()
+    assert tree.evict(Sizes(1)) == Sizes(10) and second.gone and not first.gone
+
+
+def ask(tree: RadixCache, fill: int) -> None:
+    """Look a document of 10 bytes up, insert it if it is missing, and evict beyond 30 bytes."""
+    if tree.match(np.full(101, fill), "a").length < 100:
+        tree.insert(tree.root, np.full(100, fill), Bytes(10), "a")
+    tree.evict(tree.sizes.less(Sizes(30)))
+
+
+def is_cached(tree: RadixCache, fill: int) -> bool:
+    return tree.match(np.full(101, fill), "a", again=True).length == 100
+
+
+def test_documents_in_use_outlast_a_scan() -> None:
+    """Documents that are asked about once do not evict those that were asked about before."""
+    tree = RadixCache()
+    for fill in (1, 2, 1, 2, 1, 2, 10, 11, 12, 13):
+        ask(tree, fill)
+    assert is_cached(tree, 1) and is_cached(tree, 2)
+
+
+def test_documents_out_of_use_are_evicted() -> None:
+    """Uses are forgotten as the cache turns over."""
+    tree = RadixCache()
+    for fill in (1, 1, 1, 1, *range(100, 150)):
+        ask(tree, fill)
+    assert not is_cached(tree, 1)
+
+
+def test_uses_before_an_eviction_count() -> None:
+    tree = RadixCache()
+    for fill in (1, 1, 1):
+        ask(tree, fill)
+    tree.evict(Sizes(10))
+    again, new = (add(tree, np.full(100, fill, np.int32)) for fill in (1, 2))
+    assert tree.evict(Sizes(1)) == Sizes(10) and new.gone and not again.gone
+
+
+def test_uses_of_few_evicted_nodes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrieval_attn.engine.resident_set.MAX_EVICTED", 2)
+    residents = ResidentSet()
+    for number in range(1, 6):
+        node = Node(None, np.full(10, number, np.int32), None, number)
+        residents.add(node, Bytes(10), 1.0)
+        residents.drop(node)
+    assert len(residents._evicted) == 2
+
+
+def test_a_new_child_of_a_used_node_outlasts_a_new_document() -> None:
+    """A session's next turn is likely. A child of a node in frequent use is not as likely as that node."""
+    tree = RadixCache()
+    parent = add(tree, TEXT)
+    for _ in range(3):
+        tree.match(join(TEXT, 0), "a")
+    child = tree.insert(parent, np.full(100, 7), Bytes(10), "a")
+    document = add(tree, np.full(100, 8, np.int32))
+    often = add(tree, np.full(100, 9, np.int32))
+    for _ in range(2):
+        tree.match(np.full(101, 9), "a")
+    assert tree.evict(Sizes(1)) == Sizes(10) and document.gone
+    assert tree.evict(Sizes(1)) == Sizes(10) and child.gone and not often.gone
 
 
 def test_parents_go_after_their_last_child() -> None:
     tree = RadixCache()
-    parent = add(tree, TEXT, nbytes=100, seconds=0.001)
-    children = [add(tree, join(TEXT, np.full(100, fill)), nbytes=10, seconds=100) for fill in (1, 2)]
+    parent = add(tree, TEXT, nbytes=100)
+    children = [add(tree, join(TEXT, np.full(100, fill)), nbytes=10) for fill in (1, 2)]
     assert tree.evict(Sizes(1)) == Sizes(10) and children[0].gone and not parent.gone
     with tree.lease(parent):
         assert tree.evict(Sizes(100)) == Sizes(10) and children[1].gone and not parent.gone

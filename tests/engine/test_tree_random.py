@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from retrieval_attn.engine.node import Namespace, Node, Place, PrefixCacheError, Sizes
-from retrieval_attn.engine.radix_cache import Lease, RadixCache
+from retrieval_attn.engine.radix_cache import Lease, Match, RadixCache
 from retrieval_attn.errors import ConfigError
 from tests.engine.tree_reference import Bytes, Record, Reference
 from tests.engine_audit import check_tree
@@ -62,9 +62,14 @@ class Play:
         operation()
         self.compare()
 
+    def looked_up(self, ids: tuple[int, ...], namespace: Namespace, *, leased: bool = False) -> Match:
+        found = self.tree.match(ids, namespace, leased=leased)
+        self.reference.count_use(self.reference.of(found.node))
+        return found
+
     def match(self) -> None:
         ids, namespace = self.known_text(), self.random.choice(NAMESPACES)
-        found = self.tree.match(ids, namespace)
+        found = self.looked_up(ids, namespace)
         assert found.length == self.reference.match(ids, namespace)
         assert found.length == found.place.length <= len(ids) - 1
         assert tuple(found.node.prefix(found.tokens)) == ids[: found.length]
@@ -80,33 +85,32 @@ class Play:
             node = self.random.choice(self.reference.records).node
             at = self.random.randint(min(self.share, len(node)), len(node))
             return Place(node, at), self.random.choice([namespace, node.namespace])
-        found = self.tree.match(self.known_text(), namespace)
+        found = self.looked_up(self.known_text(), namespace)
         return found.place, namespace
 
     def insert(self) -> None:
         place, namespace = self.place()
         ids, held = self.text(), self.held()
-        seconds = self.random.choice([0.0, 1.0, 10.0])
         parent = self.reference.of(place.node)
         if place.node.namespace not in (None, namespace):
             with pytest.raises(ConfigError):
-                self.tree.insert(place, ids, held, namespace, rebuild_seconds=seconds)
+                self.tree.insert(place, ids, held, namespace)
             return
-        node = self.tree.insert(place, np.array(ids), held, namespace, rebuild_seconds=seconds)
+        node = self.tree.insert(place, np.array(ids), held, namespace)
         self.inserted += 1
         record = self.reference.of(node)
         text = tuple(place.node.prefix(place.at)) + ids
         if record is None:
             same = [other for other in self.reference.records if other.text == text and other.namespace == namespace]
             assert not same and node.held is held
-            record = Record(node, parent, place.length, text, namespace, node.number, held.sizes, seconds)
-            self.reference.records.append(record)
+            record = Record(node, parent, place.length, text, namespace, node.number, held.sizes)
+            self.reference.add(record)
         assert record.text == text and record.namespace in (None, namespace)
         record.used = self.now
 
     def lease(self) -> None:
         if self.random.random() < 0.5:
-            lease = self.tree.match(self.known_text(), self.random.choice(NAMESPACES), leased=True).lease
+            lease = self.looked_up(self.known_text(), self.random.choice(NAMESPACES), leased=True).lease
             assert lease is not None
         elif self.gone and self.random.random() < 0.3:
             with pytest.raises(PrefixCacheError, match="evicted"):
@@ -134,7 +138,7 @@ class Play:
     def evict(self) -> None:
         need = Sizes(*(self.random.choice([0, 0, -3, 1, 50, 200, 10_000]) for _ in range(3)))
         before = self.tree.sizes
-        assert self.tree.evict(need) == self.reference.evict(need, self.now) == before.less(self.tree.sizes)
+        assert self.tree.evict(need) == self.reference.evict(need) == before.less(self.tree.sizes)
 
     def compare(self) -> None:
         check_tree(self.tree)
@@ -150,7 +154,7 @@ class Play:
             record = known[node]
             assert node.refs == self.reference.refs(record)
             assert node.in_memory and node.sizes == record.held
-            assert node.used == record.used
+            assert (node.used, node.heat, node.heat_at) == (record.used, record.heat, record.heat_at)
             assert tuple(node.prefix(len(node))) == record.text
         assert self.tree.sizes == total(record.held for record in self.reference.records)
         stats = self.tree.stats
@@ -229,7 +233,7 @@ def test_two_threads_keep_the_counts() -> None:
             text = np.array([draw.randrange(3) for _ in range(draw.randint(1, 20))], np.int32)
             found = tree.match(text, "a", leased=True)
             assert found.lease is not None and not found.node.gone
-            tree.insert(found, text[found.length :], Bytes(10), "a", rebuild_seconds=1)
+            tree.insert(found, text[found.length :], Bytes(10), "a")
             leases.append(found.lease)
             if number % 7 == 0:
                 tree.evict(Sizes(30))

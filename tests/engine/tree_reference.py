@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import log2
 
 from retrieval_attn.engine.node import Namespace, Node, Sizes
+from retrieval_attn.engine.resident_set import CHILD_HEAT, HALF_LIFE
 
 
 @dataclass
@@ -31,7 +33,8 @@ class Record:
     namespace: Namespace
     number: int
     held: Sizes
-    seconds: float = 0.0
+    heat: float = 0.0
+    heat_at: float = 0.0
     used: float = 0.0
     leases: int = 0
 
@@ -42,6 +45,8 @@ class Reference:
 
     share_tokens: int
     records: list[Record] = field(default_factory=list)
+    turnovers: float = 0.0
+    evicted: dict[tuple[tuple[int, ...], Namespace], tuple[float, float]] = field(default_factory=dict)
 
     def of(self, node: Node) -> Record | None:
         return next((record for record in self.records if record.node is node), None)
@@ -76,7 +81,25 @@ class Reference:
         while record is not None:
             record.used, record = now, record.parent
 
-    def evict(self, need: Sizes, now: float) -> Sizes:
+    def heat(self, record: Record) -> float:
+        """Uses of a record, each halved once per HALF_LIFE turnovers."""
+        return record.heat * 0.5 ** ((self.turnovers - record.heat_at) / HALF_LIFE)
+
+    def count_use(self, record: Record | None) -> None:
+        least = 0.0 if record is None else self.heat(record) + 1
+        while record is not None:
+            record.heat, record.heat_at = max(self.heat(record), least), self.turnovers
+            least, record = record.heat, record.parent
+
+    def add(self, record: Record) -> None:
+        """Append a record, as hot as when it was evicted and one use more, or as its parent up to CHILD_HEAT."""
+        record.heat, record.heat_at = self.evicted.pop((record.text, record.namespace), (0.0, self.turnovers))
+        self.records.append(record)
+        self.count_use(record)
+        if record.parent is not None:
+            record.heat = max(record.heat, min(CHILD_HEAT, self.heat(record.parent)))
+
+    def evict(self, need: Sizes) -> Sizes:
         freed = Sizes()
         while True:
             lacking = [kind for kind in range(3) if freed[kind] < need[kind]]
@@ -89,8 +112,10 @@ class Reference:
             ]
             if not candidates:
                 return freed
-            victim = min(candidates, key=lambda record: self.order(record, lacking, now))
+            victim = min(candidates, key=lambda record: self.order(record, lacking))
             freed = Sizes(*(one + more for one, more in zip(freed, victim.held, strict=True)))
+            self.turnovers += sum(victim.held) / sum(sum(record.held) for record in self.records)
+            self.evicted[victim.text, victim.namespace] = victim.heat, victim.heat_at
             self.records.remove(victim)
 
     def path(self, record: Record) -> list[Record]:
@@ -105,6 +130,8 @@ class Reference:
     def bytes_of(record: Record, kinds: list[int]) -> int:
         return sum(record.held[kind] for kind in kinds)
 
-    def order(self, record: Record, lacking: list[int], now: float) -> tuple[bool, float, int]:
+    def order(self, record: Record, lacking: list[int]) -> tuple[bool, float, float, int]:
         nbytes = self.bytes_of(record, lacking)
-        return nbytes == 0, record.seconds / max(nbytes, 1) / max(now - record.used, 1e-9), record.number
+        tokens = len(record.text) - record.start
+        score = log2(record.heat * tokens / max(nbytes, 1)) + record.heat_at / HALF_LIFE
+        return nbytes == 0, score, record.used, record.number

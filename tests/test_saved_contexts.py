@@ -81,7 +81,8 @@ def test_mapped_bytes_of_an_opened_context(read: ra.Context, loaded: Loaded, sto
     read.save("book", store=store)
     opened = ra.Context(*loaded, ra.Config()).open("book", store=store, progress=False)
     assert mapped_bytes(read.cache) == MappedBytes(0, 0)
-    kept = segments_of(host for layer in opened.cache.layers for host in layer.hosts)
+    layers: list[Any] = opened.cache.layers
+    kept = segments_of(host for layer in layers for host in layer.hosts)
     before = sum(segment.nbytes for segment in kept)
     assert mapped_bytes(opened.cache) == MappedBytes(before, 0) and before > 0.8 * opened.cache.host_nbytes
     opened.extend(needle_text(4000), progress=False)

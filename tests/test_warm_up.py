@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -12,6 +15,7 @@ from retrieval_attn.engine import warm_up
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.request import Request
+from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, ContextLengthError, EngineFullError
 from retrieval_attn.gpu.codes import search
 from retrieval_attn.runner import decode_graph as bucket_graph
@@ -132,3 +136,140 @@ def test_what_is_refused() -> None:
     engine.close()
     with pytest.raises(EngineFullError, match="closed"):
         engine.warm_up()
+
+
+class Gate:
+    """Blocks the warm-up of an engine before its first step of two rows, until it is opened.
+
+    Attributes:
+        events: rows of each step of the warm-up, and "decode" for each step of requests.
+        texts: text that the warm-up holds in each step of requests.
+    """
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[int | str] = []
+        self.texts: list[Any] = []
+        self.reached, self._opened = threading.Event(), threading.Event()
+        rehearse, decode = Stepper.rehearse, Stepper.decode
+
+        def rehearsed(stepper: Stepper, cache: Any, logits: Any, rows: int, *args: Any) -> None:
+            if rows == 2 and not self._opened.is_set():
+                self.reached.set()
+                assert self._opened.wait(60)
+            self.events.append(rows)
+            rehearse(stepper, cache, logits, rows, *args)
+
+        def decoded(stepper: Stepper, rows: Any, *args: Any) -> Any:
+            if rows:
+                self.events.append("decode")
+                self.texts.extend(run.text for run in engine._warm_ups._runs)
+            return decode(stepper, rows, *args)
+
+        monkeypatch.setattr(Stepper, "rehearse", rehearsed)
+        monkeypatch.setattr(Stepper, "decode", decoded)
+
+    def open(self) -> None:
+        """Let the warm-up go on."""
+        self._opened.set()
+
+
+def wait_until_warm(engine: Engine) -> None:
+    """Wait for the end of all warm-ups."""
+    end = time.monotonic() + 60
+    while engine.warming:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+@pytest.mark.parametrize("options", [{}, REACHED], ids=["own", "rows"])
+def test_requests_go_before_a_background_warm_up(
+    options: dict[str, Any], captures: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for one piece at most, the text is freed meanwhile, and in the end nothing is left to capture."""
+    monkeypatch.setattr(search, "MIN_CLASS", 128)  # else all rows of such a model are of one class
+    monkeypatch.setattr(warm_up, "IDLE_SECONDS", 0.0)
+    counted: list[int] = []
+    monkeypatch.setattr(warm_up, "lower_cap_for_graphs", lambda device: counted.append(len(captures)))
+    llm = llm_of(CONFIG.replace(**options))
+    with Engine(llm) as engine:
+        gate = Gate(engine, monkeypatch)
+        engine.warm_up(rows=4, tokens=1000, progress=False, background=True)
+        assert gate.reached.wait(60)
+        ways = 3 if options else 1
+        assert gate.events == [1] * ways and str(engine.warming) == f"{ways} of {3 * ways} graphs"
+        request = asked([700], SamplingParams(), 6)[0]
+        ticket = engine.submit(request)
+        gate.open()
+        answer = ticket.result()
+        assert len(answer.tokens) == 6
+        wait_until_warm(engine)
+        steps = gate.events.count("decode")
+        batches = [2, 4] * ways
+        assert gate.events == [*[1] * ways, 2, *["decode"] * steps, *batches[1:]] and steps >= 6
+        assert gate.texts and not any(gate.texts)
+        assert counted == [made := len(captures)]
+        together = [engine.submit(one) for one in asked([700, 20, 300, 90], SamplingParams(temperature=1.0), 6)]
+        assert all(len(one.result().tokens) == 6 for one in together)
+        assert len(captures) == made
+        check_engine(engine)
+    assert same(answer, alone(llm, request))
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_a_background_warm_up_waits_until_no_request_came_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is closed meanwhile does not finish it."""
+    monkeypatch.setattr(warm_up, "IDLE_SECONDS", 3600.0)
+    engine = Engine(llm_of())
+    gate = Gate(engine, monkeypatch)
+    gate.open()
+    engine.warm_up(rows=8, progress=False, background=True)
+    for number in range(3):
+        engine.submit(Request((ids(60, number),), 2, stop_ids=frozenset())).result()
+    assert set(gate.events) == {1, "decode"} and str(engine.warming) == "1 of 4 graphs"
+    engine.close()
+    assert engine.warming is None and set(gate.events) == {1, "decode"}
+
+
+def test_an_error_in_the_background_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(warm_up, "IDLE_SECONDS", 0.0)
+    rehearse = Stepper.rehearse
+
+    def fail(stepper: Stepper, cache: Any, logits: Any, rows: int, *args: Any) -> None:
+        if rows > 1:
+            raise MemoryError("no room")
+        rehearse(stepper, cache, logits, rows, *args)
+
+    monkeypatch.setattr(Stepper, "rehearse", fail)
+    with Engine(llm_of()) as engine, caplog.at_level(logging.WARNING):
+        engine.warm_up(rows=4, progress=False, background=True)
+        wait_until_warm(engine)
+        assert "warm-up ends after 1 of 3 graphs" in caplog.text and "no room" in caplog.text
+        assert len(engine.submit(Request((ids(60, 1),), 3, stop_ids=frozenset())).result().tokens) == 3
+        with pytest.raises(MemoryError):
+            engine.warm_up(rows=4, progress=False)
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_a_background_warm_up_ends_if_requests_have_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its pieces and the steps of requests would replace each other's graphs."""
+    monkeypatch.setattr(warm_up, "IDLE_SECONDS", 0.0)
+    with Engine(llm_of()) as engine:
+        gate = Gate(engine, monkeypatch)
+        engine.warm_up(rows=8, progress=False, background=True)
+        assert gate.reached.wait(60)
+        ticket = engine.submit(Request((ids(60, 1),), 2, stop_ids=frozenset()))
+        decode = Stepper.decode
+
+        def decoded(stepper: Stepper, *args: Any) -> Any:
+            found = decode(stepper, *args)
+            stepper._runner._key = ("another",)
+            return found
+
+        monkeypatch.setattr(Stepper, "decode", decoded)
+        gate.open()
+        ticket.result()
+        wait_until_warm(engine)
+        assert [one for one in gate.events if one != "decode"] == [1, 2]

@@ -154,7 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warm-up",
         default="16k",
         metavar="N",
-        help="compile kernels and capture graphs for prompts of N tokens before listening; 0: do not (%(default)s)",
+        help="compile kernels and capture graphs for prompts of N tokens: of one sequence before the first request, of "
+        "more while no request runs; 0: do not (%(default)s)",
     )
 
 

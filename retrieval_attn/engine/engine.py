@@ -42,7 +42,7 @@ from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.engine.saved_text import ContextPrefetcher, SavedText, SavedTexts
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.engine.stepper import Stepper
-from retrieval_attn.engine.warm_up import DRAWS, WarmUp, WarmUps
+from retrieval_attn.engine.warm_up import DRAWS, WarmUp, WarmUpProgress, WarmUps
 from retrieval_attn.errors import (
     ConfigError,
     EngineFullError,
@@ -334,7 +334,7 @@ class Engine:
         self._prefills = PrefillWorker(
             self._rows, self._scheduler, self._changed, self._config, self._tree, self._fail, self._counts
         )
-        self._warm_ups = WarmUps()
+        self._warm_ups = WarmUps(self._loop, self._config, self._stepper, self._exact)
         self._row_bytes = 0  # of int8 rows, after the last prefill
         self._closing = self._replays = False  # replays: the next step likely is one
         self.died: BaseException | None = None  # what ended it in the middle of its work
@@ -443,24 +443,31 @@ class Engine:
 
     def warm_up(
         self, *, rows: int | None = None, tokens: int | None = None, draws: Sequence[SamplingParams] = DRAWS,
-        progress: bool = True,
+        progress: bool = True, background: bool = False,
     ) -> None:  # fmt: skip
         """Make now what the first requests would wait for: kernels, and the graphs of steps; leaves nothing behind.
 
         rows: of a step at most; None: as limits say. tokens: of the longest prompt and answer that is expected: graphs
         that are made for it serve shorter ones, too; None: they are made anew as rows get longer. draws: one for each
         way in which requests will choose. Graphs are made for one shape of rows: with `index="auto"`, for the index
-        that so many tokens get. Waits until no request is there; requests that come meanwhile wait. progress: with a
-        bar, if it takes longer than two seconds. Raises ConfigError for rows or tokens below 1 or beyond the limits or
-        the model, EngineFullError if the engine is closed, and what reading raises.
+        that so many tokens get. It runs while there are no requests: one that is submitted meanwhile goes first, after
+        at most one capture. progress: with a bar, if it takes longer than two seconds. background: return when steps
+        of one row are ready, and capture the graphs of more rows later, while the engine is idle; `warming` says how
+        many are left. Raises ConfigError for rows or tokens below 1 or beyond the limits or the model, EngineFullError
+        if the engine is closed, and what reading raises; in the background an error is logged.
         """
         self._empty.require_room(tokens or 1)
         warm_up = WarmUp.of(rows, tokens, draws, progress, most=self._limits.rows)
         with self._changed:
             self._require_open()
-            done = self._warm_ups.add(warm_up)
+            done = self._warm_ups.add(warm_up, background=background)
             self._changed.notify_all()
         done.result()
+
+    @property
+    def warming(self) -> WarmUpProgress | None:
+        """Return the progress of warm-ups; None if nothing is left to do."""
+        return self._warm_ups.progress
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -570,17 +577,17 @@ class Engine:
             compile_windows(host_format(self._config.host_dtype, model.dtype))  # the first step would wait for it
             while True:
                 with self._changed:
-                    while self._scheduler.idle and not (self._closing or self._warm_ups):
-                        self._changed.wait()
+                    while self._scheduler.idle and not self._closing and (left := self._warm_ups.seconds_left) != 0:
+                        self._changed.wait(left)
                     idle = self._scheduler.idle
-                    if idle and not self._warm_ups:
+                    if idle and self._closing:
                         return
                     plan = None if idle else self._scheduler.schedule(results, time.monotonic())
-                if plan is None:
-                    if self._warm_ups.run_next(self._loop, self._config, self._stepper, self._exact):
-                        self._prefills.made_ready()
-                else:
+                if plan is not None:
+                    self._warm_ups.pause()
                     results = self._do(plan)
+                elif self._warm_ups.run_next():
+                    self._prefills.made_ready()
         except BaseException as error:  # nobody is left waiting for a thread that is gone
             log.exception("the engine ends")
             with self._changed:

@@ -146,10 +146,6 @@ class ResidentSet:
         """Return the decayed heat of a node; 0 for the root."""
         return node.heat * 0.5 ** ((self._turnovers - node.heat_at) / HALF_LIFE)
 
-    def _heat(self, node: Node) -> float:
-        """Return the decayed heat of a node; 0 for the root."""
-        return node.heat * 0.5 ** ((self._turnovers - node.heat_at) / HALF_LIFE)
-
 
 def _order(node: Node, kinds: Sequence[int], limit: Sizes | None) -> tuple[bool, bool, float, float, int]:
     fits, nbytes = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds), node.sizes.of(kinds)

@@ -97,6 +97,11 @@ class Stepper:
         self._counts.add_step(len(rows), sum(map(_spilled, rows.values())), seconds, *self._clock.take())
         return Decoded(ended, tokens, seconds, len(stepped.choices) == len(rows))
 
+    @property
+    def graph_shape(self) -> object:
+        """Return the shape of the sequences that graphs serve now."""
+        return self._runner.shape
+
     @torch.no_grad()
     def rehearse(
         self, cache: RetrievalCache, logits: Tensor, rows: int, draws: Sequence[SamplingParams], tokens: int = 0

@@ -6,6 +6,9 @@ they go, and nothing is left of them.
 
 from __future__ import annotations
 
+import itertools
+import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -27,13 +30,28 @@ from retrieval_attn.gpu.memory import lower_cap_for_graphs
 from retrieval_attn.runner.graph.host_row_gather import Reads
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
-__all__ = ["DRAWS", "WarmUp", "WarmUps"]
+__all__ = ["DRAWS", "WarmUp", "WarmUpProgress", "WarmUps"]
+
+log = logging.getLogger(__name__)
 
 DRAWS = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=40))
 """One for each way of choosing that has a graph of its own, but for log-probabilities."""
 PAGED_TOKENS = 64
-READS = Reads.HOST, Reads.DEVICE, Reads.BOTH
+READS = Reads.DEVICE, Reads.HOST, Reads.BOTH
+"""In order of need: rows of long texts and of short prompts, rows of a few hundred keys, long answers."""
 BAR_DELAY_SECONDS = 2.0
+IDLE_SECONDS = 0.5
+"""Time without requests after which a background warm-up continues: a client's next request does not wait for it."""
+
+
+class WarmUpProgress(NamedTuple):
+    """Graphs of all warm-ups of an engine: captured ones, and their total."""
+
+    done: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.done} of {self.total} graphs"
 
 
 class WarmUp(NamedTuple):
@@ -61,24 +79,20 @@ class WarmUp(NamedTuple):
             raise ConfigError("draws must name at least one way to choose, such as SamplingParams()")
         return cls(most if rows is None else rows, tokens, tuple(draws), progress)
 
-    def run(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: PagedKVPool | None) -> None:
-        """In the thread that steps, while there are no rows. Raises what reading or stepping raise."""
+    def pieces(self, loop: AnswerLoop, config: Config, exact: PagedKVPool | None) -> tuple[list[Piece], list[Piece]]:
+        """Return the pieces that the first request needs, which have one row, and all other pieces, in order of need.
+
+        exact: pages of paged prefixes; None: off.
+        """
         sizes = _sizes(self.rows)
-        # who reads what is named, the host, the device, or both, is recorded in a step
-        reads = READS if self._cache(loop, config).index.spec.host_reads.rows else READS[:1]
-        ways = [(pool, read) for pool in ((None,) if exact is None else (None, exact)) for read in reads]
-        total = len(ways) * (1 + len(sizes))
-        with ProgressBar(
-            total=total, desc="warming up", delay=BAR_DELAY_SECONDS, leave=False, disable=not self.progress
-        ) as bar:
-            for pool, read in ways:
-                text = self._read(loop, config, pool, read)
-                bar.update()
-                for size in sizes:
-                    stepper.rehearse(*text, size, self.draws, self.tokens or 0)
-                    bar.update()
-                del text
-        lower_cap_for_graphs(loop.model.device)
+        # the reader of retrieved rows, the host, the device or both, is recorded in a step
+        reads = READS if self._cache(loop, config).index.spec.host_reads.rows else (Reads.HOST,)
+        pools = (None,) if exact is None else (None, exact)
+        ways = [(read, pool) for read in reads for pool in pools]
+        alone = [Piece(read, pool, 1) for read, pool in ways]
+        first = [piece for piece in alone if piece.read != Reads.BOTH]
+        batches = [Piece(*way, size) for way, size in itertools.product(ways, sizes) if size > 1]
+        return first, [*alone[len(first) :], *batches]
 
     def _cache(self, loop: AnswerLoop, config: Config) -> RetrievalCache:
         """An empty one, whose index is that of the longest row that is expected."""
@@ -87,7 +101,7 @@ class WarmUp(NamedTuple):
         cache.index.decide(max(config.sink + 2 * config.window + config.spill, self.tokens or 0))
         return cache
 
-    def _read(
+    def read(
         self, loop: AnswerLoop, config: Config, exact: PagedKVPool | None, read: Reads
     ) -> tuple[RetrievalCache, Tensor]:
         """A text as short as makes rows retrieve, some of it in pages, and the logits (1, vocabulary) after it.
@@ -123,36 +137,136 @@ def _tokens(cache: RetrievalCache, *, coded: bool) -> int:
     return config.sink + config.window + max(config.window + config.spill, keys)
 
 
+class Piece(NamedTuple):
+    """Graphs of one batch size for one kind of sequences.
+
+    Attributes:
+        read: reader of retrieved rows.
+        exact: pages that hold the start of the text; None: it has none.
+        rows: sequences in the step.
+    """
+
+    read: Reads
+    exact: PagedKVPool | None
+    rows: int
+
+
+class _Run:
+    """A warm-up and its remaining pieces."""
+
+    def __init__(self, warm_up: WarmUp, needed: Sequence[Piece], later: Sequence[Piece]) -> None:
+        """needed: pieces until `ready` is done. later: pieces that follow in the background."""
+        self.warm_up, self.pieces = warm_up, deque([*needed, *later])
+        self.total, self.needed, self.done = len(self.pieces), len(needed), 0
+        self.ready: Future[None] = Future()
+        self.text: tuple[RetrievalCache, Tensor] | None = None
+        self._text_of: tuple[Reads, PagedKVPool | None] | None = None
+        self.bar = ProgressBar(
+            total=len(needed), desc="warming up", delay=BAR_DELAY_SECONDS, leave=False, disable=not warm_up.progress
+        )
+
+    def run_next(self, loop: AnswerLoop, config: Config, stepper: Stepper) -> None:
+        """Run the next piece. Raises the errors of a prefill and of a step."""
+        piece = self.pieces[0]
+        if self.text is None or self._text_of != piece[:2]:
+            self.text = None  # freed before the next one is read
+            self.text, self._text_of = self.warm_up.read(loop, config, piece.exact, piece.read), piece[:2]
+        stepper.rehearse(*self.text, piece.rows, self.warm_up.draws, self.warm_up.tokens or 0)
+        self.pieces.popleft()
+        self.done += 1
+        if self.done <= self.needed:
+            self.bar.update()
+        if not self.pieces or self.pieces[0][:2] != piece[:2]:
+            self.text = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Drop the text and the remaining pieces; tell the caller, if it still waits."""
+        self.text = None
+        self.pieces.clear()
+        self.tell(error)
+
+    def tell(self, error: BaseException | None = None) -> None:
+        """Let the caller go on, or raise an error there. Does nothing the second time."""
+        self.bar.close()
+        if self.ready.done():
+            return
+        if error is None:
+            self.ready.set_result(None)
+        else:
+            self.ready.set_exception(error)
+
+
 class WarmUps:
-    """Those that an engine's thread was asked for, in order. True while there are any."""
+    """Warm-ups of an engine, in order. Its thread runs their pieces while it has no requests."""
 
-    def __init__(self) -> None:
-        self._asked: deque[tuple[WarmUp, Future[None]]] = deque()
+    def __init__(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: PagedKVPool | None) -> None:
+        """exact: pages of paged prefixes; None: off."""
+        self._loop, self._config, self._stepper, self._exact = loop, config, stepper, exact
+        self._runs: deque[_Run] = deque()
+        self._busy_at = 0.0
+        self._shape: object = None
 
-    def __bool__(self) -> bool:
-        return bool(self._asked)
+    @property
+    def progress(self) -> WarmUpProgress | None:
+        """Return the progress of all warm-ups; None if there is nothing left to do."""
+        runs = list(self._runs)
+        return WarmUpProgress(sum(run.done for run in runs), sum(run.total for run in runs)) if runs else None
 
-    def add(self, warm_up: WarmUp) -> Future[None]:
-        """What is done once it was, or that has what went wrong."""
-        done: Future[None] = Future()
-        self._asked.append((warm_up, done))
-        return done
+    @property
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the next piece may run; None: there is none."""
+        if not self._runs:
+            return None
+        if not self._runs[-1].ready.done():  # a caller waits for the last one
+            return 0.0
+        return max(0.0, self._busy_at + IDLE_SECONDS - time.monotonic())
 
-    def run_next(self, loop: AnswerLoop, config: Config, stepper: Stepper, exact: PagedKVPool | None) -> bool:
-        """See `WarmUp.run`; raises nothing. Whether it went well."""
-        warm_up, done = self._asked.popleft()
+    def add(self, warm_up: WarmUp, *, background: bool) -> Future[None]:
+        """Return a future that is done after the warm-up, or has its error.
+
+        background: it is done after the pieces that the first request needs.
+        """
+        first, others = warm_up.pieces(self._loop, self._config, self._exact)
+        run = _Run(warm_up, first, others) if background else _Run(warm_up, [*first, *others], ())
+        self._runs.append(run)
+        return run.ready
+
+    def pause(self) -> None:
+        """Free the text, because requests run now; the next piece reads it again."""
+        if self._runs:
+            self._runs[0].text, self._busy_at = None, time.monotonic()
+
+    def run_next(self) -> bool:
+        """Run the next piece; raises nothing. Return whether it succeeded."""
+        run = self._runs[0]
+        if run.done and self._stepper.graph_shape != self._shape:
+            log.info("warm-up ends: requests of another shape replaced its graphs; steps capture their own")
+            self._end(run)
+            return True
         try:
-            warm_up.run(loop, config, stepper, exact)
+            run.run_next(self._loop, self._config, self._stepper)
         except BaseException as error:
-            done.set_exception(error)
+            if run.ready.done():
+                log.warning("warm-up ends after %d of %d graphs", run.done, run.total, exc_info=error)
+            self._end(run, error)
             return False
-        done.set_result(None)
+        self._shape = self._stepper.graph_shape
+        if not run.pieces:
+            lower_cap_for_graphs(self._loop.model.device)
+            self._end(run)
+        elif run.done == run.needed:
+            self._busy_at = time.monotonic()
+            run.tell()
         return True
 
     def close(self) -> None:
-        """Nobody does the others."""
-        while self._asked:
-            self._asked.popleft()[1].set_exception(EngineFullError("The engine has ended; make another."))
+        """End all warm-ups, with an error for callers that wait."""
+        while self._runs:
+            self._end(self._runs[0], EngineFullError("The engine has ended; make another."))
+
+    def _end(self, run: _Run, error: BaseException | None = None) -> None:
+        self._runs.popleft()
+        run.end(error)
 
 
 def _sizes(rows: int) -> list[int]:

@@ -394,6 +394,11 @@ class GraphRunner:
         """Captures of the present graphs."""
         return 0 if self._pool is None else sum(one.decoder.captures for one in self._pool.graphs.values())
 
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Shape of the sequences that graphs were captured for last; equal for sequences that share them."""
+        return self._key
+
     def step(self, caches: Sequence[RetrievalCache], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Append one token to each cache. Returns logits (rows, vocabulary) float32.
 

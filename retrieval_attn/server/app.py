@@ -78,11 +78,12 @@ async def schema(request: Request) -> Response:
 
 @open_router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": ErrorAnswer}})
 async def health(request: Request) -> Response:
-    """Return 200 while the engine answers and 503 while it is down."""
-    lost = service_of(request).client.lost
-    if lost is not None:
-        raise ApiError(503, f"The engine is down: {lost}", code="engine_lost", retry_after=5)
-    return JSONResponse({"status": "ok"})
+    """Return 200 while the engine answers, with what it still captures, and 503 while it is down."""
+    client = service_of(request).client
+    if client.lost is not None:
+        raise ApiError(503, f"The engine is down: {client.lost}", code="engine_lost", retry_after=5)
+    warming = client.warming
+    return JSONResponse({"status": "ok"} | ({} if warming is None else {"warming": str(warming)}))
 
 
 @open_router.get("/version", response_model=None, responses={200: {"model": Version}})

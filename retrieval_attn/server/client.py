@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from retrieval_attn.engine.background_saves import SAVE_SECONDS, SaveState
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.engine.warm_up import WarmUpProgress
 from retrieval_attn.errors import AdmissionError, ContextLengthError, InputDataError
 from retrieval_attn.server.failure import EngineLostError, ended_error
 
@@ -71,6 +72,10 @@ class EngineClient(Protocol):
     @property
     def lost(self) -> str | None:
         """The reason why the engine cannot answer now; None if it can."""
+
+    @property
+    def warming(self) -> WarmUpProgress | None:
+        """Progress of the graphs that are captured while the engine is idle; None if all are."""
 
     async def submit(self, request: Request, put: Put) -> Submitted:
         """Submit a request. Raises as `Engine.submit`, and EngineLostError."""
@@ -136,6 +141,11 @@ class LocalEngine:
         """See `EngineClient`."""
         died = self._engine.died
         return None if died is None else f"it ended with {type(died).__name__}, see the server's log"
+
+    @property
+    def warming(self) -> WarmUpProgress | None:
+        """See `EngineClient`."""
+        return self._engine.warming
 
     async def submit(self, request: Request, put: Put) -> Submitted:
         """See `EngineClient`."""

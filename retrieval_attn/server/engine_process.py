@@ -80,7 +80,8 @@ def main(number: int) -> int:
             sock.sendall(frame_of({"error": plain_error(error)}))
             return 1
         gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
-        sock.sendall(frame_of({"ready": list(spec.facts(llm, engine))}))
+        facts = list(spec.facts(llm, engine))
+        sock.sendall(frame_of({"ready": facts, "warming": engine.warming}))
         Worker(sock, engine).run()
     return 0
 

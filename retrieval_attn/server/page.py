@@ -114,6 +114,7 @@ def _status(
     return {
         "model": service.settings.name,
         "version": retrieval_attn.__version__,
+        "warming": None if (warming := service.client.warming) is None else str(warming),
         "max_model_len": service.prompts.positions,
         "caller": caller.name,
         "admin": caller.admin,

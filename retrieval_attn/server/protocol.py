@@ -579,10 +579,11 @@ class MemoryRecord(AnswerBody):
 
 
 class StatusRecord(AnswerBody):
-    """Response of GET /status. memory, counts: null without an admin's key."""
+    """Response of GET /status. warming: see `Health`; null: all are. memory, counts: null without an admin's key."""
 
     model: str
     version: str
+    warming: str | None
     max_model_len: int
     caller: str
     admin: bool
@@ -612,9 +613,10 @@ class Tokens(AnswerBody):
 
 
 class Health(AnswerBody):
-    """Response of GET /health."""
+    """Response of GET /health. warming: graphs that are captured so far, such as "4 of 15 graphs"; absent: all are."""
 
     status: Literal["ok"]
+    warming: str = ""
 
 
 class Version(AnswerBody):

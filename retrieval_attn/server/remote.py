@@ -14,6 +14,7 @@ from typing import Any
 
 from retrieval_attn.engine.background_saves import SAVE_SECONDS, SaveState
 from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.engine.warm_up import WarmUpProgress
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.server.client import Put, Submitted
 from retrieval_attn.server.engine_process import Child
@@ -26,7 +27,8 @@ __all__ = ["RemoteEngine"]
 log = logging.getLogger(__name__)
 
 END_SECONDS = 20.0
-PING_SECONDS = 1.0
+PING, PING_SECONDS = 0, 1.0
+"""Number of all pings, and the seconds between two."""
 MAX_SILENT_PINGS = 60
 """Successive pings without a frame from the process, after which it counts as hung and is killed. They are counted and
 not timed: a server that was suspended together with its engine does not kill it when both resume.
@@ -48,6 +50,7 @@ class _EngineChild:
         self._puts: dict[int, Put] = {}
         self._silent_pings = 0
         self.is_closing = False
+        self.warming: WarmUpProgress | None = None
 
     @classmethod
     async def start(cls, spec: EngineSpec, begun: Child) -> tuple[_EngineChild, Facts]:
@@ -66,6 +69,7 @@ class _EngineChild:
             await process.end()
             raise
         log.info("engine process is ready", extra={"fields": {"engine_pid": child.pid}})
+        process.note_warming(first["warming"])
         return process, Facts(*first["ready"])
 
     async def read(self) -> None:
@@ -83,7 +87,7 @@ class _EngineChild:
             if self.is_closing:
                 return
             self._silent_pings += 1
-            self.tell({"do": "ping", "id": 0})
+            self.tell({"do": "ping", "id": PING})
         log.error(
             "engine process answered none of %d pings; killing it", MAX_SILENT_PINGS,
             extra={"fields": {"engine_pid": self.child.pid}},
@@ -93,6 +97,8 @@ class _EngineChild:
     async def _hand_out(self) -> None:
         while (frame := await async_frame(self._reader)) is not None:
             self._silent_pings = 0
+            if frame.get("id") == PING:
+                self.note_warming(frame["ok"])
             for number, *plain in frame.get("items", ()):
                 item = item_from(plain)
                 put = self._puts.pop(number, None) if isinstance(item, Finished) else self._puts.get(number)
@@ -104,6 +110,10 @@ class _EngineChild:
                     reply.set_exception(error_from(frame["error"]))
                 else:
                     reply.set_result(frame["ok"])
+
+    def note_warming(self, plain: list[int] | None) -> None:
+        """Note the progress of a warm-up as a frame has it."""
+        self.warming = None if plain is None else WarmUpProgress(*plain)
 
     def lose(self, error: EngineLostError) -> None:
         """Fail all open requests."""
@@ -169,6 +179,11 @@ class RemoteEngine:
     def lost(self) -> str | None:
         """See `EngineClient`."""
         return self._lost
+
+    @property
+    def warming(self) -> WarmUpProgress | None:
+        """See `EngineClient`; as of the last ping."""
+        return None if self._process is None else self._process.warming
 
     async def submit(self, request: Request, put: Put) -> Submitted:
         """See `EngineClient`."""

@@ -116,7 +116,7 @@ class EngineSpec:
             )
 
     def load(self) -> tuple[LLM, Engine]:
-        """Load the model and start its engine, warm. Raises as `LLM` and `Engine`."""
+        """Load the model and start its engine, warm for one row. Raises as `LLM` and `Engine`."""
         from retrieval_attn.config import Config
         from retrieval_attn.engine.engine import Engine, default_limits
         from retrieval_attn.llm import LLM
@@ -140,7 +140,7 @@ class EngineSpec:
         )
         threading.Thread(target=engine.clean_store, name="retrieval_attn-gc", daemon=True).start()
         if self.warm_tokens:
-            engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False)
+            engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False, background=True)
         return llm, engine
 
     def facts(self, llm: LLM, engine: Engine) -> Facts:

@@ -58,7 +58,7 @@ class Worker:
             if frame["do"] == "cancel":
                 self._cancel(frame["id"])
             elif frame["do"] == "ping":
-                self._outgoing.put({"id": frame["id"], "ok": None})
+                self._outgoing.put({"id": frame["id"], "ok": self._engine.warming})
             else:
                 if frame["do"] == "submit":
                     self._submitting[frame["id"]] = False

@@ -20,6 +20,7 @@ import pytest
 from retrieval_attn import errors
 from retrieval_attn.config import Config
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.engine.warm_up import WarmUpProgress
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server import ipc as frames
@@ -203,6 +204,7 @@ class SlowEngine:
     """An engine whose `submit` waits; it counts cancelled requests."""
 
     died = None
+    warming = WarmUpProgress(4, 15)
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -235,13 +237,32 @@ def test_a_request_that_is_cancelled_before_it_is_submitted() -> None:
         ours.sendall(frames.frame_of({"do": "submit", "id": 4, "request": request}))
         ours.sendall(frames.frame_of({"do": "cancel", "id": 4}))
         ours.sendall(frames.frame_of({"do": "ping", "id": 0}))
-        assert frames.receive_frame(ours) == {"id": 0, "ok": None}  # behind the other two
+        assert frames.receive_frame(ours) == {"id": 0, "ok": [4, 15]}  # behind the other two
         engine.goes_on.set()
         assert engine.cancelled.wait(20)
         assert frames.receive_frame(ours) == {"id": 4, "ok": "1"}
         ours.sendall(frames.frame_of({"do": "close", "drain": False}))
         work.join(20)
         assert not work.is_alive()
+
+
+def test_a_ping_says_what_is_still_captured() -> None:
+    asyncio.run(_ping())
+
+
+async def _ping() -> None:
+    reader = asyncio.StreamReader()
+    child: Any = remote._EngineChild(None, reader, None)  # type: ignore[arg-type]
+    for number, found in ((remote.PING, [4, 15]), (7, None)):
+        reader.feed_data(frames.frame_of({"id": number, "ok": found}))
+    reader.feed_eof()
+    await child._hand_out()
+    engine = remote.RemoteEngine(EngineSpec("bundled", {}, {}))
+    assert engine.warming is None
+    engine._process = child
+    assert engine.warming == WarmUpProgress(4, 15)
+    child.note_warming(None)
+    assert engine.warming is None
 
 
 def test_who_stops_waiting_for_a_submission_cancels_the_request() -> None:

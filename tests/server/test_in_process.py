@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from retrieval_attn.engine import warm_up
 from retrieval_attn.sampling import sampler as chooser
 from tests.engine_audit import check_engine
 from tests.server.inside import Inside, body_of, sent
+from tests.test_warm_up import Gate, wait_until_warm
 
 TRIES = 120
 
@@ -53,6 +55,24 @@ def test_a_client_that_does_not_read_holds_nobody_up(inside: Inside) -> None:
         assert all(one.is_success for one in found)
     inside.wait_for_nobody()
     check_engine(inside.engine)
+
+
+def test_a_warm_up_in_the_background_is_shown(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/health and /status say how far it is, while requests are answered; afterwards /health says no more of it."""
+    monkeypatch.setattr(warm_up, "IDLE_SECONDS", 0.0)
+    gate = Gate(inside.engine, monkeypatch)
+    inside.wait_until_it_serves()
+    with inside.client() as http:
+        inside.engine.warm_up(rows=4, progress=False, background=True)
+        assert gate.reached.wait(60)
+        reply = http.get("/health")
+        assert (reply.status_code, reply.json()) == (200, {"status": "ok", "warming": "1 of 3 graphs"})
+        assert http.get("/status").json()["warming"] == "1 of 3 graphs"
+        gate.open()
+        headers = {"content-type": "application/json"}
+        assert http.post("/v1/completions", content=body_of(5), headers=headers).is_success
+        wait_until_warm(inside.engine)
+        assert http.get("/health").json() == {"status": "ok"} and http.get("/status").json()["warming"] is None
 
 
 def test_an_engine_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

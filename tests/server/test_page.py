@@ -167,6 +167,18 @@ def test_a_person_gives_a_key_and_sees_its_texts(keyed: Served, browser: Browser
     assert all("401" in one for one in errors(browser))
 
 
+def test_the_page_shows_a_warm_up(tmp_path: Path, browser: Browser) -> None:
+    """The server answers before the graphs of more than one row are captured, which this one never does."""
+    constants = {"retrieval_attn.engine.warm_up.IDLE_SECONDS": 3600}
+    with serving("--store", str(tmp_path), "--warm-up", "1k", preloaded=True, constants=constants) as served:
+        ask(served, None, document())
+        with served.client() as http:
+            assert http.get("/health").json() == {"status": "ok", "warming": "1 of 5 graphs"}
+        browser.open(served.url)
+        browser.wait_for("document.querySelector('#warming').textContent")
+        assert browser.text("#warming") == "warming up: 1 of 5 graphs" and errors(browser) == []
+
+
 def test_the_page_follows_the_server_and_survives_its_end(tmp_path: Path, browser: Browser) -> None:
     with serving("--store", str(tmp_path / "store"), "--warm-up", "0", preloaded=True) as served:
         browser.size(390, 800)

@@ -293,6 +293,10 @@ def main(given: Sequence[str] | None = None) -> int:
         with serving(args, log) as (url, seconds):
             client = Client(url, args, rows, log)
             client.note("start until /health answers", {"s": round(seconds, 1)})
+            began = time.perf_counter()
+            while client.http.get("/health").json().get("warming"):  # graphs of larger batches
+                time.sleep(0.1)
+            client.note("from there until all graphs are captured", {"s": round(time.perf_counter() - began, 1)})
             for name in plan:
                 try:
                     GROUPS[name](client)

@@ -22,6 +22,7 @@ from retrieval_attn.cli.model_args import (
 )
 from retrieval_attn.cli.output import Spinner
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.imports import skip_unused
 from retrieval_attn.memory.units import parse_bytes, parse_tokens
 from retrieval_attn.model.bundled import model_path
 
@@ -205,6 +206,7 @@ def run(args: argparse.Namespace) -> int:
         spec = _spec(args)
         child = Child.start() if _apart(args) else None
         with no_gc():
+            skip_unused()
             from uvicorn.loops.auto import auto_loop_factory
 
             from retrieval_attn.server.logs import log_to
@@ -214,6 +216,10 @@ def run(args: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
             runner.run(serve(spec, sock, settings, keys, child, on_ready=starting.ready))
     return 0
+
+
+NVIDIA = Path("/dev/nvidiactl")
+"""Exists if the driver of an NVIDIA GPU is loaded."""
 
 
 class _Starting:
@@ -294,6 +300,10 @@ def _apart(args: argparse.Namespace) -> bool:
     """Whether the engine gets a process of its own: on a GPU, its steps must not wait for the server's Python."""
     if args.engine != "auto":
         return bool(args.engine == "process")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
+    if args.device != "cpu" and visible and NVIDIA.exists():
+        return True  # without the imports below, which would delay the start of the process
+    skip_unused()
     from retrieval_attn.model.loading import choose_device
 
     return choose_device(args.device).type == "cuda"

@@ -16,7 +16,7 @@ import sys
 from typing import NamedTuple
 
 from retrieval_attn.compile.gc_pause import no_gc
-from retrieval_attn.imports import quiet
+from retrieval_attn.imports import quiet, skip_unused
 
 __all__ = ["Child", "main", "set_allocator"]
 
@@ -63,6 +63,7 @@ def main(number: int) -> int:
     quiet()
     set_allocator()
     with no_gc():  # all that the engine needs, while the server still imports what it needs itself
+        skip_unused()
         from retrieval_attn.server.ipc import frame_of, plain_error, receive_frame
         from retrieval_attn.server.logs import log_to
         from retrieval_attn.server.settings import EngineSpec

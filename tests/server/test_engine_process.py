@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +19,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from retrieval_attn import errors
+from retrieval_attn.cli import serve
 from retrieval_attn.config import Config
 from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.engine.warm_up import WarmUpProgress
@@ -244,6 +249,38 @@ def test_a_request_that_is_cancelled_before_it_is_submitted() -> None:
         ours.sendall(frames.frame_of({"do": "close", "drain": False}))
         work.join(20)
         assert not work.is_alive()
+
+
+def test_a_process_starts_before_torch_is_imported_if_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def choose(name: str) -> torch.device:
+        asked.append(name)
+        return torch.device("cpu")
+
+    monkeypatch.setattr("retrieval_attn.model.loading.choose_device", choose)
+    monkeypatch.setattr(serve, "NVIDIA", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert serve._apart(argparse.Namespace(engine="auto", device="auto")) and not asked
+    assert not serve._apart(argparse.Namespace(engine="here", device="auto")) and not asked
+    assert not serve._apart(argparse.Namespace(engine="auto", device="cpu")) and asked == ["cpu"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not serve._apart(argparse.Namespace(engine="auto", device="auto")) and asked == ["cpu", "auto"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(serve, "NVIDIA", tmp_path / "none")
+    assert not serve._apart(argparse.Namespace(engine="auto", device="auto")) and asked[2:] == ["auto"]
+
+
+def test_a_server_does_not_import_what_it_does_not_use() -> None:
+    pytest.importorskip("sklearn")
+    code = (
+        "import sys; from retrieval_attn.imports import skip_unused; skip_unused(); import retrieval_attn.server.run; "
+        "print({'sklearn', 'pandas', 'torch'} & set(sys.modules)); import sklearn.metrics"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
+    assert found.stdout == "{'torch'}\n"
 
 
 def test_a_ping_says_what_is_still_captured() -> None:

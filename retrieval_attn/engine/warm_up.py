@@ -37,8 +37,10 @@ log = logging.getLogger(__name__)
 DRAWS = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=40))
 """One for each way of choosing that has a graph of its own, but for log-probabilities."""
 PAGED_TOKENS = 64
-READS = Reads.DEVICE, Reads.HOST, Reads.BOTH
-"""In order of need: rows of long texts and of short prompts, rows of a few hundred keys, long answers."""
+READS = Reads.DEVICE, None, Reads.HOST, Reads.BOTH
+"""In order of need: rows of long texts, rows that retrieve nothing, rows of a few hundred keys, long answers."""
+SHORT_TOKENS = 16
+"""Of a text of which nothing is retrieved, beyond its pages."""
 BAR_DELAY_SECONDS = 2.0
 IDLE_SECONDS = 0.5
 """Time without requests after which a background warm-up continues: a client's next request does not wait for it."""
@@ -86,7 +88,7 @@ class WarmUp(NamedTuple):
         """
         sizes = _sizes(self.rows)
         # the reader of retrieved rows, the host, the device or both, is recorded in a step
-        reads = READS if self._cache(loop, config).index.spec.host_reads.rows else (Reads.HOST,)
+        reads = READS if self._cache(loop, config).index.spec.host_reads.rows else (Reads.HOST, None)
         pools = (None,) if exact is None else (None, exact)
         ways = [(read, pool) for read in reads for pool in pools]
         alone = [Piece(read, pool, 1) for read, pool in ways]
@@ -102,14 +104,15 @@ class WarmUp(NamedTuple):
         return cache
 
     def read(
-        self, loop: AnswerLoop, config: Config, exact: PagedKVPool | None, read: Reads
+        self, loop: AnswerLoop, config: Config, exact: PagedKVPool | None, read: Reads | None
     ) -> tuple[RetrievalCache, Tensor]:
         """A text as short as makes rows retrieve, some of it in pages, and the logits (1, vocabulary) after it.
 
-        read: who reads what its rows name. The host reads all that is named of few keys, and those without codes.
+        read: reader of the retrieved rows; None: a text of which nothing is retrieved. The host reads all retrieved
+        rows of few keys, and those without codes.
         """
         cache, late = self._cache(loop, config), read == Reads.BOTH
-        tokens = _tokens(cache, coded=read != Reads.HOST)
+        tokens = SHORT_TOKENS if read is None else _tokens(cache, coded=read != Reads.HOST)
         count = PAGED_TOKENS + tokens + PAGED_TOKENS * late
         vocabulary = int(loop.model.config.get_text_config(decoder=True).vocab_size)
         ids = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -141,12 +144,12 @@ class Piece(NamedTuple):
     """Graphs of one batch size for one kind of sequences.
 
     Attributes:
-        read: reader of retrieved rows.
+        read: reader of retrieved rows; None: nothing is retrieved.
         exact: pages that hold the start of the text; None: it has none.
         rows: sequences in the step.
     """
 
-    read: Reads
+    read: Reads | None
     exact: PagedKVPool | None
     rows: int
 
@@ -160,7 +163,7 @@ class _Run:
         self.total, self.needed, self.done = len(self.pieces), len(needed), 0
         self.ready: Future[None] = Future()
         self.text: tuple[RetrievalCache, Tensor] | None = None
-        self._text_of: tuple[Reads, PagedKVPool | None] | None = None
+        self._text_of: tuple[Reads | None, PagedKVPool | None] | None = None
         self.bar = ProgressBar(
             total=len(needed), desc="warming up", delay=BAR_DELAY_SECONDS, leave=False, disable=not warm_up.progress
         )

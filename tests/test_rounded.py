@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -402,3 +403,24 @@ def test_rows_that_were_used_last_go_last() -> None:
     assert [isinstance(segment.rounded, Int8RowMirror) for segment in segments] == [True, False, True]
     assert rounded.drop_rows(1) == first.nbytes
     assert [isinstance(segment.rounded, Int8RowMirror) for segment in segments] == [True, False, False]
+
+
+def test_rows_are_counted_while_threads_make_others() -> None:
+    """The count of an engine's step does not fail when a prefill adds segments."""
+
+    class Noted:
+        rounded = None
+
+    kept: list[Any] = []
+
+    def note() -> None:
+        for _ in range(20_000):
+            kept.append(Noted())
+            rounded._note(kept[-1])
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    while thread.is_alive():
+        assert rounded.held_rows_bytes() >= 0
+    thread.join()
+    assert len(rounded._segments_with_rows()) >= 20_000

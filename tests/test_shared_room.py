@@ -158,6 +158,29 @@ def test_a_question_evicts_no_other_text(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [900, 300]
 
 
+def test_idle_texts_yield_to_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question on a long text needs room for keys and values of some layers besides the codes that come back: other
+    texts yield it, and a request waits where they hold too little.
+    """
+    model, free = tiny_model("llama"), [0]
+    choice = IndexChoice(model, Config(index="flat"))
+    tree = RadixCache()
+    register(tree)
+    tree.insert(tree.root, ids(100, 1), Text(Sizes(10, GIB)), "", rebuild_seconds=1.0)
+    monkeypatch.setattr(module, "whole_device_bytes", lambda _: free[0])
+    shape = model_shape(model)
+    tokens = 2 * GIB // (3 * shape.kv_layer_bytes)
+    needed = module.question_bytes(shape, tokens)
+    assert module.question_bytes(shape, 10) == GIB and abs(needed - 2 * GIB) < 3 * shape.kv_layer_bytes
+    for free[0], fits, left in (
+        (MARGIN + needed + 5, True, 1), (MARGIN + needed + 4 - GIB, False, 0), (MARGIN + needed + 4, False, 0)
+    ):  # fmt: skip
+        assert choice.can_ask(5, tokens) == fits, free
+        choice.make_room_to_ask(5, tokens)
+        assert len(tree) == left, free
+    assert IndexChoice(None, Config(index="flat")).can_ask(1 << 50, 1)
+
+
 class Text(NamedTuple):
     """Payload of a node."""
 

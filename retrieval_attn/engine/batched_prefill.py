@@ -25,6 +25,7 @@ from retrieval_attn.engine.chunked_prefill import ChunkedPrefill, clear_frames, 
 from retrieval_attn.engine.gate import Gate, GatedRead, ReadCancelled
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Scoring
+from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
 from retrieval_attn.model.hooks import KVView, MaskSpec
 from retrieval_attn.model.rope import counting_as
 from retrieval_attn.runner.attention import using_retrieval
@@ -266,6 +267,8 @@ class BatchedPrefill(GatedRead):
             again = [(row, read) for row, read in enumerate(self.reads) if not read.done]
             if again:
                 log.info("%d prompts are read one by one: %s: %s", len(again), type(error).__name__, error)
+            if isinstance(error, torch.OutOfMemoryError):
+                reclaim(device=idle_device_bytes())
             for row, read in again:
                 undo(read.cache, self._befores.get(row))
                 read.go_alone()

@@ -97,8 +97,9 @@ class PrefixEntry:
         return sum(one.copied_nbytes for one in self._codes if one.offloaded)
 
     def has_room(self) -> bool:
-        """Return whether the GPU has room for the offloaded codes without idle texts."""
-        return self._cache.index.has_bytes(self.offloaded_bytes)
+        """Return whether the GPU has room for the offloaded codes and a question without idle texts."""
+        nbytes = self.offloaded_bytes
+        return not nbytes or self._cache.index.can_ask(nbytes, self._cache.get_seq_length())
 
     def can_fork(self, tokens: int) -> bool:
         """Return whether a request can continue after the first `tokens` tokens."""
@@ -121,8 +122,9 @@ class PrefixEntry:
         window is read back from host memory.
         """
         with self._lock:
-            if offloaded := self.offloaded_bytes:
-                self._cache.index.reclaim_bytes(offloaded)
+            nbytes = self.offloaded_bytes
+            self._cache.index.make_room_to_ask(nbytes, self._cache.get_seq_length())
+            if nbytes:
                 load_codes(self._codes)
             cache = self._cache.fork()
         if tokens is not None and tokens < cache.get_seq_length():

@@ -27,8 +27,8 @@ class ResidentSet:
 
     The node with the fewest hit tokens to expect per byte is evicted first: heat x tokens / bytes. A node's heat counts
     its insertions and the lookups that end in it, and decays with the bytes that are evicted, not with time. The heat
-    of evicted nodes is kept, so that a document in frequent use soon stays. A new node may be evicted before older ones
-    with more uses. See docs/benchmarks.md, prefix cache eviction.
+    of evicted nodes is kept, so that a document in frequent use soon stays. The latest used node goes last, because its
+    follow-up comes next. See docs/benchmarks.md, prefix cache eviction.
 
     Not thread-safe: the prefix cache calls it under its lock.
 
@@ -41,6 +41,7 @@ class ResidentSet:
         self.sizes = self.idle = Sizes()
         self._nodes: dict[Node, None] = {}
         self._last: dict[Node, None] = {}  # those without a child in memory
+        self._latest: Node | None = None  # that was used
         self._turnovers = 0.0  # evicted bytes over the bytes in memory at each eviction
         self._evicted: dict[tuple[Namespace, int], tuple[float, float]] = {}  # heat and time, oldest first
 
@@ -70,6 +71,7 @@ class ResidentSet:
 
     def count_use(self, node: Node) -> None:
         """Count a use of a node. Its ancestors are at least as hot: they are evicted after it."""
+        self._latest = node
         one, heat = node, self._heat(node) + 1
         while one.parent is not None:
             one.heat, one.heat_at = heat, self._turnovers
@@ -116,6 +118,8 @@ class ResidentSet:
         self.sizes, self.idle = self.sizes.less(node.sizes), self.idle.less(node.sizes)
         del self._nodes[node], self._last[node]
         node.held, node.sizes = None, Sizes()
+        if node is self._latest:
+            self._latest = None
         if node.parent is not None:
             node.parent.held_children -= 1
             if node.parent in self._nodes and not node.parent.held_children:
@@ -126,13 +130,13 @@ class ResidentSet:
         next.
 
         Nodes that alone exceed `limit` go first, because they cannot stay whatever else goes; then nodes with bytes of
-        a lacking kind, fewest expected hit tokens per such byte first; then nodes without such bytes whose parents have
-        some. Leased nodes and nodes with children are never evicted: a parent becomes a candidate when its last child
-        is dropped.
+        a lacking kind, fewest expected hit tokens per such byte first and the latest used one last; then nodes without
+        such bytes whose parents have some. Leased nodes and nodes with children are never evicted: a parent becomes a
+        candidate when its last child is dropped.
         The first node costs O(leaves times their depth), each further one O(log), until another kind is lacking.
         """
         while (kinds := need.lacking) and (
-            heap := [(*_order(node, kinds, limit), node) for node in self._last if _helps(node, kinds)]
+            heap := [(*self._order(node, kinds, limit), node) for node in self._last if _helps(node, kinds)]
         ):
             heapq.heapify(heap)
             while heap and need.lacking == kinds:
@@ -140,18 +144,19 @@ class ResidentSet:
                 parent, need = node.parent, need.less(node.sizes)
                 yield node
                 if parent is not None and parent in self._last and _helps(parent, kinds):
-                    heapq.heappush(heap, (*_order(parent, kinds, limit), parent))
+                    heapq.heappush(heap, (*self._order(parent, kinds, limit), parent))
 
     def _heat(self, node: Node) -> float:
         """Return the decayed heat of a node; 0 for the root."""
         return node.heat * 0.5 ** ((self._turnovers - node.heat_at) / HALF_LIFE)
 
-
-def _order(node: Node, kinds: Sequence[int], limit: Sizes | None) -> tuple[bool, bool, float, float, int]:
-    fits, nbytes = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds), node.sizes.of(kinds)
-    # as a logarithm, which orders nodes at all times as the decayed heat does
-    score = log2(node.heat * len(node) / max(nbytes, 1)) + node.heat_at / HALF_LIFE
-    return fits, not nbytes, score, node.used, node.number
+    def _order(
+        self, node: Node, kinds: Sequence[int], limit: Sizes | None
+    ) -> tuple[bool, bool, bool, float, float, int]:
+        fits, nbytes = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds), node.sizes.of(kinds)
+        # as a logarithm, which orders nodes at all times as the decayed heat does
+        score = log2(node.heat * len(node) / max(nbytes, 1)) + node.heat_at / HALF_LIFE
+        return fits, not nbytes, node is self._latest, score, node.used, node.number
 
 
 def _helps(node: Node, kinds: Sequence[int]) -> bool:

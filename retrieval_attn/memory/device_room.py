@@ -110,14 +110,18 @@ class IndexChoice:
         room = layout.free - MARGIN + idle_device_bytes()
         return layout_like(layout.shape, self._requested, layout.config, tokens, room) is not None
 
-    def has_bytes(self, nbytes: int) -> bool:
-        """Return whether the GPU has `nbytes` free bytes without idle texts."""
-        free = _free_bytes(self._loaded) if nbytes else None
-        return free is None or free - MARGIN + idle_device_bytes() >= nbytes
+    def can_ask(self, nbytes: int, tokens: int) -> bool:
+        """Return whether the GPU has room for `nbytes` bytes and a question on `tokens` tokens without idle texts."""
+        model = self._loaded
+        free = None if model is None else _free_bytes(model)
+        shape = None if free is None else _shape_of(model)
+        if free is None or shape is None:
+            return True
+        return free - MARGIN + idle_device_bytes() >= nbytes + question_bytes(shape, tokens)
 
-    def reclaim_bytes(self, nbytes: int) -> None:
-        """Free GPU memory that idle texts hold if `nbytes` bytes lack room."""
-        self._reclaim(lambda shape, room: nbytes)
+    def make_room_to_ask(self, nbytes: int, tokens: int) -> None:
+        """Free GPU memory of idle texts if `nbytes` bytes and a question about `tokens` tokens lack room."""
+        self._reclaim(lambda shape, room: nbytes + question_bytes(shape, tokens))
 
     def make_room(self, tokens: int, batch: int = 1) -> None:
         """Evict idle texts from GPU memory if a prefill of `tokens` more tokens of `batch` sequences needs their room.
@@ -347,6 +351,15 @@ EXACT_SHARE = 0.5
 QUESTION_BYTES = GIB
 """Bytes that idle texts leave free for a question about one of them: keys and values on their way from the host, and
 codes of its tokens. A prefill that needs more evicts some of them first (`IndexChoice.make_room`)."""
+
+
+QUESTION_LAYERS = 3
+"""Layers of keys and values that a question may have on a GPU at once, on their way from the host."""
+
+
+def question_bytes(shape: ModelShape, tokens: int) -> int:
+    """Return the GPU memory for a question about `tokens` tokens, which attends to all of them layer by layer."""
+    return max(QUESTION_BYTES, QUESTION_LAYERS * tokens * shape.kv_layer_bytes)
 
 
 def prefix_cache_device_bytes(model: PreTrainedModel, config: Config, rows: int) -> int | None:

@@ -176,7 +176,7 @@ def rows_behind(segment: Segment, tokens: int, empty: Int8RowMirror | None) -> I
         return None
     if segment.rounded is None and empty is not None:
         segment.rounded, empty.first = empty, start
-        _having.add(segment)
+        _note(segment)
     rounded = segment.rounded
     return rounded if isinstance(rounded, Int8RowMirror) and rounded.first + rounded.length == start else None
 
@@ -194,7 +194,7 @@ def write_rows(segment: Segment, rounded: Int8RowMirror, keys: Tensor, values: T
 
 def held_rows_bytes() -> int:
     """Return the bytes of host memory of all int8 rows of the process."""
-    return sum(one.nbytes for segment in list(_having) if isinstance(one := segment.rounded, Int8RowMirror))
+    return sum(one.nbytes for segment in _segments_with_rows() if isinstance(one := segment.rounded, Int8RowMirror))
 
 
 def drop_rows(nbytes: int) -> int:
@@ -211,7 +211,7 @@ class RowHolder:
         Rows that a captured step reads are freed once it serves another text.
         """
         freed = 0
-        held = [(segment, segment.rounded) for segment in list(_having)]
+        held = [(segment, segment.rounded) for segment in _segments_with_rows()]
         rows = [(segment, one) for segment, one in held if isinstance(one, Int8RowMirror)]
         for segment, one in sorted(rows, key=lambda both: both[1].used):
             if freed >= host:
@@ -227,6 +227,20 @@ class RowHolder:
 
 _having: weakref.WeakSet[Segment] = weakref.WeakSet()
 """Segments with rows."""
+_noting = threading.Lock()
+
+
+def _note(segment: Segment) -> None:
+    """Count a segment among those with rows. Any thread: a set must not grow while another one reads it."""
+    with _noting:
+        _having.add(segment)
+
+
+def _segments_with_rows() -> list[Segment]:
+    with _noting:
+        return list(_having)
+
+
 _uses = itertools.count()
 _holder = RowHolder()
 register(_holder, first=True)
@@ -314,7 +328,7 @@ def _make_rows(reference: weakref.ref[Segment], device: torch.device, under_way:
     try:
         if segment is not None:
             segment.rounded = _rows_of(segment, device)
-            _having.add(segment)
+            _note(segment)
     except (*NO_ROOM, StoreError, OSError) as error:
         assert segment is not None
         _say_none(segment.length, str(error))

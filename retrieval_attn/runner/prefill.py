@@ -32,6 +32,7 @@ from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.host_room import require_host_room
 from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
 from retrieval_attn.memory.units import host_memory_bytes
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.fused.unpacking import UnpackedLinear
@@ -381,6 +382,7 @@ class _ChunkedLayer:
         tokens, device = hidden_states.shape[1], self._stream.states.computed_on(hidden_states)
         needed = f"Layer {self._index}: out of device memory in prefill with a chunk of {size:,} of {tokens:,} tokens"
         traffic(device).drain()
+        reclaim(device=idle_device_bytes())
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if mark is None or not layer.restore(mark):

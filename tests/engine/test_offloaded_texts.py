@@ -231,7 +231,7 @@ def test_an_offloaded_text_without_room_waits_for_others(monkeypatch: pytest.Mon
         for entry in entries:
             entry.offload()
         assert entries and all(entry.offloaded_bytes > 0 for entry in entries)
-        monkeypatch.setattr(IndexChoice, "has_bytes", lambda self, nbytes: False)
+        monkeypatch.setattr(IndexChoice, "can_ask", lambda self, nbytes, tokens: False)
         running = engine.submit(first)
         next(iter(running))
         waiting = engine.submit(second)

@@ -212,6 +212,7 @@ def test_of_equal_nodes_the_one_used_longest_ago_is_evicted() -> None:
     first, second = (add(tree, np.full(100, fill, np.int32)) for fill in (1, 2))
     now[0] = 1.0
     tree.lease(first).release()
+    tree.match([9, 9], "a")  # neither is the latest used
     assert tree.evict(Sizes(1)) == Sizes(10) and second.gone and not first.gone
 
 
@@ -234,6 +235,16 @@ def test_documents_in_use_outlast_a_scan() -> None:
     assert is_cached(tree, 1) and is_cached(tree, 2)
 
 
+def test_a_new_document_stays_for_its_follow_up() -> None:
+    """The latest used document is evicted last, although others had more uses."""
+    tree = RadixCache()
+    for fill in (1, 2, 3, 1, 2, 3, 1, 2, 3, 9):
+        ask(tree, fill)
+    assert is_cached(tree, 9) and sum(is_cached(tree, fill) for fill in (1, 2, 3)) == 2
+    ask(tree, 10)
+    assert is_cached(tree, 10) and not is_cached(tree, 9)
+
+
 def test_documents_out_of_use_are_evicted() -> None:
     """Uses are forgotten as the cache turns over."""
     tree = RadixCache()
@@ -248,6 +259,7 @@ def test_uses_before_an_eviction_count() -> None:
         ask(tree, fill)
     tree.evict(Sizes(10))
     again, new = (add(tree, np.full(100, fill, np.int32)) for fill in (1, 2))
+    tree.match([9, 9], "a")  # neither is the latest used
     assert tree.evict(Sizes(1)) == Sizes(10) and new.gone and not again.gone
 
 

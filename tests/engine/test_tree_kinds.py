@@ -39,6 +39,7 @@ def test_bytes_of_the_kind_that_is_short_decide_who_is_worth_least() -> None:
     tree = tree_of()
     much_host = add(tree, 1, Bytes(1000, 10))
     much_device = add(tree, 2, Bytes(10, 1000))
+    tree.match([9, 9], "a")  # neither is the latest used
     assert tree.evict(Sizes(device=5)) == Sizes(10, 1000) and much_device.gone
     much_device = add(tree, 2, Bytes(10, 1000))
     assert tree.evict(Sizes(host=5)) == Sizes(1000, 10) and much_host.gone and not much_device.gone

@@ -47,6 +47,7 @@ class Reference:
     records: list[Record] = field(default_factory=list)
     turnovers: float = 0.0
     evicted: dict[tuple[tuple[int, ...], Namespace], tuple[float, float]] = field(default_factory=dict)
+    latest: Record | None = None
 
     def of(self, node: Node) -> Record | None:
         return next((record for record in self.records if record.node is node), None)
@@ -86,6 +87,7 @@ class Reference:
         return record.heat * 0.5 ** ((self.turnovers - record.heat_at) / HALF_LIFE)
 
     def count_use(self, record: Record | None) -> None:
+        self.latest = record
         least = 0.0 if record is None else self.heat(record) + 1
         while record is not None:
             record.heat, record.heat_at = max(self.heat(record), least), self.turnovers
@@ -130,8 +132,8 @@ class Reference:
     def bytes_of(record: Record, kinds: list[int]) -> int:
         return sum(record.held[kind] for kind in kinds)
 
-    def order(self, record: Record, lacking: list[int]) -> tuple[bool, float, float, int]:
+    def order(self, record: Record, lacking: list[int]) -> tuple[bool, bool, float, float, int]:
         nbytes = self.bytes_of(record, lacking)
         tokens = len(record.text) - record.start
         score = log2(record.heat * tokens / max(nbytes, 1)) + record.heat_at / HALF_LIFE
-        return nbytes == 0, score, record.used, record.number
+        return nbytes == 0, record is self.latest, score, record.used, record.number

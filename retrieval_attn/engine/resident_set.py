@@ -14,6 +14,8 @@ HALF_LIFE = 1.5
 """Turnovers in which a heat halves. A turnover is over when as many bytes were evicted as are in memory."""
 CHILD_HEAT = 2.0
 """Maximum heat of a new child by its parent's: the next turn of a session is as likely as the turns before it."""
+LATEST_SHARE = 0.25
+"""Maximum share of the bytes in memory with which the latest used node is evicted last."""
 MAX_EVICTED = 4096
 """Evicted nodes whose heat is kept."""
 
@@ -28,7 +30,7 @@ class ResidentSet:
     The node with the fewest hit tokens to expect per byte is evicted first: heat x tokens / bytes. A node's heat counts
     its insertions and the lookups that end in it, and decays with the bytes that are evicted, not with time. The heat
     of evicted nodes is kept, so that a document in frequent use soon stays. The latest used node goes last, because its
-    follow-up comes next. See docs/benchmarks.md, prefix cache eviction.
+    follow-up comes next, unless it is large. See docs/benchmarks.md, prefix cache eviction.
 
     Not thread-safe: the prefix cache calls it under its lock.
 
@@ -135,8 +137,11 @@ class ResidentSet:
         candidate when its last child is dropped.
         The first node costs O(leaves times their depth), each further one O(log), until another kind is lacking.
         """
+        latest = self._latest
+        if latest is not None and latest.sizes.total > LATEST_SHARE * self.sizes.total:
+            latest = None
         while (kinds := need.lacking) and (
-            heap := [(*self._order(node, kinds, limit), node) for node in self._last if _helps(node, kinds)]
+            heap := [(*_order(node, kinds, limit, latest), node) for node in self._last if _helps(node, kinds)]
         ):
             heapq.heapify(heap)
             while heap and need.lacking == kinds:
@@ -144,19 +149,20 @@ class ResidentSet:
                 parent, need = node.parent, need.less(node.sizes)
                 yield node
                 if parent is not None and parent in self._last and _helps(parent, kinds):
-                    heapq.heappush(heap, (*self._order(parent, kinds, limit), parent))
+                    heapq.heappush(heap, (*_order(parent, kinds, limit, latest), parent))
 
     def _heat(self, node: Node) -> float:
         """Return the decayed heat of a node; 0 for the root."""
         return node.heat * 0.5 ** ((self._turnovers - node.heat_at) / HALF_LIFE)
 
-    def _order(
-        self, node: Node, kinds: Sequence[int], limit: Sizes | None
-    ) -> tuple[bool, bool, bool, float, float, int]:
-        fits, nbytes = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds), node.sizes.of(kinds)
-        # as a logarithm, which orders nodes at all times as the decayed heat does
-        score = log2(node.heat * len(node) / max(nbytes, 1)) + node.heat_at / HALF_LIFE
-        return fits, not nbytes, node is self._latest, score, node.used, node.number
+
+def _order(
+    node: Node, kinds: Sequence[int], limit: Sizes | None, latest: Node | None
+) -> tuple[bool, bool, bool, float, float, int]:
+    fits, nbytes = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds), node.sizes.of(kinds)
+    # as a logarithm, which orders nodes at all times as the decayed heat does
+    score = log2(node.heat * len(node) / max(nbytes, 1)) + node.heat_at / HALF_LIFE
+    return fits, not nbytes, node is latest, score, node.used, node.number
 
 
 def _helps(node: Node, kinds: Sequence[int]) -> bool:

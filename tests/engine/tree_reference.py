@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import log2
 
 from retrieval_attn.engine.node import Namespace, Node, Sizes
-from retrieval_attn.engine.resident_set import CHILD_HEAT, HALF_LIFE
+from retrieval_attn.engine.resident_set import CHILD_HEAT, HALF_LIFE, LATEST_SHARE
 
 
 @dataclass
@@ -103,6 +103,8 @@ class Reference:
 
     def evict(self, need: Sizes) -> Sizes:
         freed = Sizes()
+        whole = sum(sum(record.held) for record in self.records)
+        latest = self.latest if self.latest is not None and sum(self.latest.held) <= LATEST_SHARE * whole else None
         while True:
             lacking = [kind for kind in range(3) if freed[kind] < need[kind]]
             candidates = [
@@ -114,7 +116,7 @@ class Reference:
             ]
             if not candidates:
                 return freed
-            victim = min(candidates, key=lambda record: self.order(record, lacking))
+            victim = min(candidates, key=lambda record: self.order(record, lacking, latest))
             freed = Sizes(*(one + more for one, more in zip(freed, victim.held, strict=True)))
             self.turnovers += sum(victim.held) / sum(sum(record.held) for record in self.records)
             self.evicted[victim.text, victim.namespace] = victim.heat, victim.heat_at
@@ -132,8 +134,8 @@ class Reference:
     def bytes_of(record: Record, kinds: list[int]) -> int:
         return sum(record.held[kind] for kind in kinds)
 
-    def order(self, record: Record, lacking: list[int]) -> tuple[bool, bool, float, float, int]:
+    def order(self, record: Record, lacking: list[int], latest: Record | None) -> tuple[bool, bool, float, float, int]:
         nbytes = self.bytes_of(record, lacking)
         tokens = len(record.text) - record.start
         score = log2(record.heat * tokens / max(nbytes, 1)) + record.heat_at / HALF_LIFE
-        return nbytes == 0, record is self.latest, score, record.used, record.number
+        return nbytes == 0, record is latest, score, record.used, record.number

@@ -46,9 +46,9 @@ from retrieval_attn.runner.graph.memory import ordinary_tensors
 from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, levels_for, prefix_of
 from retrieval_attn.runner.graph.registry import runtime_for
 from retrieval_attn.runner.graph.signature import cache_batch_key, look_at
-from retrieval_attn.runner.graph.slot import fits_buffers, slot_buffers, window_of
+from retrieval_attn.runner.graph.slot import window_of
 from retrieval_attn.runner.graph.support import cache_refusal
-from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StateBuffers, StepCosts
+from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StepCosts, fit_buffers, new_buffers
 from retrieval_attn.runner.rows import RowsFailedError, StepClock, require_rows
 from retrieval_attn.runner.rows import step as eager_step
 from retrieval_attn.sampling.sampler import SampledToken
@@ -61,22 +61,6 @@ log = logging.getLogger(__name__)
 
 SHRINK_AFTER = 32
 """Steps for which a smaller graph must suffice before it is used, because batch sizes fluctuate."""
-
-
-def new_buffers(like: RetrievalCache, most: int) -> GroupBuffers:
-    """Allocate window and state buffers of `most` slots for caches like this one. Raises torch.OutOfMemoryError."""
-    windows = [slot_buffers(layer, most) for _, layer in attending(like)]
-    return GroupBuffers(windows, StateBuffers.of(like, most))
-
-
-def fit_buffers(like: RetrievalCache, buffers: GroupBuffers) -> bool:
-    """Return whether caches like this one have the shapes of these buffers."""
-    layers = attending(like)
-    return (
-        len(layers) == len(buffers.windows)
-        and all(fits_buffers(layer, own) for (_, layer), own in zip(layers, buffers.windows, strict=True))
-        and buffers.states.fits(like)
-    )
 
 
 KEPT_POOLS = 3

@@ -32,7 +32,7 @@ from retrieval_attn.runner.graph.decoder import attending, keeping_state
 from retrieval_attn.runner.graph.host import code_shape, held_by
 from retrieval_attn.runner.graph.memory import ordinary_tensors
 from retrieval_attn.runner.graph.pages import prefix_of
-from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, window_of
+from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, fits_buffers, slot_buffers, window_of
 from retrieval_attn.runner.graph.states import GraphState, Views
 
 __all__ = ["BatchStates", "GraphSlot", "GroupBuffers", "RowStates", "StateBuffers", "StepCosts", "copy_ahead_share"]
@@ -177,6 +177,22 @@ class GroupBuffers(NamedTuple):
         """Return views of slots [start, stop)."""
         windows = [(key[start:stop], value[start:stop]) for key, value in self.windows]
         return GroupBuffers(windows, self.states.rows(start, stop))
+
+
+def new_buffers(like: RetrievalCache, most: int) -> GroupBuffers:
+    """Allocate window and state buffers of `most` slots for caches like this one. Raises torch.OutOfMemoryError."""
+    windows = [slot_buffers(layer, most) for _, layer in attending(like)]
+    return GroupBuffers(windows, StateBuffers.of(like, most))
+
+
+def fit_buffers(like: RetrievalCache, buffers: GroupBuffers) -> bool:
+    """Return whether caches like this one have the shapes of these buffers."""
+    layers = attending(like)
+    return (
+        len(layers) == len(buffers.windows)
+        and all(fits_buffers(layer, own) for (_, layer), own in zip(layers, buffers.windows, strict=True))
+        and buffers.states.fits(like)
+    )
 
 
 class StepCosts:

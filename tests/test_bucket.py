@@ -427,7 +427,7 @@ def test_windows_that_cannot_be_had_leave_eager_steps(
         raise torch.OutOfMemoryError("none")
 
     rows = Rows(build_model("llama"), [100, 200])
-    monkeypatch.setattr(bucket_group, "slot_buffers", full)
+    monkeypatch.setattr(bucket_group, "new_buffers", full)
     rows.steps(rows.pairs, 3)
     assert rows.runner.replays == 0 and "no memory for the windows of 8 sequences" in caplog.text
 

@@ -25,6 +25,8 @@ END_SECONDS = 0.005
 """That steps wait for the end of a read, which takes no time where nothing is under way any more."""
 ALONE_TOKENS, BESIDE_TOKENS = 2048, 512
 """Of short prompts that are read by one forward, where nothing decodes meanwhile and where rows wait for it."""
+MAX_LACKING_SECONDS = 30.0
+"""Longest wait for GPU memory of other requests; then the text gets what fits, in smaller codes and chunks."""
 CHUNK_SHARE = 1 / 8
 """Of the time from token to token: a chunk of a forward of more than BESIDE_TOKENS beside rows takes no longer."""
 
@@ -140,7 +142,8 @@ class PrefillWorker:
 
     def _advance(self, row: RunningRequest) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)
-        row.advance(self._config, self._tree, packs=self._packs, can_wait=self._others_run(row))
+        can_wait = self._others_run(row) and row.lacking_seconds < MAX_LACKING_SECONDS
+        row.advance(self._config, self._tree, packs=self._packs, can_wait=can_wait)
 
     def _others_run(self, row: RunningRequest) -> bool:
         """Return whether another request holds GPU memory that it frees when it ends."""

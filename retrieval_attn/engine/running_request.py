@@ -69,6 +69,7 @@ class RunningRequest:
         self.tokens: list[int] = []
         self.cached_tokens = self.noted_tokens = self._brought = 0  # _brought: from the store, by this row
         self.ended = self.lacks_room = False
+        self._lacking_since = 0.0
         self.reason: Reason | None = None  # why it ended; None, too, where another row has the request
         self._loop, self.before = loop, before
         self._detokenizer: Detokenizer = (
@@ -150,6 +151,15 @@ class RunningRequest:
         lacks GPU memory (`lacks_room`). Raises what went wrong with the reading.
         """
         self.lacks_room = False
+        self._advance(config, tree, packs=packs, can_wait=can_wait)
+        self._lacking_since = (self._lacking_since or time.perf_counter()) if self.lacks_room else 0.0
+
+    @property
+    def lacking_seconds(self) -> float:
+        """Seconds since the request lacks GPU memory; 0: it does not."""
+        return time.perf_counter() - self._lacking_since if self._lacking_since else 0.0
+
+    def _advance(self, config: Config, tree: RadixCache | None, *, packs: bool, can_wait: bool) -> None:
         if self.request.prompt_logprobs is not None:
             tree, packs = None, False  # all of it is read: scores of a part that another request has read are not kept
         if self.read is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import CodedSegments, RetrievalCache, head_codes_of, offload_windows
-from retrieval_attn.engine import prefix_handle, resident_set
+from retrieval_attn.engine import prefill_worker, prefix_handle, resident_set
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.prefix_handle import PrefixEntry
@@ -216,6 +217,23 @@ def test_a_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -
         assert [running.result().tokens, waiting.result().tokens] == expected
         assert engine.stats["waiting_gpu_memory"] == 0
         check_engine(engine)
+
+
+def test_the_wait_for_room_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside requests that never end a text is read after a while, in what room there is."""
+    llm = llm_of(CONFIG)
+    first, second = Request((ids(500, 1), QUESTION), 400), Request((ids(600, 2), QUESTION), 4)
+    monkeypatch.setattr(IndexChoice, "has_room", lambda self, tokens: False)
+    monkeypatch.setattr(prefill_worker, "MAX_LACKING_SECONDS", 0.2)
+    with Engine(llm, prefix_cache_bytes=0) as engine:
+        expected = engine.submit(second).result().tokens
+        running = engine.submit(first)
+        next(iter(running))
+        began = time.perf_counter()
+        found = engine.submit(second).result()
+        assert found.tokens == expected and time.perf_counter() - began >= 0.2
+        assert engine.stats["rows"] == 1, "the other one still runs"
+        running.cancel()
 
 
 def test_an_offloaded_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

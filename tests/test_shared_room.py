@@ -20,7 +20,7 @@ from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.memory import device_room as module
-from retrieval_attn.memory import host_room
+from retrieval_attn.memory import host_room, reclaim
 from retrieval_attn.memory.arithmetic import HOST_RESERVE
 from retrieval_attn.memory.device import DeviceSize
 from retrieval_attn.memory.device_room import (
@@ -42,6 +42,12 @@ from tests.test_memory_plan import llama3_8b
 from tests.tiny_models import random_ids, tiny_model
 
 CHUNK = 2048
+
+
+@pytest.fixture(autouse=True)
+def no_other_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle texts of other tests' engines, which are not collected yet, count here otherwise."""
+    monkeypatch.setattr(reclaim, "_holders", [])
 
 
 def size_of(rows: int) -> DeviceSize:

@@ -66,8 +66,8 @@ def test_a_warm_up_in_the_background_is_shown(inside: Inside, monkeypatch: pytes
         inside.engine.warm_up(rows=4, progress=False, background=True)
         assert gate.reached.wait(60)
         reply = http.get("/health")
-        assert (reply.status_code, reply.json()) == (200, {"status": "ok", "warming": "1 of 3 graphs"})
-        assert http.get("/status").json()["warming"] == "1 of 3 graphs"
+        assert (reply.status_code, reply.json()) == (200, {"status": "ok", "warming": "2 of 6 graphs"})
+        assert http.get("/status").json()["warming"] == "2 of 6 graphs"
         gate.open()
         headers = {"content-type": "application/json"}
         assert http.post("/v1/completions", content=body_of(5), headers=headers).is_success

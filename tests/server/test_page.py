@@ -173,10 +173,10 @@ def test_the_page_shows_a_warm_up(tmp_path: Path, browser: Browser) -> None:
     with serving("--store", str(tmp_path), "--warm-up", "1k", preloaded=True, constants=constants) as served:
         ask(served, None, document())
         with served.client() as http:
-            assert http.get("/health").json() == {"status": "ok", "warming": "1 of 5 graphs"}
+            assert http.get("/health").json() == {"status": "ok", "warming": "2 of 10 graphs"}
         browser.open(served.url)
         browser.wait_for("document.querySelector('#warming').textContent")
-        assert browser.text("#warming") == "warming up: 1 of 5 graphs" and errors(browser) == []
+        assert browser.text("#warming") == "warming up: 2 of 10 graphs" and errors(browser) == []
 
 
 def test_the_page_follows_the_server_and_survives_its_end(tmp_path: Path, browser: Browser) -> None:

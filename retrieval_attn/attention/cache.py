@@ -405,9 +405,9 @@ def head_codes_of(cache: RetrievalCache) -> list[HeadCodes]:
 
 
 class CodedSegments:
-    """Segments of a cache whose keys have some of the given codes, with what devices hold of them besides codes.
+    """Clusters and int8 steps on devices of the segments whose keys have some of the given codes.
 
-    That are clusters, which are dropped and made again from the host's, and the steps of int8 rows, which move.
+    Clusters are dropped and copied from the host again; steps move to host memory and back.
     """
 
     def __init__(self, cache: RetrievalCache, codes: Collection[HeadCodes]) -> None:

@@ -75,7 +75,7 @@ class Offloadable(Payload, Protocol):
     """Payload that can move from GPU to host memory and stays usable."""
 
     def offload(self) -> None:
-        """Move what lies in GPU memory to host memory; `sizes` tells. Thread-safe."""
+        """Move the data in GPU memory to host memory and update `sizes`. Thread-safe."""
         ...
 
 

@@ -21,7 +21,7 @@ MAX_EVICTED = 4096
 
 
 LEAST_OFFLOADED = 1 << 20
-"""Bytes of GPU memory from which on a node is offloaded: what remains of an offloaded one is less."""
+"""Minimum bytes of GPU memory of a node that is offloaded; an offloaded node has fewer left."""
 
 
 class ResidentSet:

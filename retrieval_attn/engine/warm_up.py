@@ -40,7 +40,7 @@ PAGED_TOKENS = 64
 READS = Reads.DEVICE, None, Reads.HOST, Reads.BOTH
 """In order of need: rows of long texts, rows that retrieve nothing, rows of a few hundred keys, long answers."""
 SHORT_TOKENS = 16
-"""Of a text of which nothing is retrieved, beyond its pages."""
+"""Tokens, after its pages, of a text from which nothing is retrieved."""
 BAR_DELAY_SECONDS = 2.0
 IDLE_SECONDS = 0.5
 """Time without requests after which a background warm-up continues: a client's next request does not wait for it."""

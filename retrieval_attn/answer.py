@@ -1,101 +1,14 @@
-"""What a question returns: the text, its tokens and what it cost."""
+"""Answer: text, tokens and costs of one question. Stream: its pieces while a thread generates it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
-
-from retrieval_attn.errors import ConfigError
-from retrieval_attn.sampling.sampling_params import (
-    LEAST_TEMPERATURE,
-    GivenBias,
-    bias_pairs,
-    check,
-    is_encodable,
-    is_int,
-)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the tokens of an answer are chosen, and when it ends. The options are the server's.
-
-    What is not given is neutral: greedy, without penalties. The sampling values of the model's generation config are
-    not used; `retrieval_attn.server` uses them. max_new_tokens: most tokens of the answer. temperature: 0, or less than
-    1e-5, is greedy, and so is top_p=0. top_p: [0, 1]. top_k: at least 1, or None for every token. min_p: [0, 1], share
-    of the likeliest token's probability below which a token is left out. These four apply to sampling only. seed: None
-    leaves torch's global generator. stop: strings that end an answer when they appear in it.
-    repetition_penalty: [0.01, 100], of tokens of prompt and answer. presence_penalty, frequency_penalty: [-2, 2], of
-    tokens of the answer. logit_bias: a mapping from token ids to [-100, 100]. They change scores before a temperature
-    does, of greedy answers too. min_tokens: tokens before which neither an end token nor a stop string ends the answer.
-    ignore_eos: no end token ends it. Raises ConfigError for a value of the wrong type or out of range.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: GivenBias = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        check(self)
-        if not is_int(self.max_new_tokens) or self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be an integer >= 1, got {self.max_new_tokens!r}.")
-        if self.top_k is not None and (not is_int(self.top_k) or self.top_k < 1):
-            raise ConfigError(f"sampling top_k must be an integer >= 1 or None, got {self.top_k!r}.")
-        if self.seed is not None and (not is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
-            raise ConfigError(f"seed must be an integer of 64 bits, or None for no seed, got {self.seed!r}.")
-        if isinstance(self.stop, str):
-            raise ConfigError(f"stop must be a tuple of strings, got the string {self.stop!r}; write ({self.stop!r},).")
-        if not isinstance(self.stop, tuple | list) or not all(isinstance(one, str) and one for one in self.stop):
-            raise ConfigError(
-                f"stop must be a tuple of non-empty strings, got {self.stop!r}; write () for no stop strings."
-            )
-        if not all(map(is_encodable, self.stop)):
-            raise ConfigError(f"stop must have valid Unicode, got a lone surrogate in {self.stop!r}.")
-        if not is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_new_tokens:
-            raise ConfigError(
-                f"min_tokens must be an integer in [0, max_new_tokens={self.max_new_tokens}], got {self.min_tokens!r}."
-            )
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
-        return self.temperature < LEAST_TEMPERATURE or self.top_p == 0
-
-    @classmethod
-    def of(cls, sampling: Sampling | None, options: Mapping[str, Any]) -> Sampling:
-        """`sampling`, or one made of keyword `options`. Raises ConfigError for both at once and for unknown names."""
-        if sampling is None:
-            known = [one.name for one in fields(cls)]
-            unknown = sorted(set(options) - set(known))
-            if unknown:
-                raise ConfigError(f"Unknown sampling option {', '.join(unknown)}; the options are {', '.join(known)}.")
-            return cls(**options)
-        if not isinstance(sampling, Sampling):
-            raise ConfigError(
-                f"sampling must be a retrieval_attn.Sampling, got {sampling!r}; give one, or its fields as keywords "
-                "such as max_new_tokens=64."
-            )
-        if options:
-            raise ConfigError(
-                f"A Sampling and the keyword {', '.join(sorted(options))} were given; put all of them into one or the "
-                "other."
-            )
-        return sampling
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
 
 
 @dataclass(frozen=True)
@@ -165,3 +78,89 @@ class Answer:
 
     def __str__(self) -> str:
         return self.text
+
+
+Work = Callable[[Callable[[str], None], threading.Event], Answer]
+"""Makes an answer: calls the first argument with each piece of text, and stops soon once the second is set."""
+
+JOIN_SECONDS = 30.0
+"""A stream that is collected as garbage waits so long for its worker: who collects it may hold what that waits for."""
+
+
+class Stream(Iterator[str]):
+    """Pieces of one answer, while a thread generates it.
+
+    However the loop over it is left (break, an exception, `close()`, the end of a `with` block, garbage collection or
+    the end of the program), generating stops at the next token. An error of the generating thread is raised in the
+    loop. answer: the whole `Answer` with its costs once the text has ended by itself, None before and after `close()`.
+    The thread starts with the first piece that is asked for.
+    """
+
+    def __init__(self, work: Work) -> None:
+        """See `Context.stream`, which makes it."""
+        self.answer: Answer | None = None
+        self._worker = _Worker(work)
+        # also runs before the interpreter ends, which must not find the thread inside compiled code
+        self._collected = weakref.finalize(self, self._worker.stop, JOIN_SECONDS)
+
+    def __next__(self) -> str:
+        try:
+            item = self._worker.next()
+        except BaseException:  # Ctrl-C while waiting
+            self.close()
+            raise
+        if isinstance(item, str):
+            return item
+        self.close()
+        if isinstance(item, BaseException):
+            try:
+                raise item
+            finally:
+                del item  # its traceback names this frame
+        self.answer = item or self.answer
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop generating and wait for the thread, which ends at its next token. Calling it again changes nothing."""
+        self._worker.stop()
+        self._collected.detach()  # not before: a second Ctrl-C may end the wait
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Worker:
+    """The thread, and what it has made so far. It knows nothing of the stream, which can thus be collected."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._made: queue.SimpleQueue[str | Answer | BaseException] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def next(self) -> str | Answer | BaseException | None:
+        """Wait for the next piece, the answer at the end, or what went wrong; None after `stop`."""
+        if self._cancelled.is_set():
+            return None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="retrieval_attn-stream", daemon=True)
+            self._thread.start()
+        made = self._made.get()
+        return None if self._cancelled.is_set() else made
+
+    def stop(self, seconds: float | None = None) -> None:
+        """Cancel the work and wait for the thread, at most `seconds` seconds."""
+        self._cancelled.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._made.put(self._work(self._made.put, self._cancelled))
+        except BaseException as error:
+            self._made.put(error)

@@ -12,40 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import (
-    EosTokenCriteria,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from retrieval_attn.answer import Answer, HeadShare, Sampling, Stats
+from retrieval_attn.answer import Answer, HeadShare, Stats
 from retrieval_attn.attention.cache import RetrievalCache, form_beside, retrieves
 from retrieval_attn.attention.sequence import ids_tensor
-from retrieval_attn.attention.tail_mass import largest_share, mean_share
+from retrieval_attn.attention.source import largest_share, mean_share
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
 from retrieval_attn.memory.host_room import host_shortage
 from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
-from retrieval_attn.prompt.text_stream import TextStream, before_stop
+from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.runner.attention import using_retrieval
-from retrieval_attn.runner.decode import Generated, PromptState, TokenChoice, TokenScore, forward, positions, run
+from retrieval_attn.runner.decode import (
+    ChooseTokens,
+    Generated,
+    PromptState,
+    StopStrings,
+    TokenChoice,
+    forward,
+    positions,
+    run,
+)
 from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
 from retrieval_attn.runner.prefill import abandon, finish_prefill
 from retrieval_attn.runner.progress import ReadingBar
 from retrieval_attn.runner.ready import compilation, make_ready, prepared
-from retrieval_attn.sampling.choose import token_logprobs
-from retrieval_attn.sampling.sampler import History, PenaltyProcessor, require_known
-from retrieval_attn.sampling.sampling_params import SamplingParams
-
-SCORED_TOGETHER = 64
-"""Tokens whose scores are computed at once: it takes 16 bytes for each logit."""
+from retrieval_attn.sampling.sampler import History, Sampler, TokenScore, require_known, token_scores
+from retrieval_attn.sampling.sampling_params import Sampling
 
 
 class Cancelled(Exception):
@@ -67,17 +61,6 @@ class PromptRows:
     def first(self, columns: int) -> PromptRows:
         """The first `columns` columns, a view."""
         return PromptRows(self.ids[:, :columns], self.valid[:, :columns])
-
-
-def token_scores(logits: Tensor, ids: Tensor, count: int) -> list[TokenScore]:
-    """Score tokens ids int64 (n,) by the logits (n, vocabulary) that predict them; see `TokenScore`."""
-    found: list[TokenScore] = []
-    for start in range(0, len(ids), SCORED_TOGETHER):
-        part = slice(start, start + SCORED_TOGETHER)
-        logprobs, top_ids, top = (one.tolist() for one in token_logprobs(logits[part].float(), ids[part], count))
-        pairs = (tuple(zip(tokens, values, strict=True)) for tokens, values in zip(top_ids, top, strict=True))
-        found += map(TokenScore, logprobs, pairs)
-    return found
 
 
 class AnswerLoop:
@@ -131,12 +114,6 @@ class AnswerLoop:
                 logits = logits[:, -1].float().clone()  # without a hold on those of the other columns
         return PromptState(batch.ids, logits, place[:, -1], mask, scores)
 
-    def fill(self, cache: RetrievalCache, batch: PromptRows, progress: bool = True) -> float:
-        """`read_whole`, with a bar if `progress`. Returns the seconds of all of it."""
-        started = time.perf_counter()
-        self.read_whole(cache, batch, progress)
-        return time.perf_counter() - started
-
     def read_whole(
         self,
         cache: RetrievalCache,
@@ -149,27 +126,22 @@ class AnswerLoop:
         awaited. Raises MemoryPlanError if host memory runs out, too.
         """
         with host_shortage(f"read {batch.ids.shape[1]:,} tokens"):
-            return self._read_whole(cache, batch, progress, read_done)
-
-    def _read_whole(
-        self, cache: RetrievalCache, batch: PromptRows, progress: bool, read_done: Callable[[], object] | None
-    ) -> PromptState:
-        release_if_needed(self.model)
-        tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
-        with (
-            compilation(self.model, cache, batch.ids.shape[1], progress=progress) as compiling,
-            prepared(self.model, cache, compiling),
-            ReadingBar(cache, f"reading {tokens:,} tokens", progress) as bar,
-        ):
-            state = self.read(cache, batch)
-            if read_done is not None:
-                read_done()
-            bar.wait()
-            finish_prefill(cache, bar.show)
-        with using_retrieval(self.model, cache.config.prefill_chunk):
-            answering = attach_full_kv(self.model, cache)
-            make_ready(self.model, cache if answering is None else answering)
-        return state
+            release_if_needed(self.model)
+            tokens = int(batch.valid[:, cache.get_seq_length() :].sum())
+            with (
+                compilation(self.model, cache, batch.ids.shape[1], progress=progress) as compiling,
+                prepared(self.model, cache, compiling),
+                ReadingBar(cache, f"reading {tokens:,} tokens", progress) as bar,
+            ):
+                state = self.read(cache, batch)
+                if read_done is not None:
+                    read_done()
+                bar.wait()
+                finish_prefill(cache, bar.show)
+            with using_retrieval(self.model, cache.config.prefill_chunk):
+                answering = attach_full_kv(self.model, cache)
+                make_ready(self.model, cache if answering is None else answering)
+            return state
 
     def answer(
         self,
@@ -181,62 +153,44 @@ class AnswerLoop:
     ) -> list[Answer]:
         """Read the rest of `batch` into `cache` and generate after it: one answer for each row.
 
-        on_text: called with each new piece of the first row's text. cancelled: looked at after each layer while
-        reading (Cancelled is raised then) and after each token (the answers end there). The cache goes on with the
-        generated tokens: fork it before if it is still needed. Raises InputDataError for a logit bias of a token that
-        the model does not have.
+        on_text: called with each new piece of the first row's text. cancelled: read after each layer of the prefill
+        (Cancelled is raised then) and after each token (the answers end there). The cache goes on with the generated
+        tokens: fork it before if it is still needed. Raises InputDataError for a logit bias of a token that the model
+        does not have, UnsupportedModelError for scores that are not finite.
         """
-        with host_shortage(f"answer after {batch.ids.shape[1]:,} tokens"):
-            return self._answers(cache, batch, sampling, on_text, cancelled)
-
-    def _answers(
-        self,
-        cache: RetrievalCache,
-        batch: PromptRows,
-        sampling: Sampling,
-        on_text: Callable[[str], None] | None,
-        cancelled: threading.Event | None,
-    ) -> list[Answer]:
         started, ends = time.perf_counter(), set[int]() if sampling.ignore_eos else self.eos
-        processors = self._processors(sampling, batch, ends)
-        held = (batch.first(cache.get_seq_length()).valid.sum(dim=1) - cache.batch.forgotten.tokens).tolist()
-        with using_retrieval(self.model, cache.config.prefill_chunk):
+        choose = self._choose(sampling, batch, ends)
+        with (
+            host_shortage(f"answer after {batch.ids.shape[1]:,} tokens"),
+            using_retrieval(self.model, cache.config.prefill_chunk),
+        ):
+            held = (batch.first(cache.get_seq_length()).valid.sum(dim=1) - cache.batch.forgotten.tokens).tolist()
             with _cancellable(cache, cancelled):
                 prompt = self.read(cache, batch)
-            _require_numbers(prompt.logits)
+            _require_numbers(torch.isnan(prompt.logits))
             prefill_seconds = time.perf_counter() - started
-            emit = None
-            if on_text is not None:
-                emit = _FirstRow(self._text_stream(sampling), ends, on_text)
-            choice = TokenChoice(
-                self._criteria(sampling, batch.ids.shape, ends),
-                processors,
-                do_sample=not sampling.greedy,
-                generator=_generator(sampling, input_device(self.model)),
-                pad_id=self._pad,
-            )
+            emit = None if on_text is None else _FirstRow(self._text_stream(sampling), ends, on_text)
+            choice = TokenChoice(self._criteria(sampling, batch, ends), choose, pad_id=self._pad)
             result = run(self.model, cache, prompt, choice, on_token=emit, cancelled=cancelled)
-        if emit is not None:
-            emit.end()
-        result.prefill_seconds = prefill_seconds
-        stats = _stats(result, cache)
-        rows = result.sequences[:, batch.ids.shape[1] :].tolist()
-        return [
-            self._answer(row, replace(stats, context_tokens=tokens), sampling, ends)
-            for row, tokens in zip(rows, held, strict=True)
-        ]
+            if emit is not None:
+                emit.end()
+            result.prefill_seconds = prefill_seconds
+            stats = _stats(result, cache)
+            rows = result.sequences[:, batch.ids.shape[1] :].tolist()
+            return [
+                self._answer(row, replace(stats, context_tokens=tokens), sampling, ends)
+                for row, tokens in zip(rows, held, strict=True)
+            ]
 
     def _answer(self, row: list[int], stats: Stats, sampling: Sampling, ends: set[int]) -> Answer:
         ended = next((place for place, token in enumerate(row) if token in ends), None)
         tokens = row if ended is None else row[:ended]
-        if sampling.min_tokens and sampling.stop:
-            stream = self._text_stream(sampling)
+        stream = self._text_stream(sampling)
+        if sampling.stop:
             text = "".join([*map(stream.add, tokens), stream.end()])
-            stopped = ended is not None or stream.stopped
         else:
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-            stopped = ended is not None or any(stop in text for stop in sampling.stop)
-            text = before_stop(text, sampling.stop)
+        stopped = ended is not None or stream.stopped
         while ended is None and stopped and tokens[-1] == self._pad:
             tokens = tokens[:-1]  # other rows went on after the one that a string ended
         return Answer(text, tokens, "stop" if stopped else "length", stats)
@@ -244,40 +198,43 @@ class AnswerLoop:
     def _text_stream(self, sampling: Sampling) -> TextStream:
         return TextStream(self.tokenizer, sampling.stop, sampling.min_tokens)
 
-    def _criteria(self, sampling: Sampling, prompt: torch.Size, ends: set[int]) -> StoppingCriteriaList:
-        """prompt: rows and columns of it. ends: ids that end an answer."""
-        criteria = StoppingCriteriaList([MaxLengthCriteria(prompt[1] + sampling.max_new_tokens)])
+    def _criteria(self, sampling: Sampling, batch: PromptRows, ends: set[int]) -> StoppingCriteriaList:
+        """ends: ids that end an answer."""
+        criteria = StoppingCriteriaList([MaxLengthCriteria(batch.ids.shape[1] + sampling.max_new_tokens)])
         if ends:
             criteria.append(EosTokenCriteria(sorted(ends)))
-        if sampling.stop and sampling.min_tokens:
-            criteria.append(_LateStops([self._text_stream(sampling) for _ in range(prompt[0])]))
-        elif sampling.stop:
-            criteria.append(StopStringCriteria(self.tokenizer, list(sampling.stop)))
+        if sampling.stop:
+            criteria.append(StopStrings([self._text_stream(sampling) for _ in batch.ids]))
         return criteria
 
-    def _processors(self, sampling: Sampling, batch: PromptRows, ends: set[int]) -> LogitsProcessorList:
-        """Return the processors of scores: penalties and biases, then the filters of a temperature."""
-        draw = SamplingParams(
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=sampling.logit_bias,
-        )
-        require_known(draw, self.vocabulary)
-        processors = LogitsProcessorList()
-        if draw.adjusts or (sampling.min_tokens and ends):
-            prompts = [ids[valid].tolist() for ids, valid in zip(batch.ids, batch.valid, strict=True)]
-            rows = [History(draw, prompt, [], ends, sampling.min_tokens) for prompt in prompts]
-            processors.append(PenaltyProcessor(rows, batch.ids.shape[1]))
-        if not sampling.greedy:
-            processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
-            if sampling.top_k is not None:
-                processors.append(TopKLogitsWarper(sampling.top_k))
-            if sampling.top_p < 1:
-                processors.append(TopPLogitsWarper(sampling.top_p))
-            if sampling.min_p:
-                processors.append(MinPLogitsWarper(sampling.min_p))
-        return processors
+    def _choose(self, sampling: Sampling, batch: PromptRows, ends: set[int]) -> ChooseTokens | None:
+        """Return a sampler of these rows; None: each row takes the likeliest token of the model's logits."""
+        rows, columns = batch.ids.shape
+        random = sampling.seed is None and not sampling.greedy
+        seeds = torch.randint(2**63 - 1, (rows,)).tolist() if random else [sampling.seed or 0] * rows
+        params = [sampling.params(seed) for seed in seeds]
+        require_known(params[0], self.vocabulary)
+        prompts = [ids[valid].cpu().numpy() for ids, valid in zip(batch.ids, batch.valid, strict=True)]
+        histories = [
+            History.of(one, prompt, [], ends, sampling.min_tokens) for one, prompt in zip(params, prompts, strict=True)
+        ]
+        if sampling.greedy and not any(histories):
+            return None
+        sampler = Sampler(rows, batch.ids.device)
+        sampler.assign(dict(enumerate(params)))
+
+        def choose(sequences: Tensor, logits: Tensor, position: Tensor) -> Tensor:
+            nonlocal columns
+            if any(histories):
+                for history, new in zip(histories, sequences[:, columns:].tolist(), strict=True):
+                    if history is not None:
+                        history.output.extend(new)
+                columns = sequences.shape[1]
+            chosen = sampler.choose(logits, position, histories)
+            _require_numbers(chosen.failed)
+            return chosen.ids
+
+        return choose
 
     @property
     def eos(self) -> set[int]:
@@ -290,21 +247,6 @@ class AnswerLoop:
     def _pad(self) -> int:
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else next(iter(sorted(self.eos)), 0)
-
-
-class _LateStops(StoppingCriteria):
-    """Ends rows at stop strings that appear once they have enough tokens; transformers' own end them at any token."""
-
-    def __init__(self, streams: Sequence[TextStream]) -> None:
-        """streams: of each row, without a token."""
-        self._streams = streams
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor | None, **_: Any) -> torch.BoolTensor:
-        """Return bool (rows,): which rows have ended. Called once for each token."""
-        for stream, token in zip(self._streams, input_ids[:, -1].tolist(), strict=True):
-            stream.add(token)
-        ended = torch.tensor([stream.stopped for stream in self._streams], device=input_ids.device)
-        return ended  # type: ignore[return-value]  # declared BoolTensor
 
 
 class _FirstRow:
@@ -346,12 +288,12 @@ def _cancellable(cache: RetrievalCache, cancelled: threading.Event | None) -> It
         cache.on_layer = None
 
 
-def _require_numbers(logits: Tensor) -> None:
-    """An answer chosen among NaN is the first token of the vocabulary, or nothing, without a word."""
-    if bool(torch.isnan(logits).any()):
+def _require_numbers(failed: Tensor) -> None:
+    """Raise UnsupportedModelError if any is True: no token can be chosen among scores that are not finite."""
+    if bool(failed.any()):
         raise UnsupportedModelError(
-            "The model's scores of the next token are NaN: its weights, or its keys and values, hold NaN or infinity. "
-            "Check the weights, or load them in a wider dtype such as bfloat16 or float32."
+            "The model's scores of the next token are NaN or infinite: its weights, or its keys and values, hold NaN "
+            "or infinity. Check the weights, or load them in a wider dtype such as bfloat16 or float32."
         )
 
 
@@ -377,7 +319,3 @@ def _stats(result: Generated, cache: RetrievalCache) -> Stats:
         tail_share_most=None if largest is None else HeadShare(*largest),
         decoded=result.how,
     )
-
-
-def _generator(sampling: Sampling, device: torch.device) -> torch.Generator | None:
-    return None if sampling.seed is None else torch.Generator(device).manual_seed(sampling.seed)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from retrieval_attn.answer import Answer, Sampling
+from retrieval_attn.answer import Answer, Stream
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache, Rollback, require_same_weights
 from retrieval_attn.attention.reread import goes_on
-from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import attended_columns
 from retrieval_attn.config import Config, QuestionAttention, require_question_attention, resolve
 from retrieval_attn.errors import CacheMismatchError, InputDataError, UnsupportedModelError
@@ -24,10 +24,10 @@ from retrieval_attn.runner.forget import forget_tokens
 from retrieval_attn.runner.full_attention import ExpectedTokens, answer_with_full_attention, attach_full_kv
 from retrieval_attn.runner.prefill import abandon
 from retrieval_attn.runner.switch import enabled_config
+from retrieval_attn.sampling.sampling_params import Sampling
 from retrieval_attn.saving.save import Saved, SavedLineage, described, open_saved, template_digest
 from retrieval_attn.saving.save_reading import ReadingSave
 from retrieval_attn.store import ContextStore
-from retrieval_attn.stream import Stream
 from retrieval_attn.template import PromptTemplate, Question, checked_ids
 
 _Given = ParamSpec("_Given")
@@ -300,7 +300,9 @@ class Context:
     def _append(self, ids: list[int], progress: bool) -> None:
         self._cache.require_room(len(ids))
         batch = self._loop.batch([ids], before=self._ids)
-        self.read_seconds += self._loop.fill(self._cache, batch, progress)
+        started = time.perf_counter()
+        self._loop.read_whole(self._cache, batch, progress)
+        self.read_seconds += time.perf_counter() - started
         self._cache.batch.note_ids(batch.ids)
 
     def _require_whole(self) -> None:
@@ -335,7 +337,7 @@ class Context:
             return [self._answer([one], question_attention, sampling, on_text, cancelled)[0] for one in asked]
 
         def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
-            _set_question_attention(cache, question_attention)
+            cache.batch.question_attention = question_attention
             if len(asked) > 1:
                 cache.batch_repeat_interleave(len(asked))
             return self._loop.answer(cache, batch, sampling, emit, cancelled)
@@ -404,12 +406,3 @@ def _may_change(cache: RetrievalCache, tokens: int) -> bool:
 def as_store(given: ContextStore | str | Path | None) -> ContextStore:
     """The store in a folder, or as it is given."""
     return given if isinstance(given, ContextStore) else ContextStore(given)
-
-
-def _set_question_attention(cache: RetrievalCache, question_attention: QuestionAttention | None) -> None:
-    if question_attention is None:
-        return
-    cache.config = cache.config.replace(question_attention=question_attention)
-    for layer in cache.layers:
-        if isinstance(layer, RetrievalLayer):
-            layer.config = cache.config

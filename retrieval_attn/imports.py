@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 
-__all__ = ["quiet", "skip_unused"]
+__all__ = ["FIRST_IMPORT", "quiet", "skip_unused"]
+
+FIRST_IMPORT = time.perf_counter()
+"""When this process began to import the package: its start, but for Python's own."""
 
 NOISE = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass and is now natively supported"}
 """Beginnings of messages about missing kernels and about torchao's own enums, by the name of their logger."""

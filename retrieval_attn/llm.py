@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from retrieval_attn.answer import Answer, Sampling
+from retrieval_attn.answer import Answer
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config, Quantization, resolve
@@ -27,6 +28,7 @@ from retrieval_attn.memory.plan import DEFAULT_CONTEXT, Plan, WeightOptions, pla
 from retrieval_attn.memory.shape import embedding_place, model_shape
 from retrieval_attn.memory.units import parse_bytes, show_bytes, show_tokens
 from retrieval_attn.model.bundled import model_path
+from retrieval_attn.model.gguf.checkpoint import settled
 from retrieval_attn.model.grouped_loading import kernel_format
 from retrieval_attn.model.loading import (
     checkpoint_config,
@@ -39,9 +41,10 @@ from retrieval_attn.model.loading import (
 from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
 from retrieval_attn.model.rope import ContextLimit, length_rope, limit_context, max_positions
-from retrieval_attn.offload.host_table import move_table
+from retrieval_attn.offload.managed import move_table
 from retrieval_attn.runner.ready import compiling_early
 from retrieval_attn.runner.switch import enable
+from retrieval_attn.sampling.sampling_params import Sampling
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import prompt_ids
 
@@ -70,7 +73,7 @@ class LLM:
         config: Config | None = None,
         **overrides: Any,
     ) -> None:
-        """Load `name_or_path` (a folder, a hub name, or "bundled": the small test model of this package).
+        """Load `name_or_path`: a folder, a GGUF file, a hub name, or "bundled", the small test model of this package.
 
         device: "auto" is CUDA when there is one, else the CPU. dtype: "auto" is the checkpoint's own on a GPU
         and float32 on the CPU, where 16-bit arithmetic is slower. quantization: of the linear layers' weights when they
@@ -88,8 +91,10 @@ class LLM:
         output has the same table. Further keywords (threads, window, ...) are fields of Config.
         Raises InputDataError (no such model), MemoryPlanError, UnsupportedModelError, ConfigError.
         """
+        began = time.perf_counter()
         tensor_parallel, yarn = bool(overrides.pop("tensor_parallel", False)), overrides.pop("yarn", None)
-        place = embedding_place(overrides.pop("embedding", "auto"), alone=device_map is None and not tensor_parallel)
+        alone = device_map is None and not tensor_parallel
+        place = embedding_place(overrides.pop("embedding", "auto"), alone=alone)
         self.config, name_or_path = resolve(config, overrides), model_path(name_or_path)
         check_threads(self.config.threads)
         self.device = choose_device(device)
@@ -97,7 +102,7 @@ class LLM:
             say_if_threads_spin()
         if tensor_parallel and self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        model_config = checkpoint_config(name_or_path, yarn)
+        model_config = settled(checkpoint_config(name_or_path, yarn), self.device, dtype, quantization, alone=alone)
         text = model_config.get_text_config(decoder=True)
         limit = max_positions(text)
         if max_context is not None and limit is not None and max_context > limit:
@@ -111,13 +116,14 @@ class LLM:
         chosen = max_context is None
         needed = self._require_memory(model_config, gpu_memory, weights, device_map, tensor_parallel, chosen=chosen)
         reason = ""
-        if chosen and needed is None and self.device.type == "cpu" and device_map is None and not tensor_parallel:
+        if chosen and needed is None and self.device.type == "cpu" and alone:
             reason = self._fit_host(model_config, weights)
         elif needed is not None and needed.context < self.max_context:
             reason, self.max_context = needed.context_reason(self.max_context), needed.context
         if reason:
             log.warning("max_context %s: %s.", show_tokens(self.max_context), reason)
-        with compiling_early(self.config, loaded_dtype(model_config, weights["dtype"], self.device), self.device):
+        planned = time.perf_counter()
+        with compiling_early(self.config, loaded_dtype(model_config, weights["dtype"], self.device), self.device, text):
             self.tokenizer = load(AutoTokenizer, name_or_path)
             self.model = self._loaded(
                 name_or_path,
@@ -128,6 +134,11 @@ class LLM:
                 quantization=quantization,
                 yarn=yarn,
             )
+            loaded = time.perf_counter()
+        log.info(
+            "model loaded in %.1f s: config and memory plan %.1f, weights and tokenizer %.1f, then kernels %.1f",
+            time.perf_counter() - began, planned - began, loaded - planned, time.perf_counter() - loaded,
+        )  # fmt: skip
         self.device = input_device(self.model)
         if needed is not None and needed.shape.host_table_bytes:
             move_table(self.model)
@@ -261,8 +272,8 @@ class LLM:
         It begins with the special tokens that the tokenizer adds at a start, and a begin-of-sequence token that it has
         already, as chat templates write one, is not doubled.
         The prompt is read exactly; generated tokens retrieve. One answer per prompt, in order. Short prompts of like
-        length are read and continued together, as many as `prefill_chunk` tokens; with a temperature and a seed their
-        texts depend on which ones these are. sampling: a Sampling, or its fields as keywords.
+        length are read and continued together, as many as `prefill_chunk` tokens. sampling: a Sampling, or its fields
+        as keywords; with a seed, equal prompts get equal answers.
         Raises InputDataError, ConfigError, ContextLengthError, MemoryPlanError.
         """
         chosen = Sampling.of(sampling, options)
@@ -285,7 +296,7 @@ class LLM:
         columns = batch.ids.shape[1]
         cache.require_room(columns + sampling.max_new_tokens)
         if columns > 1:
-            loop.fill(cache, batch.first(columns - 1), progress)
+            loop.read_whole(cache, batch.first(columns - 1), progress)
         return loop.answer(cache, batch, sampling)
 
     def _groups(self, lengths: list[int], new_tokens: int = 0) -> list[list[int]]:

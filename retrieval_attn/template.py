@@ -22,6 +22,14 @@ Message = Mapping[str, str]
 Question = str | Sequence[Message]
 """A question, or chat messages {"role": "user" or "assistant", "content": text} in turn, the last one from the user."""
 
+FRAME_STOPS = ("\n\nQuestion:", "\nQuestion:", "\nAnswer:")
+"""A base model goes on with these words of the frame where its answer ends."""
+NO_TEMPLATE = (
+    'the model has no chat template: it reads "Question: ... Answer:", and an answer ends before the next "Question:"; '
+    "an instruction-tuned model answers better"
+)
+"""For users of a chat."""
+
 _MESSAGES = (
     'give messages {"role": ..., "content": ...} whose roles are user, assistant, user, ..., beginning and ending with '
     "the user; the context stands at the start of the first of them"
@@ -73,6 +81,11 @@ class PromptTemplate:
                 f"stand behind {shown(other.opening)}. Leave them out, or send the text in messages."
             )
         return other
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end an answer, for models without a chat template; with one, an end token does."""
+        return () if self.tokenizer.chat_template else FRAME_STOPS
 
     @cached_property
     def encoder(self) -> PromptEncoder:

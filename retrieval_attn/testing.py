@@ -29,23 +29,25 @@ if TYPE_CHECKING:
     from retrieval_attn.gpu.memory import spare_bytes as spare_bytes
     from retrieval_attn.index.base import MAX_KEYS as MAX_KEYS
     from retrieval_attn.index.base import HeadShape as HeadShape
+    from retrieval_attn.index.base import HeldMemory as HeldMemory
     from retrieval_attn.index.base import HostBytes as HostBytes
+    from retrieval_attn.index.base import IndexMemory as IndexMemory
     from retrieval_attn.index.base import KeyIndex as KeyIndex
-    from retrieval_attn.index.base import SearchResult as SearchResult
     from retrieval_attn.index.base import StateValue as StateValue
     from retrieval_attn.index.base import Training as Training
-    from retrieval_attn.index.base import check_search as check_search
     from retrieval_attn.index.base import train_positions as train_positions
-    from retrieval_attn.index.flat import order_codes as order_codes
     from retrieval_attn.index.formats import Format as Format
-    from retrieval_attn.index.formats import check_rows as check_rows
     from retrieval_attn.index.formats import from_float32 as from_float32
     from retrieval_attn.index.formats import to_float32 as to_float32
     from retrieval_attn.index.kernels.codes import encode_keys as encode_keys
     from retrieval_attn.index.kernels.knn import training_lists as training_lists
+    from retrieval_attn.index.keys import StoredKeys as StoredKeys
     from retrieval_attn.index.memory import aligned_empty as aligned_empty
     from retrieval_attn.index.spec import IndexSpec as IndexSpec
     from retrieval_attn.index.spec import register as register
+    from retrieval_attn.index.task.scans import called_search as called_search
+    from retrieval_attn.index.task.search import CompiledSearch as CompiledSearch
+    from retrieval_attn.index.task.search import SearchRequest as SearchRequest
     from retrieval_attn.index.threads import check_threads as check_threads
     from retrieval_attn.index.threads import kernel_threads as kernel_threads
     from retrieval_attn.memory.device_room import IndexChoice as IndexChoice
@@ -85,13 +87,15 @@ _EXPORTS = {
     "gpu.attention.flash": "attend",
     "gpu.attention.merge": "Partial merge sink_logit_partial",
     "gpu.memory": "cap expand_segments spare_bytes",
-    "index.base": "HeadShape HostBytes KeyIndex MAX_KEYS SearchResult StateValue Training check_search train_positions",
-    "index.flat": "order_codes",
-    "index.formats": "Format check_rows from_float32 to_float32",
+    "index.base": "HeadShape HeldMemory HostBytes IndexMemory KeyIndex MAX_KEYS StateValue Training train_positions",
+    "index.formats": "Format from_float32 to_float32",
     "index.kernels.codes": "encode_keys",
     "index.kernels.knn": "training_lists",
+    "index.keys": "StoredKeys",
     "index.memory": "aligned_empty",
     "index.spec": "IndexSpec register",
+    "index.task.scans": "called_search",
+    "index.task.search": "CompiledSearch SearchRequest",
     "index.threads": "check_threads kernel_threads",
     "memory.device_room": "IndexChoice",
     "memory.host_room": "available_host_bytes",

@@ -1,4 +1,4 @@
-"""Commands of `retrieval-attn` in processes that are forked from one with all modules imported.
+"""Python programs in processes that are forked from one with all modules imported.
 
 Importing torch and transformers takes most of a start's seconds. Tests of a start itself run a new interpreter.
 """
@@ -6,54 +6,58 @@ Importing torch and transformers takes most of a start's seconds. Tests of a sta
 from __future__ import annotations
 
 import atexit
+import fcntl
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
+import termios
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import DupFd
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
-__all__ = ["PreloadedProcess", "run_command"]
+__all__ = ["CLI", "PreloadedProcess", "run_preloaded", "run_program"]
 
+CLI = ("-m", "retrieval_attn.cli")
+"""What a new interpreter would get to run `retrieval-attn`."""
+
+ROOT = Path(__file__).resolve().parents[1]
 BEFORE_IMPORT = {"OMP_NUM_THREADS": "1"}
 """Environment variables that libraries read when they are imported."""
 
 
 class PreloadedProcess:
-    """A command in a forked process, with the methods of `subprocess.Popen` that tests call.
-
-    stderr: lines that the command writes to its error output.
-    """
+    """A program in a forked process, with the methods of `subprocess.Popen` that tests call."""
 
     def __init__(
         self,
-        arguments: Sequence[str],
+        words: Sequence[str],
         environment: Mapping[str, str],
         cwd: str | os.PathLike[str],
-        constants: Mapping[str, float],
+        files: Mapping[int, int],
+        constants: Mapping[str, float] | None = None,
     ) -> None:
-        """Start `retrieval-attn ARGUMENTS`.
+        """Start `python WORDS`, which begin with "-c" or "-m".
 
-        environment: replaces the forking process's. constants: values of module constants by their dotted names.
+        environment: replaces the forking process's. files: file descriptors that become the standard input (0), output
+        (1) and error output (2); they stay open here. A terminal as input becomes the controlling terminal.
+        constants: values of module constants by their dotted names.
         """
-        reading, writing = os.pipe()
-        self.stderr: TextIO = os.fdopen(reading, encoding="utf-8")
         context = _context()
+        passed = {number: _Descriptor(file) for number, file in files.items()}
         self._process = context.Process(
-            target=run_command,
-            args=(list(arguments), dict(environment), os.fspath(cwd), dict(constants), _Descriptor(writing)),
+            target=run_program, args=(list(words), dict(environment), os.fspath(cwd), dict(constants or {}), passed)
         )
-        try:
-            with _variables_of_imports():
-                self._process.start()
-        finally:
-            os.close(writing)
+        with _variables_of_imports():
+            self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
@@ -66,7 +70,7 @@ class PreloadedProcess:
         self._process.join(timeout)
         status = self._process.exitcode
         if status is None:
-            raise subprocess.TimeoutExpired("retrieval-attn", timeout)
+            raise subprocess.TimeoutExpired("python", timeout)
         return status
 
     def send_signal(self, number: int) -> None:
@@ -75,13 +79,42 @@ class PreloadedProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def __enter__(self) -> PreloadedProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stderr.close()
+    def close(self) -> None:
+        """Wait until it has ended."""
         self._process.join()
         self._process.close()
+
+
+def run_preloaded(
+    words: Sequence[str],
+    *,
+    given: str = "",
+    environment: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] = ROOT,
+    timeout: float = 200,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` to its end, as `subprocess.run` with captured output does.
+
+    given: standard input, less than a pipe holds. environment: variables besides those of this process.
+    """
+    assert len(given) < 2**15, "longer input needs a thread that writes it"
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        reading, writing = os.pipe()
+        os.write(writing, given.encode())
+        os.close(writing)
+        try:
+            files = {0: reading, 1: output.fileno(), 2: errors.fileno()}
+            process = PreloadedProcess(words, {**os.environ, **(environment or {})}, cwd, files)
+        finally:
+            os.close(reading)
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.close()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(list(words), status, output.read(), errors.read())
 
 
 class _Descriptor:
@@ -96,31 +129,45 @@ class _Descriptor:
     def __setstate__(self, passed: Any) -> None:
         self._number = passed.detach()
 
-    def replace(self, *numbers: int) -> None:
-        """Duplicate it to these descriptors and close it."""
-        for number in numbers:
-            os.dup2(self._number, number)
+    def replace(self, number: int) -> None:
+        """Duplicate it to this descriptor and close it."""
+        os.dup2(self._number, number)
         os.close(self._number)
 
 
-def run_command(
-    arguments: list[str], environment: dict[str, str], cwd: str, constants: Mapping[str, float], stderr: _Descriptor
+def run_program(
+    words: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    constants: Mapping[str, float],
+    files: dict[int, _Descriptor],
 ) -> None:
-    """Run `retrieval-attn ARGUMENTS` to its end, as a new interpreter would."""
+    """Run `python WORDS` to its end, as a new interpreter would."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    stderr.replace(2)
+    for number, file in files.items():
+        file.replace(number)
+    if 0 in files:
+        sys.stdin = os.fdopen(0, closefd=False)
+        if os.isatty(0):
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    if 1 in files:
+        sys.stdout = os.fdopen(1, "w", closefd=False)  # line by line in a terminal, as Python's own
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    sys.argv = ["retrieval-attn", *arguments]
     for dotted, value in constants.items():
         module, _, name = dotted.rpartition(".")
         before = getattr(importlib.import_module(module), name)  # raises for a constant that was renamed or removed
         setattr(importlib.import_module(module), name, type(before)(value))
-    from retrieval_attn.cli import program
-
+    kind, program, *arguments = words
     try:
-        program()
+        if kind == "-c":
+            sys.argv = [kind, *arguments]
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = [program, *arguments]
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

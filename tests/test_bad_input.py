@@ -62,7 +62,7 @@ def model() -> Iterator[Any]:
         (ra.Sampling, {"min_tokens": 129}, "min_tokens must be an integer in"),
         (ra.Sampling, {"ignore_eos": 1}, "ignore_eos must be True or False"),
         (ra.Sampling, {"top_p": "1"}, "top_p"),
-        (ra.Sampling, {"top_k": 0}, "top_k"),
+        (ra.Sampling, {"top_k": -1}, "top_k"),
         (ra.Sampling, {"top_k": 1.5}, "top_k"),
         (ra.Sampling, {"seed": "a"}, "seed must be an integer of 64 bits"),
         (ra.Sampling, {"seed": 2**70}, "seed"),

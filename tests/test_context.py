@@ -14,9 +14,10 @@ import torch
 from transformers.generation.streamers import TextIteratorStreamer
 
 import retrieval_attn as ra
-from retrieval_attn.attention.host_attention import HostAttention
+from retrieval_attn.attention.host_attention import HostSource
+from retrieval_attn.attention.source import SourceResult
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.gpu.attention.merge import Partial, empty_partial
+from retrieval_attn.gpu.attention.merge import empty_partial
 from retrieval_attn.runner import decode
 from retrieval_attn.template import PromptTemplate
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model
@@ -55,10 +56,10 @@ def test_a_question_after_reading_is_answered_by_retrieval(context: ra.Context, 
 def test_without_the_middle_the_answer_is_gone(context: ra.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: with an empty retrieved part the number cannot be found."""
 
-    def nothing(part: HostAttention, config: ra.Config, value_dim: int, *rest: Any) -> Partial:
-        return empty_partial(torch.empty(*part._shape, 1), value_dim)
+    def nothing(source: HostSource) -> SourceResult:
+        return SourceResult(empty_partial(source.query, source.ranges[0].host.value_dim))
 
-    monkeypatch.setattr(HostAttention, "attend", nothing)
+    monkeypatch.setattr(HostSource, "finish", nothing)
     assert "7391846" not in context.ask(QUESTION, max_new_tokens=24, question_attention="retrieval").text
 
 

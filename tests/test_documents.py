@@ -14,7 +14,7 @@ import pytest
 from retrieval_attn import LLM, Config, plan
 from retrieval_attn.cli import build_parser, main
 from tests.documents import LANGUAGES, LOCAL, ROOT, Block, blocks, documents, shell_commands, shell_words
-from tests.planned_models import MODELS
+from tests.memory.planned_models import MODELS
 
 EXTERNAL = ("http://", "https://")
 SERVER = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "httpx", "openai")

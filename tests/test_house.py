@@ -25,15 +25,15 @@ MAX_CLASS_LINES = 400
 SMALL_FILE_LINES = 60
 
 BOUNDS = {
-    "lines in files with one importer, of a thousand": 116,
-    "files under 60 lines": 20,
-    "functions that read private attributes of an argument": 4,
-    "parameters of fixed tuples": 95,
+    "lines in files with one importer, of a thousand": 95,
+    "files under 60 lines": 14,
+    "functions that read private attributes of an argument": 3,
+    "parameters of fixed tuples": 89,
     "class names defined more than once": 0,
     "private words in prose": 27,
     "docstrings that begin as a clause": 14,
-    "defaults that no caller changes": 45,
-    "flags": 100,
+    "defaults that no caller changes": 43,
+    "flags": 102,
 }
 """Upper bounds of the counts below, by the name of the count."""
 
@@ -231,7 +231,7 @@ def unused_defaults() -> list[str]:
     import retrieval_attn
 
     sources = [*modules(), *EVAL.rglob("*.py")]
-    for folder in ("tools", "deploy", "examples", "training"):
+    for folder in ("tools", "deploy", "examples", "training", "tests/fuzz"):
         sources += (ROOT / folder).rglob("*.py")
     keywords: dict[str, set[str]] = defaultdict(set)
     positions: Counter[str] = Counter()

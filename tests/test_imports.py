@@ -31,3 +31,13 @@ def test_other_warnings_are_kept(name: str, caplog: pytest.LogCaptureFixture) ->
     finally:
         logger.removeHandler(caplog.handler)
     assert {record.getMessage() for record in caplog.records} == {"x.so failed"}
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "serve"])
+def test_a_missing_model_is_refused_without_torch(command: str) -> None:
+    code = (
+        f"import sys; from retrieval_attn.cli import main; code = main(['{command}', '/no/such/model']); "
+        "sys.exit(code if not {'torch', 'transformers'} & set(sys.modules) else 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "there is no '/no/such/model'" in done.stderr

@@ -304,6 +304,8 @@ def packed_triton(_: Card) -> None:
     for sizes, rows, group in grid:
         _multiply(kernels, sizes, rows, BF16, packed(group))
         kernels.matrix(packed(group)(sizes.hidden, sizes.hidden, False))
+    for rows, bias in product((1, 4, 40), (False, True)):
+        kernels.add_product(None, _empty(rows, MODELS[0].hidden, dtype=BF16), packed(64)(1024, MODELS[0].hidden, bias))
 
 
 def delta_triton(_: Card) -> None:

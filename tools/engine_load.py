@@ -29,9 +29,9 @@ from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.sampling.sampling_params import SamplingParams
-from tests.engine_audit import check_engine
-from tools.engine_actions import Actions, watched
-from tools.engine_schedules import Library, llm_of
+from tests.engine.audit import check_engine
+from tests.fuzz.engine_actions import Actions, watched
+from tests.fuzz.engine_schedules import Library, llm_of
 
 CLIENTS = 10
 LOOKS = 10

@@ -28,7 +28,7 @@ from retrieval_attn_eval.bench.fidelity.feed import (
     read,
 )
 from retrieval_attn_eval.bench.fidelity.measure import plan_of, with_room
-from retrieval_attn_eval.bench.fidelity.report import plots
+from retrieval_attn_eval.bench.fidelity.report import _cells, plots
 from retrieval_attn_eval.bench.fidelity.row import Row, judged, row_of
 from retrieval_attn_eval.bench.fidelity.scores import (
     Floats,
@@ -352,6 +352,21 @@ def test_a_plot_pairs_a_kind_with_and_without_a_tail() -> None:
     assert panel.title == "code, 8,192 tokens" and panel.log_x and panel.log_y and other.title.startswith("json")
     assert panel.lines["flat + tail"] == [(20, 0.01), (100, 0.01)] and set(panel.lines) > {"flat", "quest"}
     assert panel.dashed == {"flat + tail": "flat"} and not other.dashed
+
+
+def test_a_row_with_a_tail_says_what_it_is_worth() -> None:
+    """Beside the row of the same method, budget and length without; p99 is of the tokens, not of a mean."""
+    rows = [
+        Row("code", length, 1, length, 24, name, 100, 1.0, kl=kl, low=kl, high=kl, kl_p99=9 * kl, same=1.0)
+        for length, name, kl in [
+            (4096, "flat", 0.5),
+            (8192, "flat", 0.03),
+            (8192, "flat + tail", 0.002),
+            (8192, "sketch + tail", 0.001),
+        ]
+    ]
+    told = {row.method: _cells(row, rows) for row in rows if row.length == 8192}
+    assert [told[name][6:8] for name in told] == [["0.27", ""], ["0.018", "15.0"], ["0.009", ""]]
 
 
 def test_wrong_logits_are_problems(tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ from eval.tests.shared import parsed
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.index import FlatIndex, SearchResult
 from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.testing import Training
 from retrieval_attn_eval.bench import command as bench
 from retrieval_attn_eval.bench import index as bench_index
 from retrieval_attn_eval.bench import variants as bench_variants
@@ -21,7 +22,7 @@ from retrieval_attn_eval.bench.heads import Head, Source, from_recording
 from retrieval_attn_eval.bench.index import measure
 from retrieval_attn_eval.bench.measure import Oracle, Point, WrongAnswer, measure_head, points_of
 from retrieval_attn_eval.bench.report import mean, plots, summary, table, worst_decile
-from retrieval_attn_eval.bench.variants import VARIANTS, HnswlibIndex, Variant, choose, lists_of
+from retrieval_attn_eval.bench.variants import VARIANTS, HnswlibIndex, HnswlibOptions, Variant, choose, lists_of
 from retrieval_attn_eval.recording.files import HeadRecording, Recording
 from retrieval_attn_eval.runs import RunFolderError
 
@@ -134,12 +135,12 @@ def test_every_variant_that_is_here_can_be_measured() -> None:
 def test_hnswlib_is_searched_by_inner_product() -> None:
     """Its graph is built by L2 and loaded again: a wide beam must find the exact best inner products."""
     head = small_head()
-    index = HnswlibIndex.build(head.keys, head.fmt, ef_search=700)
+    index = HnswlibIndex.build(head.keys, head.fmt, HnswlibOptions(ef_search=700), Training())
     found = index.search(head.decode[0], 10)
     oracle = Oracle(head, 10, head.decode[:1])
     oracle.check(found, "hnswlib")
     assert np.mean([len(set(a) & set(b)) for a, b in zip(found.ids, oracle.best[0], strict=True)]) > 9.5
-    assert len(index) == 700 and index.head_dim == DIM and index.nbytes > 700 * DIM * 4
+    assert len(index) == 700 and index.memory.host > 700 * DIM * 4
 
 
 def test_names_of_variants() -> None:

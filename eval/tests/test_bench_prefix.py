@@ -140,6 +140,7 @@ METRICS = """
 # HELP retrieval_attn:prefix_cache_evictions_total Prefix-cache entries evicted
 retrieval_attn:prefix_cache_evictions_total 7.0
 retrieval_attn:prefix_cache_evicted_bytes_total 7e+09
+retrieval_attn:prefix_cache_disk_evictions_total 5.0
 retrieval_attn:window_evictions_total 100.0
 retrieval_attn:tier_hit_tokens_total{tier="memory"} 1200.0
 retrieval_attn:tier_hit_tokens_total{tier="disk"} 0.0
@@ -148,11 +149,11 @@ retrieval_attn:tier_hit_tokens_total{tier="disk"} 0.0
 
 def test_metrics() -> None:
     counts = metric_counts(METRICS)
-    assert counts == CacheCounts({"all": 7}, {"memory": 1200, "disk": 0})
-    by_tier = METRICS.replace("evictions_total 7.0", 'evictions_total{tier="device"} 9.0')
-    assert metric_counts(by_tier).evicted == {"device": 9}
-    assert counts.since(CacheCounts({"all": 2}, {"memory": 200})) == CacheCounts(
-        {"all": 5}, {"memory": 1000, "disk": 0}
+    assert counts == CacheCounts({"all": 7, "to disk": 5}, {"memory": 1200, "disk": 0})
+    by_tier = METRICS.replace("_evictions_total 7.0", '_evictions_total{tier="device"} 9.0')
+    assert metric_counts(by_tier).evicted == {"device": 9, "to disk": 5}
+    assert counts.since(CacheCounts({"all": 2, "to disk": 1}, {"memory": 200})) == CacheCounts(
+        {"all": 5, "to disk": 4}, {"memory": 1000, "disk": 0}
     )
     assert metric_counts("vllm:prefix_cache_hits_total 3.0") == CacheCounts()
 
@@ -199,8 +200,12 @@ def report_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return report, {row["way"]: row for row in report["rows"]}
 
 
-def test_documents_in_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With room for all texts the engine hits all that can be hit; with little, no more than the optimum."""
+def test_documents_in_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for all texts the engine hits all that can be hit; with little, no more than the optimum of its memory;
+    with little and a disk, nearly all again.
+    """
     flags = ["bench", "serve", "--workload", "documents", *TINY, "--n", "24", "--length", "1600", "--question", "8"]
     flags += ["--tokens", "2", "--max-num-seqs", "1"]
     assert main([*flags, "--output-dir", str(tmp_path / "all")]) == 0
@@ -208,16 +213,29 @@ def test_documents_in_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     use = rows["engine"]["use"]
     assert list(rows) == ["engine"] and report["prompts"]["requests"] == 24
     assert use["hit"] == pytest.approx(use["ceiling"], abs=0.001) and use["ceiling"] > 0.7
-    assert use["optimal"] == use["ceiling"] and use["counts"]["evicted"] == {"all": 0} and use["refused"] == 0
-    assert use["counts"]["hit_tokens"]["memory"] > 0 and len(use["first"]) == 3 and use["token"] > 0
+    assert use["optimal"] == use["ceiling"] and use["counts"]["evicted"] == {"all": 0, "to disk": 0}
+    assert (
+        use["refused"] == 0
+        and use["counts"]["hit_tokens"]["memory"] > 0
+        and len(use["first"]) == 3
+        and use["token"] > 0
+    )
     out = capsys.readouterr().out
     assert "| prefix cache | hit rate | ceiling | optimal |" in out and f"| engine | {use['hit']:.1%} |" in out
     held = use["counts"]["peak_tokens"]
-    small = ["--prefix-cache-memory", f"{held // 3 * 512 / 1024:.0f}KiB", "--output-dir", str(tmp_path / "some")]
-    assert main([*flags, *small]) == 0
+    small = ["--prefix-cache-memory", f"{held // 3 * 512 / 1024:.0f}KiB"]
+    assert main([*flags, *small, "--output-dir", str(tmp_path / "some")]) == 0
     some = report_of(tmp_path / "some")[1]["engine"]["use"]
     assert some["hit"] < some["ceiling"] == use["ceiling"] and some["counts"]["evicted"]["all"] > 0
     assert some["counts"]["peak_tokens"] < held and some["hit"] <= some["optimal"] <= some["ceiling"]
+    assert some["counts"]["evicted"]["to disk"] == some["counts"]["hit_tokens"]["disk"] == 0
+    monkeypatch.setattr("retrieval_attn.engine.background_saves.OPEN_SECONDS", -1e9)  # so short a text is read sooner
+    store = ["--store", str(tmp_path / "store"), "--output-dir", str(tmp_path / "disk")]
+    assert main([*flags, *small, *store]) == 0
+    disk = report_of(tmp_path / "disk")[1]["engine"]["use"]
+    assert disk["ceiling"] - 0.05 < disk["hit"] and disk["hit"] > some["hit"] + 0.1
+    assert disk["counts"]["evicted"]["to disk"] > 0 and disk["counts"]["hit_tokens"]["disk"] > 0
+    assert main([*flags, *store]) == 2 and "must be a new folder" in capsys.readouterr().err
 
 
 def test_agents_in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +300,7 @@ def test_documents_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str
         use = row["use"]
         assert row["status"] == "ok" and row["tokens"] == 48 and use["optimal"] is None
         assert use["ceiling"] > 0.7 and use["ceiling"] - 0.1 < use["hit"] <= use["ceiling"]
-        assert use["counts"]["evicted"] == {"all": 0}
+        assert use["counts"]["evicted"] == {"all": 0, "to disk": 0}
     assert "| chat, in the system message |" in capsys.readouterr().out
 
 

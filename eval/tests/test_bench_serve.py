@@ -134,6 +134,7 @@ def document_calls(llm: Served) -> list[Call]:
     ]
 
 
+@pytest.mark.slow
 def test_every_way_answers_alike(llm: Served) -> None:
     calls = document_calls(llm)
     drive = Drive(llm, 2, read_first=False, row_seconds=100)
@@ -276,6 +277,7 @@ def test_fewer_layers_are_said(tmp_path: Path) -> None:
     assert report["prefix_cache_bytes"] == "1MiB"
 
 
+@pytest.mark.slow
 def test_command_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tiny model: all rows of the engine, as they come; prompts share their beginning."""
     path = tmp_path / "trace.jsonl"

@@ -51,6 +51,7 @@ def rows_of(settings: Settings) -> list[Row]:
     return rows
 
 
+@pytest.mark.slow
 def test_command_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real prompt in a process of its own: table, JSON and PNG; compared with itself every ratio is one."""
     flags = ["--length", "1k", "--questions", "8,40", "--extend", "64", "--tokens", "3", "--n", "1", "--threads"]

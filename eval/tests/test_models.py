@@ -13,4 +13,8 @@ def test_model_digest(tmp_path: Path) -> None:
     first = models.model_digest(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"1")
     assert first != models.model_digest(str(tmp_path))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF1")
+    first = models.model_digest(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF2")
+    assert first is not None and first != models.model_digest(str(tmp_path / "model.gguf"))
     assert models.model_digest("nobody/nothing") is None

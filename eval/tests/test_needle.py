@@ -32,6 +32,7 @@ from retrieval_attn_eval.runs import RunFolderError, load_run
 from retrieval_attn_eval.suite import Row, tables
 from retrieval_attn_eval.suite.arguments import Options
 from retrieval_attn_eval.suite.runner import Selection, SuiteRun
+from tests.preloaded import CLI, PreloadedProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = (BUNDLED_MODEL / "model.safetensors").exists()
@@ -354,23 +355,31 @@ def test_any_method_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same cells with the least fitting keys must fail; else the test above proves nothing.  As the index is not
     the flat one, "inside" reads its own whole prompt here."""
-    from retrieval_attn.index import FlatIndex, SearchResult, spec
+    from retrieval_attn.index import KeyIndex, spec
+    from retrieval_attn.index.base import KindFacts
+    from retrieval_attn.testing import StoredKeys, called_search, to_float32
 
-    class Backwards(FlatIndex):
+    class Backwards(KeyIndex):
         kind = "backwards"
 
-        def __init__(self, *given: Any, **more: Any) -> None:
-            super().__init__(*given, **more)
-            self.exact = False  # exact ones are scanned, not asked
+        def __init__(self, keys: StoredKeys) -> None:
+            self._keys = keys
 
         @classmethod
-        def search_heads(cls, indexes: Any, queries: Any, k: int, *, limit: int | None = None) -> SearchResult:
-            return FlatIndex.search_heads(indexes, -queries, k, limit=limit)
+        def build(cls, keys: Any, fmt: Any, options: Any, training: Any) -> Any:
+            return cls(StoredKeys(keys, fmt))
 
-        def compiled_search(self, request: Any) -> Any:
-            """None: `search_heads` answers."""
+        def insert(self, keys: Any) -> None:
+            self._keys.add(keys)
 
-    monkeypatch.setitem(spec._kinds, "backwards", Backwards)
+        def task(self, request: Any) -> Any:
+            def worst(queries: Any, limit: int, threads: int) -> Any:
+                scores = queries @ to_float32(self._keys.whole[:limit], request.fmt).T
+                return scores.argsort(axis=1)[:, : request.k], scores.size
+
+            return called_search(request, self._keys.head_dim, request.k, worst)
+
+    monkeypatch.setitem(spec._kinds, "backwards", (Backwards, KindFacts()))
     folder = tmp_path / "run"
     flags = ["--lengths", "2k", "--depths", "33,66", "--methods", "retrieval", "--index", "backwards"]
     assert needle.run(parse(*flags, "--output-dir", str(folder), "--no-plot")) == 0
@@ -380,6 +389,7 @@ def test_an_index_that_finds_the_wrong_keys_loses_the_needle(tmp_path: Path, mon
     assert not (folder / "heatmap.png").exists()
 
 
+@pytest.mark.slow
 def test_the_end_says_what_was_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Progress in words, the share of tokens attended, the time, the heatmap, and commands that work as printed."""
     folder = tmp_path / "run"
@@ -420,9 +430,9 @@ def test_kill_and_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     depths = ",".join(str(d) for d in range(0, 60, 5))
     flags = ["--lengths", "1k", "--depths", depths, "--methods", "full", "--no-plot", "--output-dir", str(folder)]
-    command = [sys.executable, "-m", "retrieval_attn.cli", "needle", *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with open(os.devnull, "w") as nothing:
+        files = {1: nothing.fileno(), 2: nothing.fileno()}
+        process = PreloadedProcess([*CLI, "needle", *flags], os.environ, ROOT, files)
     rows_file = folder / "predictions.jsonl"
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
@@ -431,7 +441,8 @@ def test_kill_and_resume(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert process.poll() is None, "the run ended before it could be killed"
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.wait(60)
+    process.close()
     before = rows_file.read_bytes()
     kept = before[: before.rfind(b"\n") + 1]
     assert 4 <= kept.count(b"\n") < 24

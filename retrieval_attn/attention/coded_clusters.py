@@ -17,13 +17,14 @@ from retrieval_attn.cpu.clusters import MAX_CLUSTERS, ClusterTable
 from retrieval_attn.cpu.host_attend import step_pieces
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.step.tables import SearchRange
-from retrieval_attn.cpu.store import SequenceKV, cluster_table, segments_of
+from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE, ClusterEntry, ClusterMass
 from retrieval_attn.gpu.codes.host_row_gather import GatherEntry
 from retrieval_attn.gpu.codes.search import CodeRange
 from retrieval_attn.gpu.codes.table import SharedTables
+from retrieval_attn.index.base import DeviceSearch
 from retrieval_attn.index.device import SPARE_TOKENS
-from retrieval_attn.offload.int8_rows import Int8RowMirror, ask_for_rows
+from retrieval_attn.offload.int8_rows import Int8RowMirror, ask_for_rows, rows_of
 from retrieval_attn.offload.staging import sent
 
 
@@ -80,7 +81,7 @@ def ask_for_rows_of(path: SequenceKV, start: int, stop: int, k: int) -> None:
 
 def coded_pieces(pieces: Sequence[SearchRange]) -> list[SearchRange]:
     """The pieces whose keys may be coded on a device."""
-    return [piece for piece in pieces if piece.indexes and piece.indexes[0].keeps_device_keys]
+    return [piece for piece in pieces if piece.indexes and isinstance(piece.indexes[0], DeviceSearch)]
 
 
 def head_codes(piece: SearchRange, k: int) -> list[CodeRange | None]:
@@ -88,7 +89,7 @@ def head_codes(piece: SearchRange, k: int) -> list[CodeRange | None]:
     stop = piece.high - piece.index_first
     if piece.low != piece.index_first:
         return [None for _ in piece.indexes or ()]
-    found = [index.device_codes(k, stop) for index in piece.indexes or ()]
+    found = [index.device_codes(k, stop) for index in piece.indexes or () if isinstance(index, DeviceSearch)]
     return [None if codes is None else (codes, stop) for codes in found]
 
 
@@ -99,14 +100,6 @@ def new_mass(
     there.
     """
     return ClusterMass(entries, MAX_CLUSTERS, value_dim, MEAN_DTYPE, device, waits=waits, tables=tables)
-
-
-def beside_codes_bytes(paths: Sequence[SequenceKV]) -> int:
-    """Bytes of clusters and int8 rows of paths on devices, without codes; shared ones count once."""
-    shared = {id(path.clusters.shared): path.clusters.shared for path in paths if path.clusters is not None}
-    held = [of for one in shared.values() for of in list(one.on_devices.values())]
-    rows = sum(one.rounded.device_nbytes for one in segments_of(paths) if one.rounded is not None)
-    return rows + sum(clusters.nbytes for of in held for clusters in of.values())
 
 
 class _SegmentClusters:
@@ -154,7 +147,8 @@ def _entries(path: SequenceKV, piece: SearchRange) -> list[ClusterEntry] | None:
     shared, segment = path.clusters.shared, segment_of(path, piece)
     if shared.mean_values is None:
         return None
-    device = piece.indexes[0].device_codes(1, piece.high - piece.index_first).device
+    ((codes, _), *_) = [one for one in head_codes(piece, 1) if one is not None]
+    device = codes.device
     held = shared.on_devices.setdefault(segment, {})
     known: _SegmentClusters | None = held.get(device)
     if known is None or known.first != piece.index_first:
@@ -182,9 +176,10 @@ def reach_entries(path: SequenceKV, one: CodedPieces, least: int) -> list[Gather
     segment, coded_keys = segment_of(path, piece), one.codes[0]
     assert coded_keys is not None
     ask_for_rows(segment, coded_keys[0].device)
-    if not isinstance(segment.rounded, Int8RowMirror) or piece.index_first < segment.rounded.first:
+    rows = rows_of(segment)
+    if not isinstance(rows, Int8RowMirror) or piece.index_first < rows.first:
         return None
-    return segment.rounded.entries(segment, piece.index_first, piece.high, least)
+    return rows.entries(segment, piece.index_first, piece.high, least)
 
 
 def late_pieces(pieces: Sequence[SearchRange]) -> list[SearchRange]:

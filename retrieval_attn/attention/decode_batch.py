@@ -23,6 +23,7 @@ from retrieval_attn.attention.host_attention import retrieved_keys
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.paged_prefix import PrefixPlans
 from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.source import count_cost
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path, plan_paths
 from retrieval_attn.cpu.pool import default_pool
@@ -33,7 +34,6 @@ from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge, sink_log
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.staging import host_format, to_queries
-from retrieval_attn.offload.traffic import LayerStats
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def decode_batch(
         return result, errors
     rows = [one.row for one in asks]
     if len(rows) < len(query):
-        new = new._replace(key=new.key[rows], value=new.value[rows])
+        new = DecodeTokens(query, new.key[rows], new.value[rows], new.spec)
     queries = to_queries(query)[:, :, 0]
     own = np.ascontiguousarray(queries if len(rows) == len(query) else queries[rows])
     own_query = torch.from_numpy(own).unsqueeze(2)
@@ -294,7 +294,7 @@ def _retrieved(
         if found is not None:
             out[group], lse[group] = found.out, found.lse
             for i, cost, rest in zip(group, found.costs, torch.from_numpy(found.rest).split(1), strict=True):
-                _count(asks[i].layer.stats, cost, seconds)
+                count_cost(asks[i].layer.stats, cost, seconds)
                 rests[i] = None if asks[i].host.clusters is None else rest
         for i, answer in zip(group, answers, strict=False):
             if answer is None:
@@ -302,17 +302,8 @@ def _retrieved(
             out[i], lse[i] = answer.out, answer.lse
             if answer.rest is not None:
                 rests[i] = torch.from_numpy(answer.rest).unsqueeze(0)
-            _count(asks[i].layer.stats, answer, seconds)
+            count_cost(asks[i].layer.stats, answer, seconds)
     return Partial(torch.from_numpy(out), torch.from_numpy(lse)), rests
-
-
-def _count(stats: LayerStats, cost: StepCost | HostPartial, seconds: float) -> None:
-    """Add what a row's token cost to the statistics of its layer."""
-    stats.host_seconds += seconds
-    stats.keys_scanned += cost.keys_scanned
-    stats.bytes_read += cost.bytes_read
-    stats.search_seconds += cost.search_seconds
-    stats.attend_seconds += cost.attend_seconds
 
 
 def _answers(

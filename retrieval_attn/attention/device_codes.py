@@ -1,13 +1,15 @@
-"""Retrieved attention over a sequence whose keys have codes on the device, for any number of new tokens.
+"""DeviceCodeSource: retrieved attention over keys that have codes on the device, for any number of new tokens.
 
-The device selects candidates by codes, the host rescores them and attends (`index/device.py`). Queries are processed
-in chunks: while the host works on one, the device searches the next. A chunk has all heads of a layer, and no kernel
-is compiled for a number of queries.
+The device selects candidates by codes (`index/device.py`). Then one of two gathers them, scores them exactly and
+attends: the host (`HostGather`), in chunks of queries, so that the device searches the next chunk meanwhile; or for a
+long question the device (`DeviceGather`), to which the keys and values of the layer are uploaded once, some heads at a
+time. Both attend to the same keys.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +18,9 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.attention.coded_clusters import CodedPieces, new_mass, take_apart
+from retrieval_attn.attention.host_attention import retrieved_keys
+from retrieval_attn.attention.sequence import LayerUploads, stacked
+from retrieval_attn.attention.source import AttentionRequest, AttentionSource, RangeResult, SourceResult, TokenRange
 from retrieval_attn.cpu.pool import Pool, default_pool
 from retrieval_attn.cpu.step.plan import LayerStep, Rest, StepBuffers, StepCost, total_cost
 from retrieval_attn.cpu.step.tables import SearchRange
@@ -23,11 +28,14 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge
 from retrieval_attn.gpu.clusters.mass import ClusterMass, TailPartial, name_with_mass
+from retrieval_attn.gpu.codes.candidates import MAX_SLOTS, Candidates, StoredRows, attend_candidates, slots_for
+from retrieval_attn.gpu.codes.late import LateClusters, attend_late
 from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.index.task.descriptor import METER_WORDS, WORDS
+from retrieval_attn.index.task.tasks import METER_WORDS, WORDS
 from retrieval_attn.offload.staging import pinned
+from retrieval_attn.offload.upload import UploadSpan
 
 MOST_QUERIES = 512
 """Maximum queries of one key-value head in a chunk."""
@@ -37,19 +45,41 @@ MOST_CANDIDATES = 16 << 20
 """Maximum candidates in a chunk."""
 
 
-@dataclass(frozen=True)
-class CodedRange:
-    """Tokens [start, stop) of a sequence's KV cache, with codes of one piece of them on the device.
+GATHERED_PER_UPLOADED = 1.0
+"""Bytes that the host would gather for a question, for each byte of the layer's keys and values, from which on these
+come to the device. Both ways move as many bytes in a second: on one H100 with 16 cores the threads gathered 54 GB/s,
+and 55 GB/s crossed the bus from page-locked memory."""
+MAX_SCANNED = 4096
+"""Newest tokens without codes, all of which are scored, at most: with more, their scores are what takes the time."""
 
-    shape: sizes of the code search. k: keys that each query attends to; if `estimated`, in addition to all
-    candidates.
+
+@dataclass(slots=True, eq=False)
+class CodedRange(TokenRange):
+    """Tokens of which one piece has codes on the device.
+
+    parts: the tokens as a step of the host takes them. shape: sizes of the code search. k: keys that each query
+    attends to; if `estimated`, in addition to all candidates.
     """
 
-    path: SequenceKV
     parts: CodedPieces
     shape: CodeShape
     k: int
     estimated: bool
+
+    @classmethod
+    def of(cls, tokens: TokenRange, k: int, spec: IndexSpec, estimated: bool = False) -> CodedRange | None:
+        """Return tokens with their codes. Returns None if a search for the best k cannot use any, or for codes of
+        several segments.
+
+        spec: of the indexes. estimated: whether keys without attention are estimated.
+        """
+        shape = spec.code_shape(tokens.host.head_dim, k, estimated)
+        if shape is None:
+            return None
+        parts = take_apart(tokens.host, tokens.start, tokens.stop, k)
+        if not any(parts.codes):
+            return None
+        return cls(tokens.host, tokens.rows, tokens.start, tokens.stop, parts, CodeShape(*shape), k, estimated)
 
     @property
     def pieces(self) -> list[SearchRange]:
@@ -61,20 +91,79 @@ class CodedRange:
         """Codes of each key-value head."""
         return self.parts.codes
 
+    @property
+    def scanned_from(self) -> int:
+        """The first token of the path without codes, if these come first."""
+        return self.pieces[0].first + self.pieces[0].high
 
-def coded_range(
-    path: SequenceKV, start: int, stop: int, k: int, spec: IndexSpec, estimated: bool = False
-) -> CodedRange | None:
-    """Return tokens [start, stop) with their codes on the device; None if no search for the best k can use these.
+    def least_positions(self, q_heads: int) -> int:
+        """Return the tokens of a question from which on the device gathers: the host would read more bytes."""
+        path, named = self.host, self.shape.named
+        row_bytes = path.fmt.row_bytes(path.head_dim), path.fmt.row_bytes(path.value_dim)
+        gathered = q_heads * (named * row_bytes[0] + (named if self.estimated else self.k) * row_bytes[1])
+        return max(1, -int(-GATHERED_PER_UPLOADED * self.stop * path.token_bytes // gathered))
 
-    None for codes of several segments, too. spec: of the indexes. estimated: whether keys without attention are
-    estimated.
-    """
-    shape = spec.code_shape(path.head_dim, k, estimated)
-    if shape is None:
-        return None
-    parts = take_apart(path, start, stop, k)
-    return CodedRange(path, parts, CodeShape(*shape), k, estimated) if any(parts.codes) else None
+    def device_gathers(self, queries: Tensor, uploads: LayerUploads) -> bool:
+        """Return whether keys come to the device for queries (q_heads, positions, head_dim): worth it, simple, and with
+        room.
+
+        Simple: one index with codes of every head covers all but the newest tokens, which are few.
+        """
+        q_heads, positions, _ = queries.shape
+        return (
+            queries.is_cuda
+            and positions >= self.least_positions(q_heads)
+            and all(self.codes)
+            and self.pieces[0].indexes is not None  # codes come first
+            and not any(piece.indexes for piece in self.pieces[1:])
+            and self.stop - self.scanned_from <= MAX_SCANNED
+            and slots_for(self.shape.room, self.shape.room if self.estimated else self.k) <= MAX_SLOTS
+            and uploads.reserve(UploadSpan.by_heads(self.host, self.stop))
+        )
+
+
+class DeviceCodeSource(AttentionSource[CodedRange]):
+    """Tokens whose keys have codes on the device, which searches before it attends to the window."""
+
+    retrieves = capturable = uploads = True
+
+    def __init__(self, request: AttentionRequest, ranges: list[CodedRange]) -> None:
+        super().__init__(request, ranges)
+        self._gathers: list[HostGather | DeviceGather] = []
+
+    @classmethod
+    def covers(cls, request: AttentionRequest, tokens: TokenRange) -> CodedRange | None:
+        if request.exact or not request.spec.keeps_device_keys:
+            return None
+        k = retrieved_keys(request.config, tokens.host, tokens.stop - tokens.start)
+        return CodedRange.of(tokens, k, request.spec, request.config.estimates) if isinstance(k, int) else None
+
+    def begin(self, query: Tensor, scoring: Scoring, *, last: bool = True) -> None:
+        super().begin(query, scoring, last=last)
+        self._gathers = [self._gather(one) for one in self.ranges]
+        if not any(isinstance(one, DeviceGather) for one in self._gathers):
+            self.request.held.uploads.clear()  # the layer before may have sent keys ahead
+        self._gathers[0].begin()
+
+    def _gather(self, over: CodedRange) -> HostGather | DeviceGather:
+        # one copy for both: dtype, and the order of rows
+        queries = stacked(self.query, over.rows).to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+        uploads = self.request.held.uploads
+        # rows over several contexts stay on the host: each would wait for the keys of all the others
+        if len(self.ranges) == 1 and over.device_gathers(queries, uploads):
+            return DeviceGather(over, queries, uploads, self.scoring)
+        return HostGather(over, queries, self.scoring)
+
+    def finish(self) -> SourceResult:
+        """Attend to one range after the other, while the device searches the next."""
+        found, costs = [], []
+        for number, (over, gather) in enumerate(zip(self.ranges, self._gathers, strict=True)):
+            for after in self._gathers[number + 1 : number + 2]:
+                after.begin()
+            partial, cost = gather.finish()
+            found.append(RangeResult(over, partial, gather.rest))
+            costs.append(cost)
+        return self.assembled(found, self.ranges[0].host.value_dim, costs[0] if len(costs) == 1 else total_cost(costs))
 
 
 class QuestionShape(NamedTuple):
@@ -106,8 +195,8 @@ class QuestionShape(NamedTuple):
         return max(1, -(-positions // chunks))
 
 
-class DeviceCodeSource:
-    """Attention of queries (q_heads, positions, head_dim) on a device over a `CodedRange`: `begin`, then `finish`.
+class HostGather:
+    """Attention of queries (q_heads, positions, head_dim) on a device to a `CodedRange`, by the host.
 
     rest: after `finish`, the estimated share of the weights, (q_heads, positions) float32 on the device; None
     without clusters.
@@ -115,11 +204,11 @@ class DeviceCodeSource:
 
     rest: Tensor | None = None
 
-    def __init__(self, over: CodedRange, queries: Tensor, *, scale: float, softcap: float | None) -> None:
-        path = over.path
+    def __init__(self, over: CodedRange, queries: Tensor, scoring: Scoring) -> None:
+        path = over.host
         heads = queries.shape[0], path.num_kv_heads, path.head_dim, path.value_dim
         shape = QuestionShape(queries.device, *heads, path.fmt, over.shape)
-        self._over, self._queries, self._scoring = over, queries.float(), Scoring(scale, softcap)
+        self._over, self._queries, self._scoring = over, queries.float(), scoring
         self._pool = default_pool() if path.pool is None else path.pool
         self._shape = shape
         self._rests: list[TailPartial] = []  # of the chunks so far
@@ -176,16 +265,139 @@ class DeviceCodeSource:
     def _run(self, slot: _Slot, positions: int) -> StepCost:
         """Run the host's step of a chunk whose queries and candidates are being copied to `slot`."""
         over, step = self._over, slot.step
-        step.layer = over.path.layer
-        options: dict[str, Any] = {**self._scoring._asdict(), "threads": over.path.threads}
+        step.layer = over.host.layer
+        options: dict[str, Any] = {**self._scoring._asdict(), "threads": over.host.threads}
         options["rest"] = Rest([over.parts.table], over.shape.named if over.estimated else 0)
         if not step.plan([over.pieces], self._shape.q_heads, positions, over.k, **options):
             raise BackendError(
-                f"layer {over.path.layer}: the codes cannot be searched: an index of keys without codes has no "
+                f"layer {over.host.layer}: the codes cannot be searched: an index of keys without codes has no "
                 "compiled search, or its candidates need too much memory; retrieve fewer keys"
             )
         slot.wait()
         return step.run()
+
+
+class DeviceGather:
+    """The same by the device: keys and values are uploaded. The bus moves as many bytes a second as the host gathers.
+
+    Only if `CodedRange.device_gathers`. A question with a query that is not finite takes the host's way, which looks at
+    all keys. rest: None, for which share is estimated is not summed here; on the host's way as there.
+    """
+
+    rest: Tensor | None = None
+
+    def __init__(self, over: CodedRange, queries: Tensor, uploads: LayerUploads, scoring: Scoring) -> None:
+        self._over, self._queries, self._uploads = over, queries.float().contiguous(), uploads
+        self._scoring = scoring
+        self._rest: TailPartial | None = None  # of the turn whose keys were named
+        q_heads, positions, _ = queries.shape
+        at_once = max(1, MOST_CANDIDATES // (q_heads * over.shape.room))
+        turns = -(-positions // at_once)
+        size = max(1, -(-positions // max(1, turns)))
+        self._turns = [slice(at, min(at + size, positions)) for at in range(0, positions, size)]
+        self._ids: Tensor | None = None
+
+    def begin(self) -> None:
+        """Let the device name keys for the first queries: it needs no keys for that."""
+        if self._ids is None and self._turns:
+            self._ids = self._name(self._turns[0])
+
+    def finish(self) -> tuple[Partial, StepCost]:
+        """out (q_heads, positions, value_dim) and lse (q_heads, positions), float32 on the device, and the cost.
+
+        Works of the device may be under way still; its seconds are those until the last was launched.
+        """
+        q_heads, positions, _ = self._queries.shape
+        out = self._queries.new_empty(q_heads, positions, self._over.host.value_dim)
+        lse = self._queries.new_empty(q_heads, positions)
+        self.begin()
+        costs = []
+        for number, part in enumerate(self._turns):
+            began = time.perf_counter()
+            ids = self._name(part) if self._ids is None else self._ids
+            self._ids = None
+            # waits for the names while keys cross; what comes behind is launched without waiting
+            lost, named = torch.stack([(ids[:, self._needed - 1] < 0).sum(), (ids >= 0).sum()]).tolist()
+            if lost:
+                self._uploads.clear()
+                part_of_host = HostGather(self._over, self._queries, self._scoring)
+                found = part_of_host.finish()
+                self.rest = part_of_host.rest
+                return found
+            searched = time.perf_counter()
+            with on_device(ids.device):
+                self._attend(part, ids, number == len(self._turns) - 1, Partial(out, lse))
+            scanned = q_heads * (part.stop - part.start) * (self._over.stop - self._over.scanned_from)
+            seconds = searched - began, time.perf_counter() - searched
+            costs.append(StepCost(*seconds, int(named) + scanned, self._over.stop * self._over.host.token_bytes))
+        return Partial(out, lse), total_cost(costs)
+
+    @property
+    def _needed(self) -> int:
+        """Keys that are named for every query that is finite."""
+        codes = self._over.pieces[0]
+        return min(self._over.shape.named, codes.high - codes.index_first)
+
+    def _name(self, part: slice) -> Tensor:
+        """Ids (q_heads * positions, room) int32 for queries of some positions."""
+        queries, path = self._queries[:, part].flatten(0, 1), self._over.host
+        search = QuestionSearch(path.num_kv_heads, len(queries) // path.num_kv_heads, self._over.shape, queries.device)
+        mass = new_mass(path.num_kv_heads, path.value_dim, queries.device, waits=False)
+        with on_device(queries.device):
+            search.bind(self._over.codes)
+            if self._over.parts.entries is not None:
+                mass.bind(self._over.parts.entries)
+            ids, self._rest = name_and_estimate(search, mass, queries, self._scoring)
+        return ids
+
+    def _attend(self, part: slice, ids: Tensor, last: bool, into: Partial) -> None:
+        """Queries of some positions over all heads, as these come."""
+        path, stop = self._over.host, self._over.stop
+        group = len(self._queries) // path.num_kv_heads
+        queries = self._queries[:, part].contiguous()
+        positions = queries.shape[1]
+        members = group * positions
+        ids = ids.view(path.num_kv_heads, members, -1)
+        rest = None if self._rest is None else joined([self._rest], len(self._queries))
+
+        def cut(host: SequenceKV) -> UploadSpan:
+            return UploadSpan.by_heads(host, min(stop, len(host)))
+
+        first = 0
+        for _, key, value in self._uploads.walk([cut(path)], None, last=last, cut=cut):
+            heads = slice(first, first + key.shape[1])
+            of = slice(group * heads.start, group * heads.stop)
+            asked = queries[of].view(key.shape[1], members, -1)
+            parts = self._answer(asked, StoredRows(key[0], value[0]), ids[heads].flatten(0, 1), heads)
+            own = [Partial(one.out.view(-1, positions, path.value_dim), one.lse.view(-1, positions)) for one in parts]
+            if rest is not None:
+                own.append(Partial(rest.out[of], rest.lse[of]))
+            found = merged(*own)
+            into.out[of, part], into.lse[of, part] = found.out, found.lse
+            first = heads.stop
+
+    def _answer(self, asked: Tensor, rows: StoredRows, ids: Tensor, heads: slice) -> list[Partial]:
+        """Partials of asked (heads, members, head_dim) over rows of these heads: (heads, members, ...) each."""
+        over, codes = self._over, self._over.pieces[0]
+        first, scanned_from = codes.first + codes.index_first, over.scanned_from
+        if not over.estimated:
+            return [attend_candidates(asked, rows, Candidates(ids, first, scanned_from, over.k), *self._scoring)]
+        # all that were named, and of those without codes the best, as the host does it
+        named = attend_candidates(asked, rows, Candidates(ids, first, rows.keys.shape[1], ids.shape[1]), *self._scoring)
+        late = StoredRows(rows.keys[:, scanned_from:], rows.values[:, scanned_from:])
+        if not late.keys.shape[1]:
+            return [named]
+        return [named, attend_late(asked, late, over.k, self._late_clusters(heads), *self._scoring)]
+
+    def _late_clusters(self, heads: slice) -> LateClusters | None:
+        """The clusters of the tokens without codes, of these heads; None where these are left out."""
+        table, pieces = self._over.parts.table, self._over.pieces[1:]
+        if table is None:
+            return None
+        members = [piece.members[heads, piece.low : piece.high] for piece in pieces if piece.members is not None]
+        device = self._queries.device
+        numbers = torch.from_numpy(np.concatenate(members, axis=1).astype(np.int64)).to(device)
+        return LateClusters(numbers, torch.from_numpy(table.means[heads]).to(device))
 
 
 class _Slot:

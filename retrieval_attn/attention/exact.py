@@ -1,75 +1,241 @@
-"""Exact attention of new tokens over one layer: prefill, and turns that are appended exactly.
+"""Exact attention: new tokens of a layer attend to every earlier token. Prefill, and turns that are appended exactly.
 
-A pass holds one layer's new keys on the device. Chunk by chunk, the queries attend to the past (all visible, see
-`attention/prior_kv.py`) and to the new keys up to their own (causal); the two parts merge by log-sum-exp.
+`ExactPass` holds one layer's new keys on the device. Chunk by chunk, the queries attend to the tokens before the pass,
+by the sources of a plan, and to the new ones up to their own (causal). After the last chunk, the tokens go to the
+window, to the host and into the index. `WindowSource`, `PagedSource` and `UploadSource` attend to every key of their
+ranges; the first two also serve steps with retrieval.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import functools
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import NamedTuple
 
-from retrieval_attn.attention.prior_kv import PriorKV
+import torch
+from torch import Tensor, nn
+
+from retrieval_attn.attention.layer_kv import LayerKV, PassTokens
+from retrieval_attn.attention.sequence import Cutter, rows_by_path, stacked, unstacked
+from retrieval_attn.attention.source import AttentionRequest, AttentionSource, SourcePlan, SourceResult, TokenRange
+from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
+from retrieval_attn.cpu.segment import PathPart
+from retrieval_attn.cpu.store import COPIED_TOKENS, SequenceKV, indexed_from
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.flash import attend
-from retrieval_attn.gpu.attention.merge import Partial, empty_partial, merge
-from retrieval_attn.model.padding import join
+from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge
+from retrieval_attn.gpu.attention.window import sinks_of
+from retrieval_attn.offload.build import SampledAttention
+from retrieval_attn.offload.clusters import drifted
+from retrieval_attn.offload.queries import TrainingQueries
+from retrieval_attn.offload.staging import TORCH_DTYPE
+from retrieval_attn.offload.upload import UploadSpan
+from retrieval_attn.offload.work import HostWork
+
+QUERIES_AT_ONCE = 8192
+"""Tokens of several rows that attend to a block together: more would need more memory than a chunk of a prompt."""
+
+
+class WindowSource(AttentionSource[TokenRange]):
+    """Sinks and recent tokens on the device.
+
+    An exact pass reads them from the host like all other tokens, except sinks before forgotten tokens: only the window
+    has their keys at the new positions.
+    """
+
+    batched = capturable = True
+
+    def __init__(self, request: AttentionRequest, ranges: list[TokenRange]) -> None:
+        super().__init__(request, ranges)
+        sinks = sinks_of(request.held.window) if request.exact else ()
+        self._sinks = [part.clone() for part in sinks]
+
+    @classmethod
+    def covers(cls, request: AttentionRequest, tokens: TokenRange) -> TokenRange | None:
+        if request.exact:
+            return tokens if tokens.stop <= request.held.batch.forgotten.start else None
+        found = request.held.in_window(tokens.rows[0], tokens.start, tokens.stop)
+        return None if found is None else tokens.cut(*found)
+
+    def finish(self) -> SourceResult:
+        scale, softcap = self.scoring
+        if self.request.exact:
+            return SourceResult(attend(self.query, *self._sinks, scale=scale, softcap=softcap))
+        return SourceResult(self.request.held.window.attend(self.query, scale=scale, softcap=softcap))
+
+
+class PagedSource(AttentionSource[TokenRange]):
+    """The first tokens, in GPU pages (`attention/paged_prefix.py`): for all rows of the batch the same ones."""
+
+    batched = capturable = True
+
+    def __init__(self, request: AttentionRequest, ranges: list[TokenRange]) -> None:
+        super().__init__(request, ranges)
+        assert request.held.batch.exact is not None
+        self._prefix = request.held.batch.exact
+
+    @classmethod
+    def covers(cls, request: AttentionRequest, tokens: TokenRange) -> TokenRange | None:
+        exact = request.held.batch.exact
+        if exact is None or tokens.start >= exact.tokens:
+            return None
+        return tokens.cut(tokens.start, min(tokens.stop, exact.tokens))
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Identity of the tokens in pages: equal for the same pages."""
+        return tuple(map(id, self._prefix.spans))
+
+    def finish(self) -> SourceResult:
+        given = self.request.paged
+        if given is None:
+            given = self._prefix.attend(self.request.held.number, self.query, self.scoring)
+        return SourceResult(given)
+
+
+class UploadSource(AttentionSource[TokenRange]):
+    """Tokens on the host, for an exact pass: keys come to the device block by block (`offload/upload.py`).
+
+    A block is attended to by all rows that share its sequence, and the partials of the blocks merge. The keys of one
+    row that are all in its window, with the bits of the host, are read there.
+    """
+
+    uploads = True
+
+    def __init__(self, request: AttentionRequest, ranges: list[TokenRange]) -> None:
+        super().__init__(request, ranges)
+        held, window = request.held, request.held.window
+        self._tail = window.tail()
+        self._start = ranges[0].start
+        self._cut = functools.partial(UploadSpan.of, start=self._start)
+        self._spans = [(UploadSpan.of(one.host, one.stop, one.start), one.rows) for one in ranges]
+        used = slice(*window.span)
+        near = tuple(part[:, :, used] for part in window.buffers)
+        is_near = len(ranges) == window.batch == 1 and not held.batch.forgotten.tokens and window.valid is None
+        is_near = is_near and window.sink_len + window.tail_len == held.columns - self._start
+        self._near = near if is_near and near[0].dtype == TORCH_DTYPE[held.fmt] else None
+
+    @classmethod
+    def covers(cls, request: AttentionRequest, tokens: TokenRange) -> TokenRange | None:
+        return tokens if request.exact else None
+
+    def finish(self) -> SourceResult:
+        query = self.query
+        at_once = max(1, QUERIES_AT_ONCE // query.shape[2])
+        groups = [
+            (one, rows[start : start + at_once]) for one, rows in self._spans for start in range(0, len(rows), at_once)
+        ]
+        asked = [(one, stacked(query, rows)[None]) for one, rows in groups]
+        found = self._walk(asked, self.scoring, self._cut, last=self.last)
+        if len(query) == 1:
+            return SourceResult(found[0] if len(found) == 1 else merge(found))
+        whole = empty_partial(query, self._tail[1].shape[3])
+        for done, (_, rows) in zip(found, groups, strict=True):
+            whole.out[rows] = unstacked(done.out[0], len(rows))
+            whole.lse[rows] = unstacked(done.lse[0], len(rows))
+        return SourceResult(whole)
+
+    def attend_spans(self, asked: Items[tuple[tuple[int, int], Tensor]], scoring: Scoring) -> list[Partial]:
+        """Return the attention of queries (1, q_heads, n, head_dim) to tokens [start, stop) of the one row.
+
+        No later queries of this pass follow: the next layer's keys, of the first span, are uploaded ahead.
+        """
+        [(whole, _)] = self._spans
+        cuts = [functools.partial(UploadSpan.of, stop=stop, start=start) for (start, stop), _ in asked]
+        spans = [(cut(whole.host), query) for cut, (_, query) in zip(cuts, asked, strict=True)]
+        return self._walk(spans, scoring, cuts[0], last=True)
+
+    def _walk(
+        self, asked: Items[tuple[UploadSpan, Tensor]], scoring: Scoring, cut: Cutter, *, last: bool
+    ) -> list[Partial]:
+        """Attend with each query (1, q_heads, n, head_dim) to its span, block by block."""
+        scale, softcap = scoring
+        uploads = self.request.held.uploads
+        if self._near is not None:  # a prompt of two parts, a short chat: nothing need come from the host
+            uploads.clear()
+            key, value = self._near
+            spans = [(query, slice(one.start - self._start, one.stop - self._start)) for one, query in asked]
+            return [
+                attend(query, key[:, :, span], value[:, :, span], scale=scale, softcap=softcap) for query, span in spans
+            ]
+        found: list[Partial | None] = [None] * len(asked)
+        for number, key, value in uploads.walk([one for one, _ in asked], self._tail[0].dtype, last=last, cut=cut):
+            part = attend(asked[number][1], key, value, scale=scale, softcap=softcap)
+            before = found[number]
+            found[number] = part if before is None else merge([before, part])
+        assert all(part is not None for part in found), "a span has tokens"
+        return [part for part in found if part is not None]
+
+    @property
+    def parts(self) -> list[PathPart]:
+        """The one row's tokens on the host, in order."""
+        return [part for one, _ in self._spans for part in one.host.parts(one.start, one.stop)]
+
+
+DRIFT_SHARE = 8
+"""Clusters are rebuilt if a turn adds at least 1/N of the clustered tokens."""
+METRIC_QUERIES = 256
+"""Queries of each head in whose metric clusters are made, and of which some tell what keys usually weigh."""
+
+
+class PassMark(NamedTuple):
+    """How far a pass was."""
+
+    new: tuple[int, Tensor | None]
+    sampled: tuple[int, ...]
 
 
 class ExactPass:
-    """New tokens of one layer attending exactly to the layer's past and to themselves, chunk by chunk."""
+    """A pass of one layer. new: its tokens. plan: the sources of all tokens before them."""
 
-    def __init__(self, total: int, past: PriorKV) -> None:
-        self.total = total
-        self.filled = 0
-        self.valid: Tensor | None = None  # (batch, filled) CPU bool, None = all real
-        self.past = past
-        self._new: tuple[Tensor, Tensor] | None = None
+    def __init__(self, plan: SourcePlan, total: int) -> None:
+        """Begin a pass of `total` tokens. plan: of an exact request."""
+        request = plan.request
+        held, spec, config = request.held, request.spec, request.config
+        self.new, self.plan = PassTokens(held, total), plan
+        self._held, self._budgets = held, config.retrieve == "auto"
+        self._scoring = Scoring(1.0)
+        self._first = held.columns == 0
+        count = spec.training_queries(total)
+        # else no query is ever asked for
+        anew = held.retrieves_after(total) and (self._first or _needs_new_index(held, total))
+        self._sample = TrainingQueries(total, count) if spec.trains and anew else None
+        # of its own: clusters are the same whatever the index trains on
+        self._metric_sample = TrainingQueries(total, METRIC_QUERIES) if config.estimates and anew else None
 
-    @property
-    def new(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the pass, (batch, kv_heads, total, dim). Raises CacheMismatchError before the first."""
-        if self._new is None:
-            raise CacheMismatchError(f"A pass announced {self.total} tokens and brought none.")
-        return self._new
-
-    def step(
-        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float, softcap: float | None
-    ) -> Partial:
-        """Attend one chunk; key and value are the chunk's own, valid (batch, chunk) its real tokens."""
-        start = self.filled
-        self.take(key, value, valid)
-        return self.answer(query, start, scale, softcap)
-
-    def take(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-        """Store one chunk; see `step`."""
-        batch, count = key.shape[0], key.shape[2]
-        start = self.filled
-        self._store(key, value, start)
-        self.valid = join(self.valid, start, valid, count, batch)
-        self.filled += count
-
-    def answer(self, query: Tensor, start: int, scale: float, softcap: float | None) -> Partial:
-        """Attend with the queries of the newest chunk, which began at token `start` of the pass and is stored."""
-        key, value = (tensor[:, :, : self.filled] for tensor in self.new)
-        own = self._own(query, key, value, start, scale, softcap)
-        if self.past.empty:
+    def step(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scoring: Scoring) -> Partial:
+        """Store a chunk and attend with its queries; valid (batch, chunk) its real tokens."""
+        start = self.new.filled
+        self.take(query, key, value, valid, scoring)
+        own = self._attend_new(query, start)
+        if not self.plan.sources:
             return own
-        past = self.past.attend(query, value.shape[3], scale, softcap, last=self.filled == self.total)
-        if self.valid is not None:  # a query that is no token sees nothing
-            here = self.valid[:, None, start : self.filled].to(query.device)
-            past = Partial(past.out.where(here[..., None], 0.0), past.lse.where(here, -torch.inf))
-        return merge([past, own])
+        new = self.new
+        past = [one.partial for one in self.plan.attend(query, scoring, last=new.filled == new.total)]
+        if new.valid is not None:  # a query that is no token sees nothing
+            here = new.valid[:, None, start : new.filled].to(query.device)
+            whole = merge(past)
+            past = [Partial(whole.out.where(here[..., None], 0.0), whole.lse.where(here, -torch.inf))]
+        return merge([*past, own])
 
-    def _own(
-        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, softcap: float | None
-    ) -> Partial:
-        """A chunk's queries over the pass's keys up to their own (batch, kv_heads, filled, dim)."""
-        if self.valid is None:
+    def take(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scoring: Scoring) -> None:
+        """Store a chunk and sample its queries, without attention."""
+        for sample in (self._sample, self._metric_sample):
+            if sample is not None:
+                sample.take(query, self.new.filled)
+        self._scoring = scoring
+        self.new.take(key, value, valid)
+
+    def _attend_new(self, query: Tensor, start: int) -> Partial:
+        """Attend with the queries of the newest chunk, from token `start` on, to the pass's keys up to their own."""
+        new, (scale, softcap) = self.new, self._scoring
+        key, value = (tensor[:, :, : new.filled] for tensor in new.new)
+        if new.valid is None:
             return attend(query, key, value, scale=scale, causal=True, softcap=softcap)
         whole = empty_partial(query, value.shape[3])
         for row in range(len(query)):
-            here, real = self._real(row, start, self.filled), self._real(row, 0, self.filled)
+            here, real = new.real(row, start, new.filled), new.real(row, 0, new.filled)
             one = slice(row, row + 1)
             own = (key[one][:, :, real], value[one][:, :, real])
             part = attend(query[one][:, :, here], *own, scale=scale, causal=True, softcap=softcap)
@@ -77,54 +243,91 @@ class ExactPass:
             whole.lse[one, :, here] = part.lse
         return whole
 
-    def keys_of(self, row: int) -> Tensor:
-        """All real keys of a row, past and new: (kv_heads, tokens, head_dim) on the device. May be a view."""
-        return self._of(row, 0)
+    def host_work(self, make: Callable[..., HostWork] = HostWork) -> HostWork:
+        """Return the work, not started, of copying the pass to the host. Raises CacheMismatchError without all tokens.
 
-    def values_of(self, row: int) -> Tensor:
-        """The same of values."""
-        return self._of(row, 1)
+        make: takes what `HostWork` takes.
+        """
+        new = self.new
+        if new.filled != new.total:
+            raise CacheMismatchError(f"A pass announced {new.total} tokens and brought {new.filled}.")
+        return self._held.host_work(*new.new, new.valid, make)
 
-    def new_of(self, row: int, which: int) -> Tensor:
-        """The real new keys (which 0) or values (1) of a row (kv_heads, tokens, dim)."""
-        return self.new[which][row][:, self._real(row, 0, self.filled)]
+    def finish(self, work: HostWork, model: nn.Module | None, module: nn.Module | None) -> None:
+        """Store the pass in host memory, window, sinks and index by `work`, which continues while a GPU computes.
 
-    def _of(self, row: int, which: int) -> Tensor:
-        new = self.new_of(row, which)
-        past = self.past.rows_of(row, which)
-        return new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
+        model, module: the model and its attention layer, as far as they are known: they move training queries.
+        """
+        held, new = self._held, self.new
+        work.start_copy()
+        held.take_pass(new, work)
+        for host, (row, *_) in rows_by_path(held.hosts):
+            start, stop = held.ranges[row]
+            if stop <= start:
+                continue
+            if not self._first and 2 * indexed_from(host, start) >= stop - start:
+                work.extend(host, stop)
+                turn = new.new_of(row, 0)
+                if DRIFT_SHARE * turn.shape[1] >= stop - start and drifted(host, turn):
+                    self._cluster(work, host, (start, stop), self._moved(self._metric_sample, model, module, row), row)
+                else:
+                    work.clusters.extend(host, (start, stop))
+                continue
+            where = model, module, row
+            if self._metric_sample is not None:
+                queries = self._moved(self._metric_sample, *where)
+                self._cluster(work, host, (start, stop), queries, row)
+                if self._budgets and queries is not None and queries.shape[1]:
+                    work.budgets.add(host, (start, stop), self._sampled_attention(queries, row))
+            work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(new.rows_of, row, 0))
+        work.shares = [one.turn for one in (self._sample, self._metric_sample) if one is not None]
+        work.start_build()
 
-    def first_of(self, row: int, count: int) -> tuple[Tensor, Tensor]:
-        """The first `count` real new tokens of a row: keys and values (kv_heads, count, dim)."""
-        key, value = self.new
-        if self.valid is None:
-            return key[row, :, :count], value[row, :, :count]
-        first = self.valid[row].nonzero().squeeze(1)[:count].to(key.device)
-        return key[row][:, first], value[row][:, first]
+    def _cluster(
+        self, work: HostWork, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, row: int
+    ) -> None:
+        """All tokens of span get clusters, past ones and new ones. queries: in whose metric."""
+        keys, values = self.new.rows_of(row, 0), self.new.rows_of(row, 1)
+        work.clusters.add(host, span, (keys[:, slice(*span)], values[:, slice(*span)]), queries, *self._scoring)
 
-    def mark(self) -> tuple[int, Tensor | None]:
+    def _sampled_attention(self, queries: Tensor, row: int) -> SampledAttention:
+        """Some of a row's queries (q_heads, m, head_dim), each as the next token's, over sinks and window."""
+        window, (scale, softcap) = self._held.window, self._scoring
+        places = torch.linspace(0, queries.shape[1] - 1, min(SAMPLED_QUERIES, queries.shape[1]), device=queries.device)
+        chosen = queries[:, places.long()]
+        asked = chosen.to(window.buffers[0].dtype).expand(len(self._held.hosts), *chosen.shape)
+        # one by one: queries of one call would see only the tokens up to their own
+        parts = [window.attend(one, scale=scale, softcap=softcap) for one in asked.split(1, dim=2)]
+        out, lse = (torch.cat([part[field][row] for part in parts], dim=1) for field in (0, 1))
+        return SampledAttention(chosen, out, lse, scale, softcap)
+
+    def _moved(
+        self, sample: TrainingQueries | None, model: nn.Module | None, module: nn.Module | None, row: int
+    ) -> Tensor | None:
+        """A sample of one row where decoding will happen, see `TrainingQueries.on_device`; None without a sample."""
+        if sample is None or module is None:
+            return None
+        valid = self.new.valid
+        return sample.on_device(model, module, row, None if valid is None else valid[row])
+
+    def mark(self) -> PassMark:
         """Return the state that `restore` needs to undo later chunks."""
-        return self.filled, self.valid
+        samples = tuple(0 if one is None else one.mark() for one in (self._sample, self._metric_sample))
+        return PassMark(self.new.mark(), samples)
 
-    def restore(self, mark: tuple[int, Tensor | None]) -> None:
-        """Restore the state of `mark`; the next chunk overwrites the rows after it."""
-        self.filled, self.valid = mark
+    def restore(self, mark: PassMark) -> None:
+        """Restore the state of `mark`."""
+        self.new.restore(mark.new)
+        for sample, sampled in zip((self._sample, self._metric_sample), mark.sampled, strict=True):
+            if sample is not None:
+                sample.restore(sampled)
 
-    def _store(self, key: Tensor, value: Tensor, start: int) -> None:
-        count = key.shape[2]
-        if start == 0 and count == self.total:
-            self._new = key, value
-            return
-        if start + count > self.total:
-            raise CacheMismatchError(f"A pass announced {self.total} tokens and brought {start + count}.")
-        if self._new is None:
-            shapes = ((*tensor.shape[:2], self.total, tensor.shape[3]) for tensor in (key, value))
-            self._new = key.new_empty(next(shapes)), value.new_empty(next(shapes))
-        for held, tensor in zip(self._new, (key, value), strict=True):
-            held[:, :, start : start + count] = tensor
 
-    def _real(self, row: int, start: int, stop: int) -> Tensor | slice:
-        """Index of a row's real tokens among new columns [start, stop), relative to `start`."""
-        if self.valid is None:
-            return slice(None)
-        return self.valid[row, start:stop].nonzero().squeeze(1).to(self.new[0].device)
+def _needs_new_index(held: LayerKV, total: int) -> bool:
+    """Return whether `total` more tokens may need a new index or new clusters of any row, see `ExactPass.finish`."""
+    for host, (row, *_) in rows_by_path(held.hosts):
+        start, stop = held.ranges[row]
+        indexed = indexed_from(host, start) - COPIED_TOKENS  # a short last segment may be copied, without its index
+        if 2 * indexed < held.columns + total - start or DRIFT_SHARE * total >= stop - start:
+            return True
+    return False

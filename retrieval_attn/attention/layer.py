@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from retrieval_attn.attention.sequence import Batch
-from retrieval_attn.attention.tail_mass import TailMass
+from retrieval_attn.attention.source import TailMass, TokenRange
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError, InputDataError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.window import WindowCache
@@ -141,16 +140,7 @@ class HandleLayer(CacheLayerMixin, AttendingLayer):
 
 
 class GraphHook(Protocol):
-    """A layer's place in a captured decode step (`runner/graph/binding.py`), while a cache is bound to it."""
-
-    @property
-    def recording(self) -> bool:
-        """Whether a step is being recorded: attention then goes through `attend`."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """Record, in place of `CacheLayer.attend`, the attention of one new token per row."""
+    """A layer's place in a captured decode step (`runner/graph_slot.py`), while a cache is bound to it."""
 
     def sync(self) -> None:
         """Tell the cache's windows of the tokens that replays have appended behind their backs."""
@@ -160,15 +150,6 @@ class GraphHook(Protocol):
 
     def invalidate(self) -> None:
         """`sync`, and check the cache again before the next replay: other code is about to change it."""
-
-
-class PathRows(NamedTuple):
-    """A path in host memory and the rows of a batch that share it: tokens [start, stop) are candidates."""
-
-    host: SequenceKV
-    rows: list[int]
-    start: int
-    stop: int
 
 
 class RetrievedParts(NamedTuple):
@@ -182,7 +163,7 @@ class RetrievedParts(NamedTuple):
     static: Partial
     retrieved: Partial | None
     estimated: Tensor | None
-    candidates: list[PathRows]
+    candidates: list[TokenRange]
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,8 +215,11 @@ class CacheLayer(HandleLayer):
 
     def invalidate_graph(self) -> None:
         """`sync_graph` before a change that a captured graph does not know of."""
-        if self.graph is not None and not self.graph.recording:
+        if self.graph is not None:
             self.graph.invalidate()
+
+    def require_capturable(self) -> None:
+        """Raise CaptureError if a captured step could not compute this layer's attention."""
 
     # -- passes -------------------------------------------------------------------------------------
 
@@ -319,8 +303,6 @@ class CacheLayer(HandleLayer):
         """
         self.invalidate_graph()
         key, value = self._take(module, query, spec)
-        if self.graph is not None and self.graph.recording:
-            return self.graph.attend(query, key, value, scale, softcap, sink_logits)
         part = self._attend(query, key, value, spec, scale, softcap)
         if sink_logits is not None:
             part = merge([part, sink_logit_partial(sink_logits, query, value.shape[3])])

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.attention.exact import ExactPass
-from retrieval_attn.attention.layer_uploads import LayerUploads
 from retrieval_attn.attention.paged_prefix import PagedLayers, PagedSpan
-from retrieval_attn.attention.prior_kv import PriorKV
-from retrieval_attn.attention.sequence import Batch, Forgotten, retrieval_start, rows_by_path
+from retrieval_attn.attention.sequence import Batch, Forgotten, LayerUploads, retrieval_start, rows_by_path
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
+from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
 from retrieval_attn.index.base import MAX_KEYS
+from retrieval_attn.index.flat import FULL_ROOM, kept_tokens
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.full import FULL_ROOM, kept_tokens
-from retrieval_attn.index.signals import uninterrupted
+from retrieval_attn.index.threads import uninterrupted
+from retrieval_attn.model.padding import join
 from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.offload.staging import host_format, to_device
 from retrieval_attn.offload.traffic import LayerStats
@@ -68,6 +67,87 @@ GENERATION_ROOM = 16384
 """Tokens a sequence may gain after its prompt before its host memory continues in a second segment."""
 
 
+class PassTokens:
+    """Keys and values of a pass of one layer, which come chunk by chunk. total: of all chunks; filled: so far.
+
+    valid: (batch, filled) CPU bool, True for real tokens; None: all are.
+    """
+
+    def __init__(self, held: LayerKV, total: int) -> None:
+        """held: tokens before the pass, all of them on the host."""
+        self.total = total
+        self._before = [(host, len(host)) for host in held.hosts]
+        self._like = held.window.tail()[0]
+        self.filled = 0
+        self.valid: Tensor | None = None
+        self._new: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def new(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the pass, (batch, kv_heads, total, dim). Raises CacheMismatchError before the first."""
+        if self._new is None:
+            raise CacheMismatchError(f"A pass announced {self.total} tokens and brought none.")
+        return self._new
+
+    def take(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Store a chunk: key and value (batch, kv_heads, chunk, dim), valid (batch, chunk) its real tokens."""
+        batch, count = key.shape[0], key.shape[2]
+        start = self.filled
+        self._store(key, value, start)
+        self.valid = join(self.valid, start, valid, count, batch)
+        self.filled += count
+
+    def new_of(self, row: int, which: int) -> Tensor:
+        """The real new keys (which 0) or values (1) of a row (kv_heads, tokens, dim)."""
+        return self.new[which][row][:, self.real(row, 0, self.filled)]
+
+    def rows_of(self, row: int, which: int) -> Tensor:
+        """Return the real keys (which 0) or values (1) of a row, earlier and new: (kv_heads, tokens, dim).
+
+        May be a view. Forgotten tokens, and sinks before them, are as they are stored; tokens in pages are undefined.
+        """
+        new, (host, before) = self.new_of(row, which), self._before[row]
+        if not before:
+            return new
+        earlier = to_device(host.read(0, before)[which], host.fmt, self._like)
+        return torch.cat([earlier.to(new.dtype), new], dim=1)
+
+    def first_of(self, row: int, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` real new tokens of a row: keys and values (kv_heads, count, dim)."""
+        key, value = self.new
+        if self.valid is None:
+            return key[row, :, :count], value[row, :, :count]
+        first = self.valid[row].nonzero().squeeze(1)[:count].to(key.device)
+        return key[row][:, first], value[row][:, first]
+
+    def mark(self) -> tuple[int, Tensor | None]:
+        """Return the state that `restore` needs to undo later chunks."""
+        return self.filled, self.valid
+
+    def restore(self, mark: tuple[int, Tensor | None]) -> None:
+        """Restore the state of `mark`; the next chunk overwrites the rows after it."""
+        self.filled, self.valid = mark
+
+    def real(self, row: int, start: int, stop: int) -> Tensor | slice:
+        """Index of a row's real tokens among new columns [start, stop), relative to `start`."""
+        if self.valid is None:
+            return slice(None)
+        return self.valid[row, start:stop].nonzero().squeeze(1).to(self.new[0].device)
+
+    def _store(self, key: Tensor, value: Tensor, start: int) -> None:
+        count = key.shape[2]
+        if start == 0 and count == self.total:
+            self._new = key, value
+            return
+        if start + count > self.total:
+            raise CacheMismatchError(f"A pass announced {self.total} tokens and brought {start + count}.")
+        if self._new is None:
+            shapes = ((*tensor.shape[:2], self.total, tensor.shape[3]) for tensor in (key, value))
+            self._new = key.new_empty(next(shapes)), value.new_empty(next(shapes))
+        for held, tensor in zip(self._new, (key, value), strict=True):
+            held[:, :, start : start + count] = tensor
+
+
 class LayerKV:
     """Tokens of one layer. Made when the first ones come: their shapes, dtypes and device are known then.
 
@@ -79,7 +159,7 @@ class LayerKV:
         self, config: Config, batch: Batch, number: int, stats: LayerStats, key: Tensor, value: Tensor
     ) -> None:
         """Nothing held yet. key (batch, kv_heads, *, head_dim), value: what tokens of this layer look like."""
-        self._config, self._batch, self._number, self._stats = config, batch, number, stats
+        self._config, self.batch, self.number, self.stats = config, batch, number, stats
         self.fmt = host_format(config.host_dtype, key.dtype)
         self.window, self._size = _new_window(config, key, value), TailSize.of(config)
         self.tail_start = self.host_columns = 0
@@ -101,14 +181,19 @@ class LayerKV:
         return self.window.buffers[0].device
 
     @property
+    def uploads(self) -> LayerUploads:
+        """Uploads of its keys and values to its device."""
+        return LayerUploads(self.batch, self.number, self.device)
+
+    @property
     def hosts(self) -> list[SequenceKV]:
         """The path of each row; rows that share one have the same object."""
-        return self._batch.hosts(self._number)
+        return self.batch.hosts(self.number)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Per row, the tokens of its host path that retrieval covers: those between sinks and tail, not forgotten."""
-        start = retrieval_start(self._batch)
+        start = retrieval_start(self.batch)
         starts = [start] * len(self._sinks) if start else self._sinks
         return list(zip(starts, self._retrieve_stops, strict=True))
 
@@ -132,7 +217,7 @@ class LayerKV:
         gets the whole tail, too; otherwise only what it needs now, and the caller does the rest later: `prepare_spill`.
         """
         moved = max(0, self.window.tail_len - self._size.kept)
-        self._batch.spilled |= moved > 0
+        self.batch.spilled |= moved > 0
         if flush or self.host_columns < self.tail_start + moved:
             self.flush()
         self._drop_oldest(moved)
@@ -149,7 +234,7 @@ class LayerKV:
         behind = self.columns - self.host_columns
         if behind:
             key, value = self.window.tail()
-            valid = self._batch.padding(self.host_columns, self.columns)
+            valid = self.batch.padding(self.host_columns, self.columns)
             work = self.host_work(key[:, :, -behind:], value[:, :, -behind:], valid)
             with uninterrupted():  # or the next time the host would get them twice
                 work.copy_now()
@@ -159,15 +244,15 @@ class LayerKV:
         self, key: Tensor, value: Tensor, valid: Tensor | None, make: Callable[..., HostWork] = HostWork
     ) -> HostWork:
         """New columns (batch, kv_heads, new, dim) that are to go to each row's path; shared paths split first."""
-        work = make(self._number, self.fmt, self._config.threads, self._stats, (key, value))
-        for row, host in enumerate(self._batch.writable(self._number)):
+        work = make(self.number, self.fmt, self._config.threads, self.stats, (key, value))
+        for row, host in enumerate(self.batch.writable(self.number)):
             if len(host) == 0:
                 # address space only; memory is taken as tokens come
                 host.reserve(key.shape[2] + key.shape[2] // 2 + GENERATION_ROOM, sure=key.shape[2])
             work.append(row, host, None if valid is None else valid[row].numpy())
         return work
 
-    def take_pass(self, done: ExactPass, work: HostWork) -> None:
+    def take_pass(self, done: PassTokens, work: HostWork) -> None:
         """The tokens of a pass are on their way to the host by `work`: put the last of them into the window."""
         first = done if self.columns == 0 else None
         total = self.columns + done.total
@@ -182,16 +267,16 @@ class LayerKV:
         self.tail_start, self.host_columns = total - self.window.tail_len, total
         self.place_sinks(first, work)
 
-    def place_sinks(self, first: ExactPass | None, work: HostWork | None = None) -> None:
+    def place_sinks(self, first: PassTokens | None, work: HostWork | None = None) -> None:
         """The tail has moved: compute sinks and the range that retrieval covers per row, and load missing sinks.
 
         first: the pass that brought the sequences' first tokens. work: on its way to the host; waited for if needed.
         """
         rows = range(self.window.batch)
-        self._retrieve_stops = [self._batch.real(row, self.tail_start) for row in rows]
-        forgotten = self._batch.forgotten
+        self._retrieve_stops = [self.batch.real(row, self.tail_start) for row in rows]
+        forgotten = self.batch.forgotten
         most = forgotten.start if forgotten.tokens else self._config.sink
-        if self._batch.exact is not None:  # the first tokens are attended to there
+        if self.batch.exact is not None:  # the first tokens are attended to there
             most = 0
         counts = [min(most, middle) for middle in self._retrieve_stops]
         if counts == self._sinks and max(counts) == self.window.sink_len:
@@ -203,7 +288,7 @@ class LayerKV:
             work.finish_copy()
         for row, count in enumerate(counts):
             # straight from the model where possible: no rounding even when the host stores a smaller dtype
-            key, value = first.first_of(row, count) if first is not None else self._from_host(self.hosts[row], 0, count)
+            key, value = first.first_of(row, count) if first is not None else self._read_host(self.hosts[row], 0, count)
             keys.append(nn.functional.pad(key, (0, 0, 0, size - count)))
             values.append(nn.functional.pad(value, (0, 0, 0, size - count)))
         valid = None
@@ -212,12 +297,18 @@ class LayerKV:
             valid = valid.to(self.device)
         self.window.set_sinks(torch.stack(keys), torch.stack(values), valid)
 
-    def past(self) -> PriorKV:
-        """All tokens so far, to be attended to."""
-        self.flush()
-        return PriorKV(self._batch, self._number, self.window, self.columns, self.fmt)
+    def in_window(self, row: int, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the tokens of a row, out of [start, stop), that the tail has; without any, those of the sinks.
 
-    def _from_host(self, host: SequenceKV, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        None if the window has none of them.
+        """
+        tail = max(start, self._retrieve_stops[row])
+        if tail < stop:
+            return tail, stop
+        sinks = min(stop, self._sinks[row])
+        return (start, sinks) if start < sinks else None
+
+    def _read_host(self, host: SequenceKV, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values (kv_heads, tokens, dim) of tokens [start, stop), on the device in the model's dtype."""
         key, value = host.read(start, stop)
         tail_key, tail_value = self.window.tail()
@@ -255,8 +346,8 @@ class LayerKV:
         """
         other = object.__new__(LayerKV)
         other.__dict__.update(self.__dict__)
-        other._batch, other._stats = batch, stats
-        other._number = self._number if number is None else number
+        other.batch, other.stats = batch, stats
+        other.number = self.number if number is None else number
         # what a fork continues may have kept no room: it is made again, of the size that captured graphs know
         if copied:
             other.window = self.window.clone(self._size.slots(self.window.tail_len), self._config.sink)
@@ -272,7 +363,7 @@ class LayerKV:
             self.flush()
         if columns < self.host_columns:
             for host, (row, *_) in rows_by_path(self.hosts):
-                host.truncate(self._batch.real(row, columns))
+                host.truncate(self.batch.real(row, columns))
             self.host_columns = columns
         if inside_tail:
             self.window.truncate(count)
@@ -281,12 +372,12 @@ class LayerKV:
 
     def _reload_tail(self, columns: int) -> None:
         """The crop to `columns` columns went past the window: read a new tail back from the host."""
-        forgotten, sinks = self._batch.forgotten, sinks_of(self.window)
-        start = max(retrieval_start(self._batch), columns - self._size.kept)
-        padding = self._batch.padding(start, columns)
+        forgotten, sinks = self.batch.forgotten, sinks_of(self.window)
+        start = max(retrieval_start(self.batch), columns - self._size.kept)
+        padding = self.batch.padding(start, columns)
         keys, values = [], []
         for row, host in enumerate(self.hosts):
-            key, value = self._from_host(host, self._batch.real(row, start), len(host))
+            key, value = self._read_host(host, self.batch.real(row, start), len(host))
             if padding is not None:
                 key, value = _spread(key, padding[row]), _spread(value, padding[row])
             keys.append(key)
@@ -313,8 +404,8 @@ class LayerKV:
 
     def first_row(self) -> tuple[SequenceKV, tuple[int, int]]:
         """Return the path of the first row and its entry of `ranges`."""
-        start = retrieval_start(self._batch)
-        return self._batch.sequences[0].kv[self._number], (start or self._sinks[0], self._retrieve_stops[0])
+        start = retrieval_start(self.batch)
+        return self.batch.sequences[0].kv[self.number], (start or self._sinks[0], self._retrieve_stops[0])
 
     def prepare_spill(self) -> None:
         """Do the work of the next spill ahead: flush, and assign clusters to the tokens that it moves.
@@ -331,7 +422,7 @@ class LayerKV:
         """Count `total` more columns that are stored in pages, not in the window or on the host."""
         self.tail_start = self.host_columns = self.tail_start + total
         self._retrieve_stops = [self.tail_start] * self.window.batch
-        for host in self._batch.writable(self._number):
+        for host in self.batch.writable(self.number):
             keep_no_memory(host, self.tail_start)
 
     def edge(self) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -357,9 +448,9 @@ class LayerKV:
         No token may be padding, forgotten or in another row's pages.
         """
         dtype, cut = self.window.buffers[0].dtype, functools.partial(UploadSpan.of, stop=span.tokens, start=first)
-        uploads, stored = LayerUploads(self._batch, self._number, self.device), self.fmt is Format.INT8
-        for _, key, value in uploads.walk([cut(self.hosts[0])], None if stored else dtype, last=True, cut=cut):
-            layers.write(self._number, span, key, value, dtype, first)
+        stored = self.fmt is Format.INT8
+        for _, key, value in self.uploads.walk([cut(self.hosts[0])], None if stored else dtype, last=True, cut=cut):
+            layers.write(self.number, span, key, value, dtype, first)
             first += key.shape[2]
 
     def keep_the_rest(self, new: int) -> None:
@@ -375,7 +466,7 @@ class LayerKV:
     def retrieves_after(self, total: int) -> bool:
         """Predict `retrieves` after a pass of `total` tokens, see `take_pass`; with padding, maybe True in error."""
         tail = min(self.window.tail_len + total, self._size.kept)
-        first = retrieval_start(self._batch) or (0 if self._batch.exact is not None else self._config.sink)
+        first = retrieval_start(self.batch) or (0 if self.batch.exact is not None else self._config.sink)
         return self.columns + total - tail > first
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.attention.prior_kv import PriorKV
+from retrieval_attn.attention.exact import PagedSource, UploadSource, WindowSource
 from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.source import AttentionSource, Source, SourcePlan
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge, sink_logit_partial
@@ -43,31 +44,42 @@ class Run(NamedTuple):
 
 
 def attend_together(
-    pasts: Items[PriorKV], queries: Items[Tensor], value_dim: int, scale: float, softcap: float | None
+    plans: Items[SourcePlan], queries: Items[Tensor], value_dim: int, scale: float, softcap: float | None
 ) -> Partial:
-    """Each of queries (1, q_heads, new, head_dim) over its past, of one row; the answers one behind another."""
-    counts = [one.shape[2] for one in queries]
+    """Attend to the tokens before a pass of several rows. Returns one row's result after another.
+
+    plans: of each row's exact pass. queries: of each row, (1, q_heads, new, head_dim).
+    """
+    counts, scoring = [one.shape[2] for one in queries], Scoring(scale, softcap)
 
     def asked(rows: Items[int]) -> Tensor:
         return torch.cat([queries[row] for row in rows], dim=2) if len(rows) > 1 else queries[rows[0]]
 
-    sinks = [([row], past.attend_sinks(queries[row], scale, softcap)) for row, past in enumerate(pasts)]
-    pages = [
-        (rows, pasts[rows[0]].attend_exact(asked(rows), scale, softcap))
-        for rows in _alike(range(len(pasts)), lambda row: pasts[row].pages)
+    def attend_by(source: AttentionSource, rows: Items[int]) -> tuple[list[int], Partial]:
+        source.begin(asked(rows), scoring)
+        return list(rows), source.finish().partial
+
+    sinks, paged, uploads = _by_row(plans, WindowSource), _by_row(plans, PagedSource), _by_row(plans, UploadSource)
+    levels = [
+        [attend_by(one, [row]) for row, one in sinks.items()],
+        [attend_by(paged[rows[0]], rows) for rows in _alike(list(paged), lambda row: paged[row].pages)],
     ]
-    levels = [[(rows, part) for rows, part in level if part is not None] for level in (sinks, pages)]
-    runs = runs_of([past.parts for past in pasts])
+    runs = runs_of([uploads[row].parts if row in uploads else [] for row in range(len(plans))])
     levels += [[] for _ in range(1 + max((run.level for run in runs), default=-1))]
     by_walker: dict[int, list[Run]] = {}
     for run in runs:
         by_walker.setdefault(run.rows[0], []).append(run)
     for walker, own in by_walker.items():
         spans = [((run.start, run.stop), asked(sorted(run.rows))) for run in own]
-        for run, part in zip(own, pasts[walker].attend_spans(spans, scale, softcap), strict=True):
+        for run, part in zip(own, uploads[walker].attend_spans(spans, scoring), strict=True):
             levels[2 + run.level].append((sorted(run.rows), part))
     parts = [in_order(_completed(level, queries, value_dim), counts) for level in levels if level]
     return merge(parts or [in_order(_completed([], queries, value_dim), counts)])
+
+
+def _by_row(plans: Items[SourcePlan], kind: type[Source]) -> dict[int, Source]:
+    """Return the sources of a kind, by row."""
+    return {row: one for row, plan in enumerate(plans) for one in plan.sources if isinstance(one, kind)}
 
 
 def runs_of(paths: Items[list[PathPart]]) -> list[Run]:
@@ -234,24 +246,24 @@ def read_together(
     """
     errors: dict[int, Exception] = {}
     waited = traffic(new.key.device).make_room(earlier=LAYERS_LEAVING)
-    pasts: dict[int, PriorKV] = {}
+    plans: dict[int, SourcePlan] = {}
 
     def begin(one: RowRead) -> None:
         own = new.of(one.span)
         one.layer.stats.wait_seconds += waited / len(rows)
         one.layer.update(own.key, own.value)
-        pasts[one.row] = one.layer.begin_read(module, own.query, one.spec, scoring).past
+        plans[one.row] = one.layer.begin_read(module, own.query, one.spec, scoring)
 
     begun = _each(rows, begin, errors)
     if begun:
-        _attend([one.span for one in begun], [pasts[one.row] for one in begun], new, scoring, sink_logits, lanes, out)
+        _attend([one.span for one in begun], [plans[one.row] for one in begun], new, scoring, sink_logits, lanes, out)
         _store(begun, new, errors)
     return errors
 
 
 def _attend(
     spans: Items[slice],
-    pasts: Items[PriorKV],
+    plans: Items[SourcePlan],
     new: PrefillTokens,
     scoring: Scoring,
     sink_logits: Tensor | None,
@@ -261,9 +273,9 @@ def _attend(
     """Each row's tokens to what it held and to themselves."""
     own = lanes.attend(new, spans, scoring)
     parts = [own]
-    if not all(past.empty for past in pasts):
+    if any(plan.sources for plan in plans):
         asked = [new.query[:, :, span] for span in spans]
-        parts.insert(0, attend_together(pasts, asked, new.value.shape[3], *scoring))
+        parts.insert(0, attend_together(plans, asked, new.value.shape[3], *scoring))
     if sink_logits is not None:
         parts.append(sink_logit_partial(sink_logits, own.out, new.value.shape[3]))
     found = merge(parts).out

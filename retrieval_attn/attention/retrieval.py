@@ -1,187 +1,59 @@
 """RetrievalLayer: a full-attention layer with sinks and window on the device and all tokens on the host.
 
-`LayerKV` stores its tokens. `Reading` attends to new tokens exactly and samples the queries that an index trains on.
-`HostAttention` answers a generated token's queries from the host.
+`LayerKV` stores its tokens. `SOURCES` are the ways to them: each forward attends by a `SourcePlan`, an exact one as
+part of an `ExactPass`, which also samples the queries that an index trains on.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from retrieval_attn.attention.exact import ExactPass
-from retrieval_attn.attention.host_attention import HostAttention
+from retrieval_attn.attention.device_codes import DeviceCodeSource
+from retrieval_attn.attention.exact import ExactPass, PagedSource, PassMark, UploadSource, WindowSource
+from retrieval_attn.attention.host_attention import HostSource
 from retrieval_attn.attention.layer import CacheLayer, RetrievedParts
 from retrieval_attn.attention.layer_kv import LayerKV
-from retrieval_attn.attention.layer_uploads import LayerUploads
-from retrieval_attn.attention.sequence import Batch, rows_by_path
-from retrieval_attn.attention.tail_mass import TailMass
+from retrieval_attn.attention.sequence import Batch
+from retrieval_attn.attention.source import (
+    AttentionRequest,
+    AttentionSource,
+    SourcePlan,
+    SourceResult,
+    TailMass,
+    TokenRange,
+)
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
-from retrieval_attn.cpu.store import COPIED_TOKENS, SequenceKV, indexed_from
-from retrieval_attn.errors import CacheMismatchError
+from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge
 from retrieval_attn.gpu.attention.window import WindowCache
-from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
-from retrieval_attn.offload.build import SampledAttention
-from retrieval_attn.offload.clusters import drifted
-from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.staging import host_format
 from retrieval_attn.offload.traffic import LayerStats, traffic
 from retrieval_attn.offload.work import HostWork
+
+SOURCES: list[type[AttentionSource]] = [WindowSource, PagedSource, DeviceCodeSource, UploadSource, HostSource]
+"""Kinds of sources in the order in which they are asked; their partials are merged in this order, too."""
+
+
+def register_source(kind: type[AttentionSource], *, before: type[AttentionSource]) -> None:
+    """Add a kind of source, which is asked before another one."""
+    SOURCES.insert(SOURCES.index(before), kind)
+
 
 log = logging.getLogger(__name__)
 
 FEW_TOKENS = 256
 """Tokens of one forward up to which no warning about prefill without chunks is logged."""
-DRIFT_SHARE = 8
-"""Clusters are rebuilt if a turn adds at least 1/N of the clustered tokens."""
-METRIC_QUERIES = 256
-"""Queries of each head in whose metric clusters are made."""
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-class ReadingMark(NamedTuple):
-    """How far a reading was."""
-
-    done: tuple[int, Tensor | None]
-    sampled: tuple[int, ...]
-
-
-class Reading:
-    """A pass under way over what a layer holds."""
-
-    def __init__(self, held: LayerKV, total: int, spec: IndexSpec, config: Config) -> None:
-        """Bring the layer's past to its device: `total` new tokens attend to it exactly.
-
-        spec: the index that the keys will get.
-        """
-        self._held, self._budgets = held, config.retrieve == "auto"
-        self._scoring: tuple[float, float | None] = 1.0, None
-        self._first = held.columns == 0
-        self.done = ExactPass(total, held.past())
-        count = spec.training_queries(total)
-        # else no query is ever asked for
-        anew = held.retrieves_after(total) and (self._first or _may_begin_anew(held, total))
-        self._sample = TrainingQueries(total, count) if spec.trains and anew else None
-        # of its own: clusters are the same whatever the index trains on
-        self._metric_sample = TrainingQueries(total, METRIC_QUERIES) if config.estimates and anew else None
-
-    def step(
-        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float, softcap: float | None
-    ) -> Partial:
-        """See `ExactPass.step`; keeps the sampled queries of the chunk."""
-        self._take_sample(query, scale, softcap)
-        return self.done.step(query, key, value, valid, scale, softcap)
-
-    def take(self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> None:
-        """Store tokens without padding as `step` does; the caller attends with their queries."""
-        self._take_sample(query, scale, softcap)
-        self.done.take(key, value, None)
-
-    def _take_sample(self, query: Tensor, scale: float, softcap: float | None) -> None:
-        for sample in (self._sample, self._metric_sample):
-            if sample is not None:
-                sample.take(query, self.done.filled)
-        self._scoring = scale, softcap
-
-    def host_work(self, make: Callable[..., HostWork] = HostWork) -> HostWork:
-        """Return the work, not started, of copying the pass to the host. Raises CacheMismatchError without all tokens.
-
-        make: takes what `HostWork` takes.
-        """
-        done = self.done
-        if done.filled != done.total:
-            raise CacheMismatchError(f"A pass announced {done.total} tokens and brought {done.filled}.")
-        return self._held.host_work(*done.new, done.valid, make)
-
-    def finish(self, work: HostWork, model: nn.Module | None, module: nn.Module | None) -> None:
-        """Store the pass in host memory, window, sinks and index by `work`, which continues while a GPU computes.
-
-        model, module: the model and its attention layer, as far as they are known: they move training queries.
-        """
-        held, done = self._held, self.done
-        work.start_copy()
-        held.take_pass(done, work)
-        for host, (row, *_) in rows_by_path(held.hosts):
-            start, stop = held.ranges[row]
-            if stop <= start:
-                continue
-            if not self._first and 2 * indexed_from(host, start) >= stop - start:
-                work.extend(host, stop)
-                turn = done.new_of(row, 0)
-                if DRIFT_SHARE * turn.shape[1] >= stop - start and drifted(host, turn):
-                    self._cluster(work, host, (start, stop), self._moved(self._metric_sample, model, module, row), row)
-                else:
-                    work.clusters.extend(host, (start, stop))
-                continue
-            where = model, module, row
-            if self._metric_sample is not None:
-                queries = self._moved(self._metric_sample, *where)
-                self._cluster(work, host, (start, stop), queries, row)
-                if self._budgets and queries is not None and queries.shape[1]:
-                    work.budgets.add(host, (start, stop), self._sampled_attention(queries, row))
-            work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(done.keys_of, row))
-        work.shares = [one.turn for one in (self._sample, self._metric_sample) if one is not None]
-        work.start_build()
-
-    def _cluster(
-        self, work: HostWork, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, row: int
-    ) -> None:
-        """All tokens of span get clusters, past ones and new ones. queries: in whose metric."""
-        keys, values = self.done.keys_of(row), self.done.values_of(row)
-        work.clusters.add(host, span, (keys[:, slice(*span)], values[:, slice(*span)]), queries)
-
-    def _sampled_attention(self, queries: Tensor, row: int) -> SampledAttention:
-        """Some of a row's queries (q_heads, m, head_dim), each as the next token's, over sinks and window."""
-        window, (scale, softcap) = self._held.window, self._scoring
-        places = torch.linspace(0, queries.shape[1] - 1, min(SAMPLED_QUERIES, queries.shape[1]), device=queries.device)
-        chosen = queries[:, places.long()]
-        asked = chosen.to(window.buffers[0].dtype).expand(len(self._held.hosts), *chosen.shape)
-        # one by one: queries of one call would see only the tokens up to their own
-        parts = [window.attend(one, scale=scale, softcap=softcap) for one in asked.split(1, dim=2)]
-        out, lse = (torch.cat([part[field][row] for part in parts], dim=1) for field in (0, 1))
-        return SampledAttention(chosen, out, lse, scale, softcap)
-
-    def _moved(
-        self, sample: TrainingQueries | None, model: nn.Module | None, module: nn.Module | None, row: int
-    ) -> Tensor | None:
-        """A sample of one row where decoding will happen, see `TrainingQueries.on_device`; None without a sample."""
-        if sample is None or module is None:
-            return None
-        valid = self.done.valid
-        return sample.on_device(model, module, row, None if valid is None else valid[row])
-
-    def mark(self) -> ReadingMark:
-        """Return the state that `restore` needs to undo later chunks."""
-        samples = tuple(0 if one is None else one.mark() for one in (self._sample, self._metric_sample))
-        return ReadingMark(self.done.mark(), samples)
-
-    def restore(self, mark: ReadingMark) -> None:
-        """Restore the state of `mark`."""
-        self.done.restore(mark.done)
-        for sample, sampled in zip((self._sample, self._metric_sample), mark.sampled, strict=True):
-            if sample is not None:
-                sample.restore(sampled)
-
-
-def _may_begin_anew(held: LayerKV, total: int) -> bool:
-    """Return whether `total` more tokens may need a new index or new clusters of any row, see `Reading.finish`."""
-    for host, (row, *_) in rows_by_path(held.hosts):
-        start, stop = held.ranges[row]
-        indexed = indexed_from(host, start) - COPIED_TOKENS  # a short last segment may be copied, without its index
-        if 2 * indexed < held.columns + total - start or DRIFT_SHARE * total >= stop - start:
-            return True
-    return False
 
 
 def warn_of_whole_prompts(model: nn.Module | None, tokens: int, chunk: int) -> None:
@@ -228,7 +100,7 @@ class RetrievalLayer(CacheLayer):
         self._model = None if model is None else weakref.ref(model)
         self.index = index
         self._work: HostWork | None = None
-        self._reading: Reading | None = None
+        self._pass: ExactPass | None = None
         self.q_heads = 0
 
     # -- what is held --------------------------------------------------------------------------------
@@ -265,91 +137,105 @@ class RetrievalLayer(CacheLayer):
 
     # -- attention -----------------------------------------------------------------------------------
 
+    def attends_exactly(self, total: int) -> bool:
+        """Decide how `total` new tokens attend: to every earlier key (True), or to the window and to retrieved keys.
+
+        The first tokens, tokens of a pass under way, tokens that go to pages, and questions unless `question_attention`
+        is "retrieval" or they have few tokens.
+        """
+        if self._pass is not None or not self.columns or self._goes_to_pages:
+            return True
+        chosen = self.batch.question_attention or self.config.question_attention
+        return chosen == "exact" and total > DECODE_TOKENS
+
+    @property
+    def _goes_to_pages(self) -> bool:
+        return self.batch.exact is not None and self.batch.exact.reading is not None
+
+    def request(self, held: LayerKV, num_queries: int, *, exact: bool) -> AttentionRequest:
+        """Return the request of a forward of `num_queries` new tokens per row."""
+        paged, self.exact_part = None if exact else self.exact_part, None
+        return AttentionRequest(held, self.config, self.index.spec, self.q_heads, num_queries, exact, paged)
+
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
     ) -> Partial:
         self.finish_index()
         self.q_heads = query.shape[1]
-        held, new = self.hold(key, value), key.shape[2]
+        held, new, scoring = self.hold(key, value), key.shape[2], Scoring(scale, softcap)
         total = self._announced if self._announced is not None else new
-        if self._reading is None and self.columns > 0 and not self._appends_exactly(total):
-            return self._decode(held, query, key, value, spec, Scoring(scale, softcap))
-        if self._reading is None:
+        if not self.attends_exactly(total):
+            return self._decode(held, query, key, value, spec, scoring)
+        if self._pass is None:
             if self._announced is None:
                 warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
             self.stats.wait_seconds += traffic(held.device).make_room(self._alone)
-            self._reading = Reading(held, total, self.index.spec, self.config)
+            self._pass = self._begin_pass(held, total)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
-        part = self._reading.step(query, key, value, valid, scale, softcap)
+        part = self._pass.step(query, key, value, valid, scoring)
         if self._announced is None:
             self.end_pass()
         return part
 
+    def _begin_pass(self, held: LayerKV, total: int) -> ExactPass:
+        """Start a pass of `total` tokens, which attends to all tokens that are held now."""
+        held.flush()
+        return ExactPass(SourcePlan(self.request(held, total, exact=True), SOURCES), total)
+
     def _decode(
         self, held: LayerKV, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scoring: Scoring
     ) -> Partial:
-        """Sinks and window exactly on the device, the middle through the index on the host, one merge."""
+        """Store the tokens in the window, and attend by the sources of a request with retrieval: one merge."""
         new = key.shape[2]
         held.append(key, value, self.batch.note_padding(spec.padding, self.columns, new))
         self._note_stored(new)
-        uploads = LayerUploads(self.batch, self.number, held.device)
-        host = HostAttention(held, query, scoring, self.index.spec, uploads)
-        host.begin(self.config)  # the device searches before it attends to the window, while the host prepares
-        static = held.window.attend(query, scale=scoring.scale, softcap=scoring.softcap)
-        exact = _paged_part(self, query, scoring)
-        if exact is not None:
-            static = merge([static, exact])
-        parts = [static]
-        if held.retrieves:
-            parts.append(host.attend(self.config, value.shape[3], self.stats))
+        plan = SourcePlan(self.request(held, new, exact=False), SOURCES)
+        results = plan.attend(query, scoring)
         if held.window.room == 0:  # it is full, or has grown for many tokens
             held.spill()
-        found = merge(parts)
-        if host.rest is not None:
-            self.tail.add(host.rest, parts[-1].lse, found.lse)
+        found = merge([one.partial for one in results])
+        retrieving = [source.retrieves for source in plan.sources]
+        retrieved = SourceResult.merged(list(itertools.compress(results, retrieving)))
+        if retrieved is not None and retrieved.estimated is not None:
+            self.tail.add(retrieved.estimated, retrieved.partial.lse, found.lse)
         if self.on_attention is not None:
-            self._parts = RetrievedParts(static, parts[1] if held.retrieves else None, host.rest, host.paths)
+            static = merge([one.partial for one, chosen in zip(results, retrieving, strict=True) if not chosen])
+            ranges = [one for source in plan.sources if source.retrieves for one in source.ranges]
+            estimated = None if retrieved is None else retrieved.estimated
+            self._parts = RetrievedParts(static, None if retrieved is None else retrieved.partial, estimated, ranges)
         return found
 
     def _expected_offset(self) -> int:
-        return self.columns + (self._reading.done.filled if self._reading is not None else 0)
+        return self.columns + (self._pass.new.filled if self._pass is not None else 0)
 
     # -- passes: prefill and exact append ------------------------------------------------------------
 
     def end_pass(self) -> None:
-        reading, self._reading = self._reading, None
+        done, self._pass = self._pass, None
         exact = self.batch.exact
-        if reading is not None and exact is not None and exact.reading is not None:
-            exact.write(self.number, *reading.done.new)
+        if done is not None and exact is not None and self._goes_to_pages:
+            exact.write(self.number, *done.new.new)
             assert self.held is not None
-            self.held.take_paged(reading.done.total)
-            self._note_stored(reading.done.total)
-        elif reading is not None:
-            self._work = reading.host_work()
-            self._finish_reading(reading, self._work)
+            self.held.take_paged(done.new.total)
+            self._note_stored(done.new.total)
+        elif done is not None:
+            self._work = done.host_work()
+            self._finish_pass(done, self._work)
         super().end_pass()
 
-    def _appends_exactly(self, total: int) -> bool:
-        """Whether `total` tokens after earlier ones attend to all of these exactly."""
-        exact = self.batch.exact
-        if exact is not None and exact.reading is not None:  # its keys go to pages, however few
-            return True
-        return self.config.question_attention == "exact" and total > DECODE_TOKENS
-
     def mark(self) -> object:
-        if self._reading is not None:
-            return _RetrievalMark(self.columns, self._reading.mark())
-        decodes = self.columns > 0 and not self._appends_exactly(self._announced or 0)
-        return None if decodes else _RetrievalMark(self.columns, None)
+        if not self.attends_exactly(self._announced or 0):
+            return None
+        return _RetrievalMark(self.columns, None if self._pass is None else self._pass.mark())
 
     def restore(self, mark: object) -> bool:
         if not isinstance(mark, _RetrievalMark) or self.columns != mark.columns:
             return False
         self._pending = None
-        if self._reading is not None and mark.reading is not None:
-            self._reading.restore(mark.reading)
+        if self._pass is not None and mark.done is not None:
+            self._pass.restore(mark.done)
         else:
-            self._reading = None
+            self._pass = None
         return True
 
     def finish_index(self) -> None:
@@ -403,53 +289,73 @@ class RetrievalLayer(CacheLayer):
     def reset(self) -> None:
         self.abandon()
         super().reset()
-        self._work = self._reading = self.held = None
+        self._work = self._pass = self.held = None
 
     def decodes_plainly(self) -> bool:
-        """Return True if `begin_token` can serve a token: on a CPU without codes, callbacks or a captured step."""
+        """Return True if `begin_token` can serve a token: on a CPU, without codes, by sources with `batched`."""
         watched = self.on_attention is not None or self.graph is not None
-        if watched or self._reading is not None or self.held is None or not self.columns or self._appends_exactly(1):
+        if watched or self.held is None or self.attends_exactly(1):
             return False
-        return self.held.device.type == "cpu" and not self.index.spec.cls.keeps_device_keys
+        if self.held.device.type != "cpu" or self.index.spec.keeps_device_keys:
+            return False
+        return self._covering(self.held, batched=False) is None
+
+    def _covering(
+        self, held: LayerKV, *, batched: bool = True, capturable: bool = True
+    ) -> type[AttentionSource] | None:
+        """Return a source that lacks the ability and covers keys that a token of the first row retrieves from."""
+        host, (start, stop) = held.first_row()
+        request = AttentionRequest(held, self.config, self.index.spec, self.q_heads, 1, exact=False)
+        for kind in SOURCES if stop > start else ():
+            lacks = (not batched and not kind.batched) or (not capturable and not kind.capturable)
+            if lacks and kind.covers(request, TokenRange(host, [0], start, stop)) is not None:
+                return kind
+        return None
+
+    def require_capturable(self) -> None:
+        kind = None if self.held is None else self._covering(self.held, capturable=False)
+        if kind is not None:
+            raise CaptureError(f"layer {self.number}: {kind.__name__} attends to its keys, and no captured step does")
 
     def reads_plainly(self, new: int) -> bool:
         """Return True if `begin_read` can serve `new` tokens of one row as a pass of their own."""
-        watched = self.on_attention is not None or self._reading is not None
-        if watched or self._announced is not None or self.batch.valid is not None:
+        watched = self.on_attention is not None or self._pass is not None
+        if watched or self._announced is not None or self.batch.valid is not None or self._goes_to_pages:
             return False
-        exact = self.batch.exact
-        to_pages = exact is not None and exact.reading is not None
-        return not to_pages and (not self.columns or self._appends_exactly(new))
+        return self.attends_exactly(new)
 
-    def begin_read(self, module: nn.Module, query: Tensor, spec: MaskSpec, scoring: Scoring) -> ExactPass:
-        """Start a pass of the pending tokens; the caller attends, then calls `send_read` and `end_read`."""
+    def begin_read(self, module: nn.Module, query: Tensor, spec: MaskSpec, scoring: Scoring) -> SourcePlan:
+        """Start a pass of the pending tokens; the caller attends, then calls `send_read` and `end_read`.
+
+        Returns the sources of the earlier tokens.
+        """
         self.invalidate_graph()
         key, value = self._take(module, query, spec)
         self.finish_index()
         self.q_heads = query.shape[1]
-        self._reading = Reading(self.hold(key, value), key.shape[2], self.index.spec, self.config)
-        self._reading.take(query, key, value, *scoring)
-        return self._reading.done
+        self._pass = self._begin_pass(self.hold(key, value), key.shape[2])
+        self._pass.take(query, key, value, None, scoring)
+        return self._pass.plan
 
     def send_read(self, make: Callable[..., HostWork]) -> None:
         """Hand the pass to a host work that the caller begins. make: has the parameters of `HostWork`."""
-        assert self._reading is not None
-        self._work = self._reading.host_work(make)
+        assert self._pass is not None
+        self._work = self._pass.host_work(make)
 
     def end_read(self) -> None:
         """Move the tokens to their places and request the rest of the work, after it has begun to copy.
 
         Raises the errors of the work so far.
         """
-        assert self._reading is not None and self._work is not None
+        assert self._pass is not None and self._work is not None
         self._work.check()
-        reading, self._reading = self._reading, None
-        self._finish_reading(reading, self._work)
+        done, self._pass = self._pass, None
+        self._finish_pass(done, self._work)
         CacheLayer.end_pass(self)
 
-    def _finish_reading(self, reading: Reading, work: HostWork) -> None:
-        reading.finish(work, alive(self._model), alive(self._owner))
-        self._note_stored(reading.done.total)
+    def _finish_pass(self, done: ExactPass, work: HostWork) -> None:
+        done.finish(work, alive(self._model), alive(self._owner))
+        self._note_stored(done.new.total)
 
     def begin_token(self, module: nn.Module, q_heads: int, spec: MaskSpec) -> LayerKV:
         """Count one token of one row, in a layer that `decodes_plainly`; the caller writes it and attends.
@@ -472,17 +378,8 @@ def alive(reference: weakref.ref[nn.Module] | None) -> nn.Module | None:
     return None if reference is None else reference()
 
 
-def _paged_part(layer: RetrievalLayer, query: Tensor, scoring: Scoring) -> Partial | None:
-    """Over tokens in pages: as who steps several rows has it already, or made here; None without any."""
-    given, layer.exact_part = layer.exact_part, None
-    exact = layer.batch.exact
-    if given is not None or exact is None or not exact.tokens:
-        return given
-    return exact.attend(layer.number, query, scoring)
-
-
 class _RetrievalMark(NamedTuple):
-    """How far a layer is: columns stored, and how far a reading under way is (None: there is none)."""
+    """How far a layer is: columns stored, and how far a pass under way is (None: there is none)."""
 
     columns: int
-    reading: ReadingMark | None
+    done: PassMark | None

@@ -11,7 +11,7 @@ A *column* counts the tokens of the padded batch from 0; a sequence holds only i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.attention.paged_prefix import PagedPrefix
+from retrieval_attn.config import QuestionAttention
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.model.padding import Padding, join
 from retrieval_attn.model.rope import Factors
 from retrieval_attn.model.weights import WeightState
 from retrieval_attn.offload.staging import brought_together
-from retrieval_attn.offload.upload import Uploads
+from retrieval_attn.offload.upload import Uploads, UploadSpan, as_blocks
 
 
 class Forgotten(NamedTuple):
@@ -79,6 +80,7 @@ class Batch:
     forgotten: what no token attends to from now on; columns count them still. exact: the first columns, where they lie
     in pages and not in the layers; None: they do not.
     devices: per layer number, where the layer computes, as far as it has. uploads: per device, what brings keys back.
+    question_attention: how questions attend to earlier tokens; None: as the layers' options say.
     factors: rotary factors that the keys were turned with, of a model whose factors depend on the length of the text.
     weights: state of the model's weights that the keys were computed with.
     broken: why nothing can follow, a forward failed half-way; "" else. spilled: full windows moved tokens to the host,
@@ -92,6 +94,7 @@ class Batch:
         self.epoch = self.rewritten = 0
         self.forgotten = Forgotten()
         self.exact: PagedPrefix | None = None
+        self.question_attention: QuestionAttention | None = None
         self.devices: dict[int, torch.device] = {}
         self.uploads: dict[torch.device, Uploads] = {}
         self.factors: Factors | None = None
@@ -187,6 +190,7 @@ class Batch:
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
         other.devices, other.forgotten, other.broken = dict(self.devices), self.forgotten, self.broken
         other.exact, other.factors, other.weights = self.exact, self.factors, self.weights
+        other.question_attention = self.question_attention
         other.sequences = [sequence.copy() for sequence in self.sequences]
         copies: dict[int, SequenceKV] = {}
         for sequence in other.sequences:
@@ -320,3 +324,47 @@ def unstacked(part: Tensor, rows: int) -> Tensor:
     if rows == 1:  # mostly, and for every layer of a token: one operation in place of two
         return part.unsqueeze(0)
     return part.unflatten(1, (rows, part.shape[1] // rows)).transpose(0, 1)
+
+
+Cutter = Callable[[SequenceKV], UploadSpan]
+"""How a path is cut into blocks."""
+
+
+class LayerUploads:
+    """Uploads of keys and values of layer `number` of a batch to its device, block by block."""
+
+    def __init__(self, batch: Batch, number: int, device: torch.device) -> None:
+        self._batch, self._number, self._device = batch, number, device
+
+    def walk(
+        self, stretches: Items[UploadSpan], dtype: torch.dtype | None, *, last: bool, cut: Cutter = UploadSpan.of
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the blocks of `Uploads.walk`, or without CUDA those of `as_blocks`.
+
+        last: whether the layer walks no more in this pass; the next layer's keys, cut by `cut`, are then sent ahead.
+        """
+        if self._device.type != "cuda":
+            like = torch.empty(0, dtype=dtype, device=self._device)
+            return as_blocks(stretches, like, stored=dtype is None)
+        return self._uploads().walk(stretches, dtype, self._next(cut) if last else stretches)
+
+    def reserve(self, one: UploadSpan) -> bool:
+        """Whether the device has the memory of a walk over `one`: it is held until the last layer's walk ends."""
+        return self._device.type != "cuda" or self._uploads().reserve(one)
+
+    def clear(self) -> None:
+        """Forget what was sent ahead for this layer: it takes another way."""
+        if self._device in self._batch.uploads:
+            self._batch.uploads[self._device].clear()
+
+    def _uploads(self) -> Uploads:
+        if self._device not in self._batch.uploads:
+            self._batch.uploads[self._device] = Uploads(self._device)
+        return self._batch.uploads[self._device]
+
+    def _next(self, cut: Cutter) -> list[UploadSpan]:
+        """Return the spans that the next layer with tokens on the host will upload to the same device."""
+        later = [number for sequence in self._batch.sequences for number in sequence.kv if number > self._number]
+        if not later or self._batch.devices.get(min(later)) != self._device:
+            return []
+        return [cut(host) for host in distinct(self._batch.hosts(min(later))) if len(host)]

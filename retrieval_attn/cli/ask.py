@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Read or open, stream the answer to the standard output, and print its cost on the error output."""
     config, most = config_of(args), parse_tokens(args.max_new_tokens, "--max-new-tokens")
     check_model_flags(args)
-    from retrieval_attn.answer import Sampling
+    from retrieval_attn.sampling.sampling_params import Sampling
 
     sampling = Sampling(max_new_tokens=most, temperature=args.temperature, seed=args.seed)
     if not args.question.strip():

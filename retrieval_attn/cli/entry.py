@@ -42,7 +42,7 @@ COMMANDS = {
 COMMAND_GROUP = "retrieval_attn.commands"
 """Entry points of other distributions that add subcommands: modules with add_arguments, run and HELP."""
 
-EVALUATION = ("bench", "infinitebench", "lm-eval", "load", "needle", "record", "reproduce", "ruler")
+EVALUATION = ("bench", "infinitebench", "lm-eval", "load", "longcontext", "needle", "record", "reproduce", "ruler")
 """Subcommands of the distribution retrieval-attn-eval, named in an error if it is not installed."""
 
 INTERRUPTED = 130

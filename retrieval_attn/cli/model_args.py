@@ -8,14 +8,16 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.cli.output import Spinner
 from retrieval_attn.compile.gc_pause import no_gc
 from retrieval_attn.config import HOST_DTYPES, QUANTIZATIONS, YARN_FLAG, Config, Retrieve, named_options
-from retrieval_attn.errors import ConfigError, ContextLengthError
+from retrieval_attn.errors import ConfigError, ContextLengthError, InputDataError
 from retrieval_attn.memory.units import parse_bytes, parse_tokens
 from retrieval_attn.model.bundled import NAME, model_path
+from retrieval_attn.model.gguf.file import resolve
 
 if TYPE_CHECKING:
     from retrieval_attn.llm import LLM
@@ -45,8 +47,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, positional: bool = F
         "model" if positional else "--model",
         default="bundled",
         **place,
-        help="folder or hub name of a model; bundled: a small one that finds planted numbers and can do little else "
-        "(default: %(default)s)",
+        help="folder, GGUF file or hub name of a model; bundled: a small one that finds planted numbers and can do "
+        "little else (default: %(default)s)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
@@ -118,6 +120,8 @@ def check_model_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--yarn must be a factor of 1 or more, such as 4, got {args.yarn:g}")
     if args.gpu_memory is not None:
         parse_bytes(args.gpu_memory, "--gpu-memory")
+    if args.model is not None:
+        require_model(args.model)
     if args.device.startswith("cuda") and _has_no_gpu():
         raise ConfigError(f"--device {args.device} was given, but this machine has no GPU; use --device cpu")
     if args.gpu_memory is not None and (args.device == "cpu" or _has_no_gpu()):
@@ -125,6 +129,21 @@ def check_model_flags(args: argparse.Namespace) -> None:
             f"--gpu-memory {args.gpu_memory} was given, but the model would run on the CPU; leave it out, or use "
             "--device cuda on a machine with a GPU"
         )
+
+
+def require_model(name: str) -> None:
+    """Raise InputDataError for a path at which there is no model. Loads neither torch nor transformers.
+
+    Hub names are not looked up. What is damaged or of an unknown kind is refused when it is loaded.
+    """
+    path = Path(name).expanduser()
+    if name == NAME or not (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 2):
+        return
+    if not path.exists():
+        raise InputDataError(f"there is no {name!r}; give the folder of a model, a GGUF file or a hub name")
+    if not (path / "config.json").is_file() and resolve(path, download=False) is None:
+        what = "a folder without a config.json" if path.is_dir() else "no GGUF file"
+        raise InputDataError(f"{name!r} is {what}; give the folder of a model, a GGUF file or a hub name")
 
 
 def _has_no_gpu() -> bool:

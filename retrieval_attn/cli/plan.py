@@ -6,8 +6,9 @@ import argparse
 import json
 from typing import Any
 
-from retrieval_attn.cli.model_args import HOST_DTYPE_FLAG, INDEX_FLAG, index_fields
+from retrieval_attn.cli.model_args import DTYPES, HOST_DTYPE_FLAG, INDEX_FLAG, index_fields, require_model
 from retrieval_attn.config import QUANTIZATIONS, Config
+from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.plan import DEFAULT_CONTEXT, plan, plan_fitting
 from retrieval_attn.memory.shape import SPLITS
 from retrieval_attn.memory.units import parse_tokens, show_tokens
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `retrieval-attn plan`."""
     usual = Config()
     parser.add_argument(
-        "model", help="folder with a config.json, hub name (config.json alone is downloaded), or bundled"
+        "model", help="folder with a config.json, GGUF file, hub name (config.json alone is downloaded), or bundled"
     )
     parser.add_argument(
         "--max-context",
@@ -62,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0 if it fits, 1 if it does not. Raises RetrievalAttentionError on bad input."""
+    require_model(args.model)
+    if args.dtype not in DTYPES:
+        raise ConfigError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {args.dtype!r}")
     most = None if args.max_context is None else parse_tokens(args.max_context, "--max-context")
     sizes: dict[str, Any] = dict(
         gpu_memory=args.gpu_memory,

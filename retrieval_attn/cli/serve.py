@@ -50,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     where.add_argument(
-        "--name", metavar="NAME", help="model name for clients (default: MODEL, or the last part of its path)"
+        "--name",
+        action="append",
+        metavar="NAME",
+        help="model name for clients, repeatable (default: MODEL, or the last part of its path)",
+    )
+    where.add_argument(
+        "--any-model", action="store_true", help="answer requests for any model name (default: other names get 404)"
     )
     where.add_argument(
         "--api-key-file",
@@ -134,6 +140,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPU memory for idle cached prefixes (default: all that weights, batch and a prefill leave)",
     )
     engine.add_argument(
+        "--prefix-cache-disk",
+        metavar="SIZE",
+        help="disk for idle cached prefixes that exceed their host memory, in the folder of --store; 0: prompts are "
+        "not written to the disk (default: half of the free disk)",
+    )
+    engine.add_argument(
         "--cache-generated",
         action="store_true",
         help="cache the KV of generated answers for follow-up turns (default: prefill them again)",
@@ -181,8 +193,11 @@ def run(args: argparse.Namespace) -> int:
     from retrieval_attn.server.engine_process import Child
     from retrieval_attn.server.settings import Settings
 
+    name, *aliases = args.name or [_name_of(args.model)]
     settings = Settings(
-        name=args.name or _name_of(args.model),
+        name=name,
+        aliases=tuple(aliases),
+        any_name=args.any_model,
         body_bytes=parse_bytes(args.max_body, "--max-body"),
         waiting_requests=args.max_queue,
         waiting_tokens=parse_tokens(args.max_queue_tokens, "--max-queue-tokens"),
@@ -204,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
         host, port = sock.getsockname()[:2]
         starting = _Starting(settings.name, f"http://{_reached(host)}:{port}", has_keys=bool(keys))
         spec = _spec(args)
-        child = Child.start() if _apart(args) else None
+        child = Child.start(spec) if _apart(args) else None
         with no_gc():
             skip_unused()
             from uvicorn.loops.auto import auto_loop_factory
@@ -288,6 +303,9 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         rows=args.max_num_seqs,
         prefix_cache_bytes=_bytes(args.prefix_cache_memory, "--prefix-cache-memory"),
         prefix_cache_device_bytes=_bytes(args.prefix_cache_gpu_memory, "--prefix-cache-gpu-memory"),
+        prefix_cache_disk_bytes=0
+        if args.prefix_cache_disk == "0"
+        else _bytes(args.prefix_cache_disk, "--prefix-cache-disk"),
         paged_prefix_tokens=_tokens(args.paged_prefix_tokens, "--paged-prefix-tokens"),
         store=args.store,
         warm_tokens=_tokens(args.warm_up, "--warm-up"),
@@ -318,4 +336,6 @@ def _tokens(value: str, name: str) -> int:
 
 
 def _name_of(model: str) -> str:
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    if Path(model).is_dir():
+        return Path(model).resolve().name
+    return Path(model).stem if model.endswith(".gguf") else model

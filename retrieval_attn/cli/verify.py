@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from retrieval_attn.cli.model_args import require_model
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the subcommand."""
-    parser.add_argument("model", help="folder or hub name of the model, or bundled")
+    parser.add_argument("model", help="folder, GGUF file or hub name of the model, or bundled")
     parser.add_argument(
         "--tokens", default="64", metavar="N", help="random tokens to compare on (default: %(default)s)"
     )
@@ -20,6 +22,7 @@ def run(args: argparse.Namespace) -> int:
     from retrieval_attn.memory.units import parse_tokens
 
     tokens = parse_tokens(args.tokens, "--tokens")
+    require_model(args.model)
     from retrieval_attn.model.loading import load_model
     from retrieval_attn.runner.switch import verify
 

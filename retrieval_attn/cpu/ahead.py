@@ -13,15 +13,14 @@ import numpy as np
 
 from retrieval_attn.compile.jobs import CompileJob, wait_until_compiled
 from retrieval_attn.cpu.cluster_sums import prepare_sums
-from retrieval_attn.cpu.host_attend import attend_apart, attend_path
+from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.cpu.serve import compile_server
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.index.cores import usable_cores
-from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.index.threads import usable_cores
 
 MANY_CORES = 8
 """Cores from which on unused compilations cost nothing."""
@@ -80,7 +79,7 @@ def load_kernels(fmt: Format, spec: IndexSpec, kinds: Collection[str] | None = N
     step(fmt.value)
     possible_kinds = (one for one in spec.possible_kinds() if kinds is None or one.kind in kinds)
     for one in dict.fromkeys([EXACT, spec, *possible_kinds]):
-        one.prepare(fmt)
+        one.compile_tasks(fmt)
 
 
 def step(fmt: str) -> None:
@@ -90,10 +89,8 @@ def step(fmt: str) -> None:
 
 
 def search(fmt: str, kind: str, options: str) -> None:
-    """The search of one kind of index, in a step or, where it has none, by itself."""
-    form, spec = Format.from_name(fmt), IndexSpec.of(kind, json.loads(options))
-    if not spec.prepare(form):
-        attend_apart(_path(form, spec, LATER), _queries(1), 0, LATER, 1, 1.0, None, None)
+    """The search tasks of one kind of index."""
+    IndexSpec.of(kind, json.loads(options)).compile_tasks(Format.from_name(fmt))
 
 
 def code(fmt: str, kind: str, options: str) -> None:
@@ -111,7 +108,6 @@ def build(fmt: str, kind: str, options: str) -> None:
     index = path.segments[0].indexes[0]
     held_out = np.ascontiguousarray(_queries(QUERIES)[:, 0])
     index.search(held_out, 8)
-    search_exact(path.segments[0].keys[:, :KEYS], held_out[None], 8, form)
     path.extend_index(KEYS + LATER)
 
 

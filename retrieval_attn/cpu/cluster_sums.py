@@ -66,13 +66,16 @@ def count_tokens(
 
 
 def fill_table(
-    changed: npt.NDArray[np.bool_], sums: tuple[Floats, Floats, Floats], table: tuple[Floats, Floats, Floats]
+    changed: npt.NDArray[np.bool_],
+    sums: tuple[Floats, Floats, Floats],
+    shifts: Floats | None,
+    table: tuple[Floats, Floats, Floats],
 ) -> None:
     """Write the clusters in `changed` (heads, C) into a table: counts, mean keys (heads, head_dim, C), sums of values.
 
-    sums: as in `count_tokens`. All float32, C-contiguous.
+    sums: as in `count_tokens`. shifts (heads, C, value_dim): added to every value, or None. All float32, C-contiguous.
     """
-    _fill(changed, *sums, *table)
+    _fill(changed, *sums, np.zeros_like(sums[2]) if shifts is None else shifts, *table)
 
 
 def nearest_clusters(
@@ -98,7 +101,7 @@ def prepare_sums(fmt: Format) -> None:
     nearest_clusters(rows, (0, 1), fmt, probes, probes[:, :, 0].copy(), found)
     sums = probes[:, :, 0].copy(), probes.copy(), probes.copy()
     changed = count_tokens(rows, rows, found, (0, 1), 1, fmt, sums)
-    fill_table(changed, sums, (sums[0].copy(), np.zeros((1, 4, TILE_QUERIES), np.float32), probes.copy()))
+    fill_table(changed, sums, None, (sums[0].copy(), np.zeros((1, 4, TILE_QUERIES), np.float32), probes.copy()))
 
 
 def _bits(array: npt.NDArray[Any], fmt: Format) -> npt.NDArray[Any]:
@@ -139,7 +142,7 @@ def _add(changed, own, sums):
 
 
 @njit(nogil=True, cache=True)
-def _fill(changed, counts, key_sums, value_sums, table_counts, means, table_values):
+def _fill(changed, counts, key_sums, value_sums, shifts, table_counts, means, table_values):
     for head in range(changed.shape[0]):
         for cluster in range(changed.shape[1]):
             if changed[head, cluster]:
@@ -149,7 +152,7 @@ def _fill(changed, counts, key_sums, value_sums, table_counts, means, table_valu
                 for d in range(key_sums.shape[2]):
                     means[head, d, cluster] = key_sums[head, cluster, d] / divisor
                 for d in range(value_sums.shape[2]):
-                    table_values[head, cluster, d] = value_sums[head, cluster, d]
+                    table_values[head, cluster, d] = value_sums[head, cluster, d] + number * shifts[head, cluster, d]
 
 
 @njit(nogil=True, cache=True)

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.cpu.cluster_sums import SampledKeys, count_tokens, fill_table, nearest_clusters
-from retrieval_attn.cpu.segment import PathPart, Segment
-from retrieval_attn.errors import ShapeError
+from retrieval_attn.cpu.cluster_sums import PAIR, SampledKeys, columns_for, count_tokens, fill_table, nearest_clusters
+from retrieval_attn.cpu.replica import KVReplica, State, array_memory, register_replica, total_memory
+from retrieval_attn.cpu.segment import PathPart, PathTokens, Segment, Span
+from retrieval_attn.errors import InputDataError, ShapeError
+from retrieval_attn.index.base import HeldMemory
 from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.memory import mapped
@@ -30,19 +32,20 @@ MAX_CLUSTERS = 256
 """A byte names a cluster."""
 LATE_CLUSTERS = 16
 """Of tokens that a device has no codes of: they are few."""
-CLUSTER_COUNTS = ((1 << 14, 64), (1 << 16, 128), (1 << 62, 256))
-"""Clusters by the most tokens that they serve."""
 KEYS_PER_CLUSTER = 16
 """At least, on average: fewer say nothing about those that are left."""
-SAMPLES = 1024
+SAMPLES = 4096
 """Keys of a head that tell how much clusters weigh. The exponential of a mean score is less than the mean exponential:
-with 16 keys of each of 64 clusters the KL on code at 8K is that of all keys' scores, a third of that by mean keys."""
+by mean keys alone the KL on code at 8K is three times as large. 8 keys of each of 256 clusters in place of 16 double
+it, 4 raise it fourfold (code and JSON, bundled model)."""
 TOKENS_AT_ONCE = 4096
 """Tokens whose float32 numbers are held at once while they join, and that are added up by themselves."""
 FEW_TOKENS = 1024
 """Maximum tokens that join by a compiled loop on this thread, without the threads of a matrix product."""
 
 Floats = npt.NDArray[np.float32]
+ClusterArrays = dict[str, npt.NDArray[Any]]
+_SAVED = ("probes", "offsets", "mean_values", "distances", "value_shifts")
 
 
 class ClusterSums(NamedTuple):
@@ -59,8 +62,9 @@ class ClusterSums(NamedTuple):
 class ClusterTable(NamedTuple):
     """Clusters of one path as a step reads them, float32, C-contiguous; fixed address until the path's table changes.
 
-    counts (kv_heads, C). means (kv_heads, head_dim, C): mean keys, a column each. value_sums (kv_heads, C, value_dim).
-    samples: as many keys of each cluster; None: there are none.
+    counts (kv_heads, C). means (kv_heads, head_dim, C): mean keys, a column each. value_sums (kv_heads, C, value_dim):
+    counts times the mean value, of keys as they usually weigh where that is known. samples: as many keys of each
+    cluster; None: there are none.
     """
 
     counts: Floats
@@ -85,9 +89,8 @@ def samples_for(clusters: int) -> int:
 
 
 def clusters_for(tokens: int) -> int:
-    """Return the number of clusters for `tokens` tokens: a power of 2, more for more tokens, at most one for 16."""
-    wanted = next(count for most, count in CLUSTER_COUNTS if tokens <= most)
-    return max(1, min(wanted, 1 << max(0, (tokens // KEYS_PER_CLUSTER).bit_length() - 1)))
+    """Return the number of clusters for `tokens` tokens: a power of 2, at most one for 16 tokens."""
+    return max(1, min(MAX_CLUSTERS, 1 << max(0, (tokens // KEYS_PER_CLUSTER).bit_length() - 1)))
 
 
 class _Members:
@@ -118,11 +121,13 @@ class KeyClusters:
         late: KeyClusters | None = None,
         distances: Floats | None = None,
         samples: SampledKeys | None = None,
+        value_shifts: Floats | None = None,
     ) -> None:
         """mean_values: (kv_heads, C, value_dim) of the keys that were read, where a device estimates by them. late: the
         fewer clusters of tokens that come later there. distances: (kv_heads,), the mean squares of the distances of the
         keys that were read to their clusters' means, where that is known. samples: of these keys, where the host
-        estimates.
+        estimates. value_shifts: (kv_heads, C, value_dim), what the mean value of keys as they usually weigh is more
+        than their plain mean.
 
         Raises ShapeError for shapes that do not fit, or more than MAX_CLUSTERS.
         """
@@ -134,6 +139,7 @@ class KeyClusters:
         self.probes = np.ascontiguousarray(probes, np.float32)
         self.offsets = np.ascontiguousarray(offsets, np.float32)
         self.mean_values, self.late, self.distances, self.samples = mean_values, late, distances, samples
+        self.value_shifts = value_shifts
         self.on_devices: weakref.WeakKeyDictionary[Segment, dict[Any, Any]] = weakref.WeakKeyDictionary()
         """What devices hold of the members of a segment, by device; forks share it."""
         self._members: weakref.WeakKeyDictionary[Segment, _Members] = weakref.WeakKeyDictionary()
@@ -144,18 +150,31 @@ class KeyClusters:
         """Clusters of a head."""
         return int(self.probes.shape[1])
 
-    def nbytes(self, segments: Container[Segment]) -> int:
-        """Bytes of probes, mean values, distances and samples, and of the known members of these segments, not of those
-        that others have who share the clusters; of `late`, too.
+    @property
+    def segments(self) -> set[Segment]:
+        """Segments with tokens that have joined a cluster."""
+        return set(self._members)
+
+    def memory(self, segments: Container[Segment]) -> HeldMemory:
+        """Return the bytes of probes, mean values, distances, samples, and of the known members of `segments`, on the
+        host and on devices, with those of `late`.
         """
         known = [one for segment, one in list(self._members.items()) if segment in segments]
         members = sum(one.ids.shape[0] * (one.stop - one.first) for one in known)
-        others = sum(one.nbytes for one in (self.mean_values, self.distances, self.samples) if one is not None)
-        late = 0 if self.late is None else self.late.nbytes(segments)
-        return self.probes.nbytes + self.offsets.nbytes + members + others + late
+        arrays = self.probes, self.offsets, self.mean_values, self.distances, self.samples, self.value_shifts
+        own = HeldMemory(
+            members + sum(one.nbytes for one in arrays if one is not None),
+            sum(
+                one.nbytes
+                for segment, there in list(self.on_devices.items())
+                if segment in segments
+                for one in there.values()
+            ),
+        )
+        return own if self.late is None else total_memory([own, self.late.memory(segments)])
 
-    def kin(self) -> KeyClusters:
-        """The same clusters with the same members, for a path whose samples and mean values will differ."""
+    def with_same_members(self) -> KeyClusters:
+        """Return clusters with the same members, for a path whose samples and mean values will differ."""
         other = object.__new__(KeyClusters)
         other.__dict__.update(self.__dict__, on_devices=weakref.WeakKeyDictionary())
         return other
@@ -211,6 +230,15 @@ class KeyClusters:
         if self.late is not None:
             self.late.forget(segment, length)
 
+    def copy_members(self, segment: Segment, copy: Segment) -> None:
+        """The tokens of `copy` are the first of `segment` and have their clusters: by keys alone some would differ."""
+        start, stop = self.joined(segment)
+        stop = min(stop, copy.length)
+        if start < stop:
+            self.take(copy, start, self.known(segment)[:, start:stop])
+        if self.late is not None:
+            self.late.copy_members(segment, copy)
+
     def joined(self, segment: Segment) -> tuple[int, int]:
         """First token of `segment` whose cluster is known and the token after the last; (0, 0) for none."""
         held = self._members.get(segment)
@@ -238,6 +266,56 @@ class KeyClusters:
             held.ids[:, start:stop] = members
             held.first, held.stop = min(start, known[0]), max(stop, known[1])
 
+    def state(self, prefix: str) -> tuple[dict[str, Any], ClusterArrays]:
+        """Return plain values and arrays of all but the members."""
+        arrays = {f"{prefix}{name}": array for name in _SAVED if (array := getattr(self, name)) is not None}
+        plain: dict[str, Any] = {"samples": None, "late": None}
+        if self.samples is not None:
+            arrays[f"{prefix}samples"] = self.samples.packed
+            plain["samples"] = [self.samples.clusters, self.samples.number]
+        if self.late is not None:
+            plain["late"], own = self.late.state(f"{prefix}late/")
+            arrays.update(own)
+        return plain, arrays
+
+    @classmethod
+    def restored(
+        cls, path: PathTokens, plain: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], prefix: str
+    ) -> KeyClusters:
+        """Return the clusters with this state, without members. Raises InputDataError."""
+        late = None if plain["late"] is None else cls.restored(path, plain["late"], arrays, f"{prefix}late/")
+        probes, offsets, means, distances, shifts = (arrays.get(f"{prefix}{name}") for name in _SAVED)
+        if probes is None or offsets is None:
+            raise InputDataError("the saved clusters of a sequence have no probes or offsets; save the context again")
+        clusters, heads = probes.shape[1] if probes.ndim == 3 else 0, path.num_kv_heads
+        _require(probes, (heads, clusters, path.head_dim), "probes")
+        _require(offsets, (heads, clusters), "offsets")
+        for name, array in (("mean_values", means), ("value_shifts", shifts)):
+            if array is not None:
+                _require(array, (heads, clusters, path.value_dim), name)
+        if distances is not None:
+            _require(distances, (heads,), "distances")
+        samples = None
+        if plain["samples"] is not None:
+            samples = _restored_samples(path, plain["samples"], arrays[f"{prefix}samples"], clusters)
+        return cls(probes, offsets, means, late, distances, samples, shifts)
+
+    def restore_members(
+        self, spans: Sequence[Span], pieces: list[list[int]], arrays: Mapping[str, npt.NDArray[Any]], prefix: str
+    ) -> None:
+        """Take the members of pieces [span, first, stop] of tokens. Raises InputDataError."""
+        for number, (span, low, high) in enumerate(pieces):
+            if type(span) is not int or not 0 <= span < len(spans):
+                raise InputDataError(
+                    f"saved clusters belong to span {span!r:.80}, but there are {len(spans)}; save the context again"
+                )
+            segment, members = spans[span].segment, arrays[f"{prefix}{number}"]
+            if members.dtype != "u1":
+                raise InputDataError(
+                    f"members of saved clusters must be uint8, got {members.dtype}; save the context again"
+                )
+            self.restore(segment, _checked_span([low, high], segment.length), members)
+
     def _of(self, segment: Segment) -> _Members:
         held = self._members.get(segment)
         if held is None:
@@ -245,15 +323,30 @@ class KeyClusters:
         return held
 
 
-class PathClusters:
-    """The clusters of the tokens [start, stop) of one path, which `cover` moves. Not for two threads at once."""
+class ClusterMark(NamedTuple):
+    """Clusters of a saved path: the shared ones, and the tokens of each segment in one, for these and for `late`."""
+
+    shared: KeyClusters
+    joined: dict[Segment, tuple[int, int]]
+    late: dict[Segment, tuple[int, int]]
+
+
+@register_replica
+class PathClusters(KVReplica[PathTokens]):
+    """The clusters of the tokens [start, stop) of one path, which `cover` moves. Not for two threads at once.
+
+    Saved names: "clusters/NAME" and "clusters/late/NAME" of sums and of shared arrays, "members/i" and "late_members/i"
+    of the i-th piece of tokens.
+    """
+
+    kind = "clusters"
 
     def __init__(self, shared: KeyClusters, fmt: Format, span: tuple[int, int], sums: ClusterSums) -> None:
         """sums: over the path's tokens span[0] .. span[1], whose members `shared` knows. They are not written to."""
         self.shared, self.fmt = shared, fmt
         self.start, self.stop = span
         self._sums = sums
-        self._table = _table_of(sums, shared.samples)
+        self._table = _table_of(sums, shared)
         self._own = False  # whether sums and table are this path's alone
         self._late: PathClusters | None = None
 
@@ -264,9 +357,30 @@ class PathClusters:
         shapes = (heads, clusters), (heads, clusters, dim), (heads, clusters, value_dim)
         return cls(shared, fmt, (0, 0), ClusterSums(*(np.zeros(shape, np.float32) for shape in shapes)))
 
-    def nbytes(self, segments: Container[Segment]) -> int:
-        """Bytes of sums and tables, and of what is shared, as far as it is of these segments."""
-        return held_cluster_bytes([self], segments)
+    @property
+    def num_tokens(self) -> int:
+        return self.stop
+
+    @property
+    def nbytes(self) -> HeldMemory:
+        return total_memory(self.allocations(self.shared.segments).values())
+
+    def allocations(self, segments: Container[Segment]) -> dict[int, HeldMemory]:
+        """Return the bytes of sums and tables, which forks share, and of the shared clusters."""
+        return {**array_memory(self.arrays), id(self.shared): self.shared.memory(segments)}
+
+    @property
+    def stamp(self) -> tuple[int, ...]:
+        return id(self), id(self._table), self.start, self.stop
+
+    def offloadable_bytes(self, segments: Iterable[Segment]) -> int:
+        held = [there for segment in segments if (there := self.shared.on_devices.get(segment))]
+        return sum(one.nbytes for there in held for one in there.values())
+
+    def offload(self, segments: Iterable[Segment]) -> None:
+        """Drop the members of these segments on devices. They are copied from the host again."""
+        for segment in segments:
+            self.shared.on_devices.pop(segment, None)
 
     @property
     def table(self) -> ClusterTable:
@@ -288,17 +402,14 @@ class PathClusters:
         other._late = None if self._late is None else self._late.fork()
         return other
 
-    def renewed(self, start: int, stop: int, pieces: Callable[[int, int], Iterable[PathPart]]) -> PathClusters:
-        """Clusters of the tokens [start, stop) of the path alone, of which samples and mean values are new, too.
-
-        pieces: as in `cover`. For this path: its forks keep what it had.
-        """
-        other = self.fork()
-        other.shared = shared = self.shared.kin()
+    def forget(self, owner: PathTokens, start: int, stop: int) -> PathClusters:
+        """Return clusters of the tokens [start, stop) alone, with their own samples and mean values."""
+        other, pieces = self.fork(), owner.parts
+        other.shared = shared = self.shared.with_same_members()
         other.cover(start, stop, pieces)
         if shared.samples is not None:
             shared.samples = _sampled(other, shared.samples, list(pieces(start, stop)))
-            other._table = _table_of(other._sums, shared.samples)
+            other._table = _table_of(other._sums, shared)
         if shared.mean_values is not None:
             first = next(iter(pieces(start, stop)), None)  # what an index on a device may cover
             known = other.fork()
@@ -314,29 +425,17 @@ class PathClusters:
             self._late = PathClusters.empty(self.shared.late, self.fmt, self._sums.value_sums.shape[2])
         return self._late
 
-    @property
-    def shared_sums(self) -> ClusterSums:
-        """Sums over the tokens [start, stop), which stay as they are: the path copies them before it changes its
-        own.
-        """
-        self._own = False
-        return self._sums
+    def follow_copy(self, segment: Segment, copy: Segment) -> None:
+        self.shared.copy_members(segment, copy)
 
-    def restored_late(self, span: tuple[int, int], sums: ClusterSums) -> None:
-        """`late` has these sums over the path's tokens span[0] .. span[1]."""
-        assert self.shared.late is not None
-        self._late = PathClusters(self.shared.late, self.fmt, span, sums)
-
-    @property
-    def begun_late(self) -> PathClusters | None:
-        """`late` where it was asked for."""
-        return self._late
-
-    def truncate(self, length: int, pieces: Callable[[int, int], Iterable[PathPart]]) -> None:
-        """The path's tokens from `length` on are about to be forgotten. pieces: as in `cover`."""
+    def truncate(self, owner: PathTokens, length: int) -> bool:
         for one in (self, self._late):
             if one is not None and length < one.stop:
-                one.cover(one.start, max(length, one.start), pieces)
+                one.cover(one.start, max(length, one.start), owner.parts)
+        for segment, low, _, _ in owner.parts(length, len(owner)):
+            if low and not segment.frozen:  # other tokens may be written there
+                self.shared.forget(segment, low)
+        return True
 
     def cover(self, start: int, stop: int, pieces: Callable[[int, int], Iterable[PathPart]]) -> ClusterTable:
         """The table over the tokens [start, stop) of the path. pieces: where some of its tokens lie, in order.
@@ -352,7 +451,7 @@ class PathClusters:
         elif not self._own:
             self._sums = _copied(self._sums)
         if anew or not self._own:
-            self._table, self._own = _table_of(self._sums, self.shared.samples), True
+            self._table, self._own = _table_of(self._sums, self.shared), True
         sign, changed = 1 if stop >= self.stop else -1, None
         for segment, low, high, _ in pieces(min(stop, self.stop), max(stop, self.stop)):
             arrays = segment.keys, segment.values, self.shared.members(segment, low, high, self.fmt)
@@ -361,16 +460,70 @@ class PathClusters:
                 changed = others if changed is None else changed | others
         self.stop = stop
         if changed is not None:
-            fill_table(changed, self._sums, self._table[:3])
+            fill_table(changed, self._sums, self.shared.value_shifts, self._table[:3])
         return self._table
 
+    # -- saving --------------------------------------------------------------------------------------
 
-def held_cluster_bytes(clusters: Iterable[PathClusters], segments: Container[Segment]) -> int:
-    """Bytes that clusters of several paths of these segments hold together; what they share is counted once."""
-    every = list(clusters)
-    shared = {id(one.shared): one.shared.nbytes(segments) for one in every}
-    arrays = {id(array): array.nbytes for one in every for array in one.arrays}
-    return sum(shared.values()) + sum(arrays.values())
+    def mark(self, owner: PathTokens) -> ClusterMark:
+        shared, segments = self.shared, owner.segments
+        late = {} if shared.late is None else {segment: shared.late.joined(segment) for segment in segments}
+        return ClusterMark(shared, {segment: shared.joined(segment) for segment in segments}, late)
+
+    def state(self, owner: PathTokens, since: int, tokens: Sequence[int], mark: ClusterMark | None) -> State:
+        shared, known = self.shared, mark if mark is not None and mark.shared is self.shared else None
+        plain: dict[str, Any] = {"known": known is not None, "span": [self.start, self.stop]}
+        arrays = self._saved_sums("clusters/")
+        if self._late is not None:
+            plain["late_span"] = [self._late.start, self._late.stop]
+            arrays.update(self._late._saved_sums("clusters/late/"))
+        if known is None:
+            told, own = shared.state("clusters/")
+            plain.update(told)
+            arrays.update(own)
+        pieces = _Pieces(owner.spans, since, tokens)
+        plain["members"], members = pieces.of(shared, {} if known is None else known.joined, "members/")
+        arrays.update(members)
+        if shared.late is not None:
+            joined = {} if known is None else known.late
+            plain["late_members"], members = pieces.of(shared.late, joined, "late_members/")
+            arrays.update(members)
+        return plain, arrays
+
+    def _saved_sums(self, prefix: str) -> ClusterArrays:
+        self._own = False  # the path copies them before it changes its own
+        return {f"{prefix}{name}": array for name, array in self._sums._asdict().items()}
+
+    @classmethod
+    def restored(
+        cls,
+        owner: PathTokens,
+        plain: Mapping[str, Any],
+        arrays: Mapping[str, npt.NDArray[Any]],
+        earlier: PathClusters | None,
+    ) -> PathClusters:
+        if not plain["known"]:
+            shared = KeyClusters.restored(owner, plain, arrays, "clusters/")
+        elif earlier is None:
+            raise InputDataError(
+                "the saved clusters refer to those of an earlier record, which has none; save the context again"
+            )
+        else:
+            shared = earlier.shared
+        tokens = sum(span.segment.length for span in owner.spans)  # a path may see fewer of a segment than it has
+        sums = _restored_sums(owner, arrays, "clusters/", shared.clusters)
+        found = cls(shared, owner.fmt, _checked_span(plain["span"], tokens), sums)
+        if plain.get("late_span") is not None:
+            if shared.late is None:
+                raise InputDataError(
+                    "a saved sequence has tokens in late clusters, but no late clusters; save the context again"
+                )
+            sums = _restored_sums(owner, arrays, "clusters/late/", shared.late.clusters)
+            found._late = cls(shared.late, owner.fmt, _checked_span(plain["late_span"], tokens), sums)
+        shared.restore_members(owner.spans, plain["members"], arrays, "members/")
+        if shared.late is not None:
+            shared.late.restore_members(owner.spans, plain["late_members"], arrays, "late_members/")
+        return found
 
 
 def largest_clusters(probes: Floats, offsets: Floats, counts: Floats) -> KeyClusters:
@@ -414,19 +567,21 @@ def _sampled(path: PathClusters, like: SampledKeys, parts: list[PathPart]) -> Sa
     return SampledKeys.of(found.transpose(0, 2, 1), clusters)
 
 
-def _table_of(sums: ClusterSums, samples: SampledKeys | None) -> ClusterTable:
+def _table_of(sums: ClusterSums, shared: KeyClusters) -> ClusterTable:
     heads, clusters, dim = sums.key_sums.shape
     means: Floats = np.empty((heads, dim, clusters), np.float32)
-    table = ClusterTable(np.empty_like(sums.counts), means, np.empty_like(sums.value_sums), samples)
-    _fill(table, sums)
+    table = ClusterTable(np.empty_like(sums.counts), means, np.empty_like(sums.value_sums), shared.samples)
+    _fill(table, sums, shared.value_shifts)
     return table
 
 
-def _fill(table: ClusterTable, sums: ClusterSums) -> None:
+def _fill(table: ClusterTable, sums: ClusterSums, shifts: Floats | None) -> None:
     """Write what `sums` say into the table, in place: a planned step reads it where it lies."""
     table.counts[:] = sums.counts
     np.divide(sums.key_sums.transpose(0, 2, 1), np.maximum(sums.counts, 1)[:, None], out=table.means)
     table.value_sums[:] = sums.value_sums
+    if shifts is not None:
+        table.value_sums[:] += sums.counts[:, :, None] * shifts
 
 
 def _copied(sums: ClusterSums) -> ClusterSums:
@@ -436,3 +591,70 @@ def _copied(sums: ClusterSums) -> ClusterSums:
 def _zeros_like(sums: ClusterSums) -> ClusterSums:
     arrays: list[Any] = [np.zeros_like(array) for array in sums]
     return ClusterSums(*arrays)
+
+
+def _restored_samples(path: PathTokens, told: Any, packed: npt.NDArray[Any], clusters: int) -> SampledKeys:
+    known, number = told
+    shape = packed.shape
+    whole = type(number) is int and number > 0 and known == clusters and packed.ndim == 4 and shape[3] % PAIR == 0
+    if not whole or shape[1] * shape[3] != columns_for(clusters * number):
+        raise InputDataError(
+            f"saved samples {told!r:.80} of {clusters} clusters do not fit an array of {shape}; save the context again"
+        )
+    _require(packed, (path.num_kv_heads, shape[1], path.head_dim, shape[3]), "samples", "<u2")
+    return SampledKeys(packed, clusters, number)
+
+
+def _restored_sums(path: PathTokens, arrays: Mapping[str, npt.NDArray[Any]], prefix: str, clusters: int) -> ClusterSums:
+    shapes = {"key_sums": (path.head_dim,), "value_sums": (path.value_dim,)}
+    for name in ClusterSums._fields:
+        _require(arrays[f"{prefix}{name}"], (path.num_kv_heads, clusters, *shapes.get(name, ())), name)
+    return ClusterSums(*(arrays[f"{prefix}{name}"] for name in ClusterSums._fields))
+
+
+def _require(array: npt.NDArray[Any], shape: tuple[int, ...], name: str, dtype: str = "<f4") -> None:
+    if array.shape != shape or array.dtype != dtype:
+        raise InputDataError(
+            f"the {name} of saved clusters must be {dtype} of {shape}, got {array.dtype.str} of {array.shape}; save "
+            "the context again"
+        )
+
+
+def _checked_span(told: Any, stop: int) -> tuple[int, int]:
+    """Two whole numbers in order, from 0 to `stop`. Raises InputDataError."""
+    first, last = told
+    if not (type(first) is int and type(last) is int and 0 <= first <= last <= stop):
+        raise InputDataError(f"tokens {told!r:.80} of saved clusters must lie in 0 to {stop}; save the context again")
+    return first, last
+
+
+class _Pieces(NamedTuple):
+    """Saved tokens of a path: see `KVReplica.state`."""
+
+    spans: Sequence[Span]
+    since: int
+    tokens: Sequence[int]
+
+    def of(
+        self, shared: KeyClusters, known: Mapping[Segment, tuple[int, int]], prefix: str
+    ) -> tuple[list[list[int]], ClusterArrays]:
+        """Return pieces [span, first, stop] of tokens with their clusters, and the arrays, without `known` tokens.
+
+        Those of a span from `since` on have all places of its segment, right where the piece says, so that they can be
+        taken as they are.
+        """
+        pieces: list[list[int]] = []
+        arrays: ClusterArrays = {}
+        for number, (span, tokens) in enumerate(zip(self.spans, self.tokens, strict=True)):
+            first, stop = shared.joined(span.segment)
+            stop = min(stop, tokens)
+            ids = shared.known(span.segment)
+            whole = number >= self.since
+            low, high = known.get(span.segment, (first, first))
+            low, high = (first, first) if whole or low >= high else (low, high)
+            for start, end in ((first, low), (high, stop)):
+                if start < end:
+                    # a copy, a byte per key: the members of neighbouring tokens change when others join
+                    arrays[f"{prefix}{len(pieces)}"] = (ids[:, :tokens] if whole else ids[:, start:end]).copy()
+                    pieces.append([number, start, end])
+        return pieces, arrays

@@ -25,9 +25,10 @@ from retrieval_attn.index.kernels.dots import (
     bits_to_float,
     emit_prefetch,
     float_to_bits,
+    load_word,
+    score_gathered,
     widen,
 )
-from retrieval_attn.index.kernels.gathered import load_word, score_gathered
 from retrieval_attn.index.task.atomics import bytes_of_row, intrinsic
 
 AHEAD = 32

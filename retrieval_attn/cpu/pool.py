@@ -28,7 +28,6 @@ import numpy.typing as npt
 from numba import njit
 
 from retrieval_attn.errors import BackendError, ConfigError
-from retrieval_attn.index.cores import allowed_cores, usable_cores
 from retrieval_attn.index.task.atomics import (
     YIELD_NANOSECONDS,
     atomic_add,
@@ -43,6 +42,7 @@ from retrieval_attn.index.task.atomics import (
     wake,
     yield_core,
 )
+from retrieval_attn.index.threads import allowed_cores, usable_cores
 
 SPIN_MICROSECONDS = 2000.0
 """How long workers look for the next job before they sleep: longer than a layer of a decode step takes elsewhere. A
@@ -215,7 +215,7 @@ class Pool:
         """Compile what the threads run and start them (a second on the first use of a machine, else milliseconds).
 
         threads: that work on a job at once, the poster's included if caller_works. None: all cores this process may
-        use (of several ranks on a machine its share: `index/cores.py`), less one that stays free for the rest of the
+        use (of several ranks on a machine its share: `index/threads.py`), less one that stays free for the rest of the
         program if there are more than four. cpus: cores that the
         started threads are pinned to in turn, () for none; None: one each, the last ones, if that leaves one to the
         poster (a sleeper that is free to move wakes up on the core of the poster, and waits there). spin_microseconds:

@@ -10,20 +10,21 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from retrieval_attn.cpu.replica import KVReplica, Replicas, new_replicas, present, register_replica, total_memory
 from retrieval_attn.cpu.step.tables import SearchRange
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import base
-from retrieval_attn.index.flat import search_exact
+from retrieval_attn.index.base import HeldMemory
+from retrieval_attn.index.flat import scans_exactly
 from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.memory import HUGE_PAGE, PAGE, mapped
-from retrieval_attn.index.signals import uninterrupted
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.index.task.search import SearchedInSteps
+from retrieval_attn.index.threads import uninterrupted
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 """Does what `map` does, in threads say."""
@@ -36,40 +37,37 @@ class HeadCoders(Protocol):
         """Return the coder of this head: an `index.device.Coder`."""
 
 
-class DeviceMirrors(Protocol):
-    """Copies of a segment's tokens on devices, apart from its index: `offload/int8_rows.py`."""
+@register_replica
+@dataclass(frozen=True, eq=False)
+class SegmentIndex(KVReplica["Segment"]):
+    """One index per head, with its codes on a device if its kind has some.
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
+    The first key of each is the segment's token `first`.
+    """
 
-    @property
-    def device_nbytes(self) -> int:
-        """Bytes of device memory."""
-
-    def cut(self, length: int) -> None:
-        """The tokens from `length` on are others."""
-
-
-class Hits(NamedTuple):
-    """Search results over one part of a segment: ids (heads, n, k) count from the segment's first token."""
-
-    ids: npt.NDArray[np.int32]
-    scores: npt.NDArray[np.float32]
-    keys_scanned: int
-    bytes_read: int
-
-
-@dataclass(frozen=True)
-class _SegmentIndex:
-    """One index per head; the first key of each is the segment's token `first`."""
-
+    kind: ClassVar[str] = "index"
+    of_segments: ClassVar[bool] = True
     first: int
     heads: tuple[base.KeyIndex, ...]
 
     @property
-    def stop(self) -> int:
+    def num_tokens(self) -> int:
         return self.first + len(self.heads[-1])  # the last one to grow: another thread may be at it
+
+    @property
+    def nbytes(self) -> HeldMemory:
+        return total_memory(head.memory for head in self.heads)
+
+    def truncate(self, owner: Segment, length: int) -> bool:
+        longest = max(map(len, self.heads))  # an insertion may have ended between two heads
+        if self.first + longest <= length:
+            return True
+        kept = length - self.first
+        owner.changes += 1
+        if kept <= 0:
+            owner.replicas[self.kind] = None
+            return True
+        return all([head.truncate(min(kept, len(head))) for head in self.heads])
 
 
 class Segment:
@@ -112,7 +110,6 @@ class Segment:
         self.locked_rows: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
         """Keys and values where they are page-locked, if that is another address: a file's own pages. Not to be written
         to."""
-        self.rounded: DeviceMirrors | None = None  # the same tokens as int8 rows that a device reads, if it does
         self.fmt = fmt
         self.length = 0
         self.frozen = self.sealed = False
@@ -121,9 +118,10 @@ class Segment:
         self.grown: tuple[int, ...] = ()
         """Where the index ended after each insertion into the frozen segment: one that was saved before takes in the
         same tokens together."""
-        self._index: _SegmentIndex | None = None
-        self.changes = 0  # of the index
-        self._tails: tuple[tuple[base.KeyIndex, ...], int, tuple[SearchedInSteps, ...]] | None = None
+        self.changes = 0
+        """Number of changes of the index."""
+        self.replicas: Replicas = new_replicas(self, of_segments=True)
+        self._tails: tuple[tuple[base.KeyIndex, ...], int, tuple[base.Searchable, ...]] | None = None
         self._extending = threading.Lock()
 
     @property
@@ -143,10 +141,10 @@ class Segment:
         return 0 if self.is_hole else int(heads * self.length * (width + self.values.shape[2]) * self.fmt.bytes)
 
     @property
-    def index_nbytes(self) -> int:
-        """Bytes that the index holds beyond the keys, and rows that a device reads."""
-        rows = 0 if self.rounded is None else self.rounded.nbytes
-        return rows + sum(head.nbytes for head in self.indexes)
+    def _index(self) -> SegmentIndex | None:
+        found = self.replicas[SegmentIndex.kind]
+        assert found is None or isinstance(found, SegmentIndex)
+        return found
 
     @property
     def indexes(self) -> tuple[base.KeyIndex, ...]:
@@ -158,7 +156,7 @@ class Segment:
     def indexed(self) -> tuple[int, int]:
         """First token that the index covers and the token after its last; (0, 0) without one."""
         index = self._index
-        return (0, 0) if index is None else (index.first, index.stop)
+        return (0, 0) if index is None else (index.first, index.num_tokens)
 
     @contextlib.contextmanager
     def steady_index(self) -> Iterator[tuple[base.KeyIndex, ...]]:
@@ -188,27 +186,32 @@ class Segment:
             for _ in each(put, range(len(self.keys))):
                 pass
         self.length = stop
+        for replica in present(self.replicas):
+            replica.append(self, start, keys, values)
 
     def freeze(self) -> None:
         """No more appends: from now on several paths may use the segment."""
         self.frozen = True
 
     def truncate(self, length: int) -> None:
-        """Drop tokens from `length` on, to be overwritten; freezes if the index cannot forget them."""
+        """Drop tokens from `length` on, to be overwritten; freeze instead if a replica cannot drop them."""
         assert not self.frozen and length <= self.length, (self.frozen, length, self.length)
-        if self.rounded is not None:
-            self.rounded.cut(length)
-        index = self._index
-        longest = 0 if index is None else max(map(len, index.heads))  # an insertion may have ended between two heads
-        if index is not None and index.first + longest > length:
-            kept = length - index.first
-            self.changes += 1
-            if kept <= 0:
-                self._index = None
-            elif not all([head.truncate(min(kept, len(head))) for head in index.heads]):
-                self.freeze()
-                return
+        if not all([one.truncate(self, length) for one in present(self.replicas)]):
+            self.freeze()
+            return
         self.length = length
+
+    def replicas_from_device(self, tokens: int, begun: Replicas) -> list[KVReplica[Any]]:
+        """Return the replicas that take the newest `tokens` tokens from the device; none if some are elsewhere.
+
+        begun: results of `KVReplica.of_prefill`; the segment gets those that it does not have.
+        """
+        start = self.length - tokens
+        for kind, replica in begun.items() if start >= 0 else ():
+            if replica is not None and self.replicas.get(kind) is None:
+                replica.attach(self, start)
+                self.replicas[kind] = replica
+        return [one for one in present(self.replicas) if one.from_device and one.num_tokens == start]
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Views of keys and values of tokens [start, stop), not to be written to."""
@@ -243,7 +246,7 @@ class Segment:
 
     def take_index(self, first: int, heads: tuple[base.KeyIndex, ...]) -> None:
         """The index of each head, over the tokens from `first` on, in place of what the segment has."""
-        self._index, self.grown = _SegmentIndex(first, heads), ()
+        self.replicas[SegmentIndex.kind], self.grown = SegmentIndex(first, heads), ()
         self.changes += 1
 
     def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[SearchRange]:
@@ -253,71 +256,41 @@ class Segment:
         """
         whole = SearchRange(self.keys, self.values, low, high, first)
         index = self._index
-        if index is None or all(head.exact for head in index.heads) or index.first >= high:
+        if index is None or all(map(scans_exactly, index.heads)) or index.first >= high:
             return [whole]
-        if high - index.stop > most_tail and low < index.stop and not self.sealed:
+        if high - index.num_tokens > most_tail and low < index.num_tokens and not self.sealed:
             index = self._extended(low, high)
-        if low >= index.stop:
+        end = index.num_tokens
+        if low >= end:
             return [whole]
-        if low > index.first and not all(head.hides_first_keys for head in index.heads):
+        after = [whole._replace(low=end)] if high > end else []
+        if low > index.first and isinstance(index.heads[0], base.DeviceSearch):
             behind = self._behind(index, low)
-            piece = whole._replace(high=min(high, index.stop), indexes=behind, index_first=low, version=self.changes)
-            return (
-                [whole] if behind is None else [piece, *([whole._replace(low=index.stop)] if high > index.stop else [])]
-            )
+            piece = whole._replace(high=min(high, end), indexes=behind, index_first=low, version=self.changes)
+            return [whole] if behind is None else [piece, *after]
         pieces = [whole._replace(high=index.first)] if low < index.first else []
-        start, stop = max(low, index.first), min(high, index.stop)
-        covered = whole._replace(low=start, high=stop, indexes=index.heads, index_first=index.first)
-        pieces.append(covered._replace(version=self.changes))
-        return pieces if stop == high else [*pieces, whole._replace(low=stop)]
+        covered = whole._replace(low=max(low, index.first), high=min(high, end), indexes=index.heads)
+        return [*pieces, covered._replace(index_first=index.first, version=self.changes), *after]
 
-    def _behind(self, index: _SegmentIndex, low: int) -> tuple[SearchedInSteps, ...] | None:
+    def _behind(self, index: SegmentIndex, low: int) -> tuple[base.Searchable, ...] | None:
         """Return the searches of the index from token `low` on; the same objects until the index changes."""
         tails = self._tails
         if tails is None or tails[0] is not index.heads or tails[1] != low:
-            found = [head.behind(low - index.first) for head in index.heads]
+            found = [head.tail(low - index.first) for head in index.heads if isinstance(head, base.DeviceSearch)]
             tails = self._tails = index.heads, low, tuple(tail for tail in found if tail is not None)
         return tails[2] if len(tails[2]) == len(index.heads) else None
 
-    def search(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> list[Hits]:
-        """The best k of tokens [start, stop) for queries (kv_heads, n, head_dim), as one to three disjoint results.
-
-        The index answers for what it covers, after tokens between its end and `stop` were inserted; if sealed, these
-        are scanned exactly, as are tokens before its first, or a range that begins inside it.
-        """
-        index, hits = (self._index if self.sealed else None) or self._extended(start, stop), []
-        if index.stop < stop:
-            hits.append(self._scan(queries, k, max(start, index.stop), stop))
-            stop = max(start, index.stop)
-        if start < index.first:
-            hits.append(self._scan(queries, k, start, min(stop, index.first)))
-        if stop <= index.first:
-            return hits
-        if start > index.first:
-            return [*hits, self._scan(queries, k, start, stop)] if start < stop else hits
-        kind = type(index.heads[0])
-        # heads may have got different kinds, each the one that answers it best
-        together = kind if all(type(head) is kind for head in index.heads) else base.KeyIndex
-        found = together.search_heads(index.heads, queries, k, limit=stop - index.first)
-        bytes_read = found.keys_scanned // max(1, queries.shape[1]) * self.keys.strides[1]
-        return [*hits, Hits(_shifted(found.ids, index.first), found.scores, found.keys_scanned, bytes_read)]
-
-    def _scan(self, queries: npt.NDArray[np.float32], k: int, start: int, stop: int) -> Hits:
-        found = search_exact(self.read(start, stop)[0], queries, k, self.fmt)
-        bytes_read = (stop - start) * len(self.keys) * self.keys.strides[1]
-        return Hits(_shifted(found.ids, start), found.scores, found.keys_scanned, bytes_read)
-
-    def _extended(self, start: int, stop: int) -> _SegmentIndex:
+    def _extended(self, start: int, stop: int) -> SegmentIndex:
         """The index, covering tokens up to `stop`; a segment without one gets an exact one from `start`."""
         index = self._index
-        if index is not None and index.stop >= stop:
+        if index is not None and index.num_tokens >= stop:
             return index
         with self._extending:  # forks in two threads must not insert the same tokens twice
             if self._index is None:
                 self.build_index(IndexSpec.of("flat"), start, stop, None)
             index = self._index
             assert index is not None
-            if index.stop < stop:
+            if index.num_tokens < stop:
                 try:
                     for head, one in enumerate(index.heads):
                         with uninterrupted():  # forks share the index, and it must not hold half of its new keys
@@ -359,6 +332,13 @@ def hole_for(tokens: int, num_kv_heads: int, head_dim: int, value_dim: int, fmt:
     return hole
 
 
+class Span(NamedTuple):
+    """The first `length` tokens of `segment`, as part of a path."""
+
+    segment: Segment
+    length: int
+
+
 class PathPart(NamedTuple):
     """Tokens [low, high) of a segment whose token 0 is token `first` of the path."""
 
@@ -368,8 +348,27 @@ class PathPart(NamedTuple):
     first: int
 
 
-def _shifted(ids: npt.NDArray[np.int32], first: int) -> npt.NDArray[np.int32]:
-    return np.where(ids < 0, np.int32(-1), ids + np.int32(first)) if first else ids
+class PathTokens(Protocol):
+    """A path as its replicas read it: see `SequenceKV`."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    fmt: Format
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Segments in order, with the number of tokens of each that belong to the path."""
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments of `spans`."""
+
+    def parts(self, start: int, stop: int) -> list[PathPart]:
+        """Return the parts of segments that tokens [start, stop) are."""
 
 
 def _page_rows(row_bytes: int) -> int:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.cpu.budgets import HeadBudgets
-from retrieval_attn.cpu.clusters import ClusterSums, ClusterTable, KeyClusters, PathClusters, held_cluster_bytes
+from retrieval_attn.cpu.clusters import ClusterSums, ClusterTable, KeyClusters, PathClusters
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment, hole_for
+from retrieval_attn.cpu.replica import KVReplica, Replicas, new_replicas, present, total_memory
+from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment, Span, hole_for
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.errors import ConfigError, ShapeError
+from retrieval_attn.index.auto import notes
+from retrieval_attn.index.base import HeldMemory
+from retrieval_attn.index.flat import scans_exactly
 from retrieval_attn.index.formats import Format, check_queries, check_rows
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.threads import check_threads, kernel_threads
@@ -34,11 +38,12 @@ COPIED_TOKENS = 256
 """A frozen last segment up to this long is copied into the new tail: many forks must not leave a chain of crumbs."""
 
 
-class Span(NamedTuple):
-    """The first `length` tokens of `segment`, as part of a path."""
+class PathSnapshot(NamedTuple):
+    """State of a path, for `SequenceKV.restore`."""
 
-    segment: Segment
     length: int
+    replicas: Replicas
+    budgets: HeadBudgets | None
 
 
 class SequenceKV:
@@ -80,8 +85,7 @@ class SequenceKV:
         """Seconds spent in `build_index` and `extend_index` of this path (its forks start at 0)."""
         self.token_bytes = num_kv_heads * (fmt.row_bytes(head_dim) + fmt.row_bytes(value_dim))
         """Bytes of one token's keys and values."""
-        self.clusters: PathClusters | None = None
-        """By which attention estimates what it does not retrieve; None: it leaves that out."""
+        self.replicas: Replicas = new_replicas(self, of_segments=False)
         self.budgets: HeadBudgets | None = None  # as measured for `Config(retrieve="auto")`
         self._spans: list[Span] = []
         self._length, self._changes, self._reserved, self._sure = 0, 0, RESERVE_TOKENS, RESERVE_TOKENS
@@ -96,14 +100,19 @@ class SequenceKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this path's tokens, shared or not (`held_bytes` counts shared segments once)."""
+        """Bytes of this path's tokens, shared or not (`held_memory` counts shared segments once)."""
         return self._length * self.token_bytes
 
     @property
-    def index_nbytes(self) -> int:
-        """Bytes that the indexes and clusters of this path hold beyond the keys, shared or not."""
-        indexes = sum(span.segment.index_nbytes for span in self._spans)
-        return indexes + (0 if self.clusters is None else self.clusters.nbytes(self.segments))
+    def clusters(self) -> PathClusters | None:
+        """By which attention estimates what it does not retrieve; None: it leaves that out."""
+        found = self.replicas[PathClusters.kind]
+        assert found is None or isinstance(found, PathClusters)
+        return found
+
+    @clusters.setter
+    def clusters(self, value: PathClusters | None) -> None:
+        self.replicas[PathClusters.kind] = value
 
     @property
     def indexed_tokens(self) -> int:
@@ -117,9 +126,9 @@ class SequenceKV:
 
     @property
     def index_notes(self) -> list[str]:
-        """Notes of the indexes (their `note`, if they have one), each once, in order."""
-        notes = [index.note for span in self._spans for index in span.segment.indexes]
-        return [note for note in dict.fromkeys(notes) if note]
+        """Why `auto` chose the kinds of the indexes, each reason once, in order."""
+        found = [notes.get(index, "") for span in self._spans for index in span.segment.indexes]
+        return [note for note in dict.fromkeys(found) if note]
 
     def reserve(self, tokens: int, sure: int | None = None) -> SequenceKV:
         """Let the next new segment have room for at least `tokens` tokens; returns the path. ConfigError below 0.
@@ -159,7 +168,9 @@ class SequenceKV:
             replaced, segment = added
             segment.append(keys[:, head:], values[:, head:], each)
             self._spans[len(self._spans) - replaced :] = [Span(segment, segment.length)]
-        self._length, self._changes = self._length + count, self._changes + 1
+        start, self._length, self._changes = self._length, self._length + count, self._changes + 1
+        for replica in present(self.replicas):
+            replica.append(self, start, keys, values)
 
     def _new_tail(self, count: int) -> tuple[int, Segment]:
         """A segment with room for `count` more, begun with a copy of a short frozen last one without an index; spans
@@ -169,7 +180,7 @@ class SequenceKV:
         last = self._spans[-1] if self._spans else None
         if last is not None and last.segment.frozen and last.length <= COPIED_TOKENS:
             # one that is searched by an index keeps it: when tokens come must not decide how those before are found
-            replaced = int(all(head.exact for head in last.segment.indexes))
+            replaced = int(all(map(scans_exactly, last.segment.indexes)))
         copied = self._spans[-1].length if replaced else 0
         capacity = max(copied + count, self._reserved, MIN_TAIL_TOKENS, self._length // 4)
         expected, sure = (max(copied + count, tokens) for tokens in (self._reserved, self._sure))
@@ -178,6 +189,8 @@ class SequenceKV:
         self._reserved = self._sure = 0
         if replaced:
             segment.append(*self._spans[-1].segment.read(0, copied))
+            for replica in present(self.replicas):
+                replica.follow_copy(self._spans[-1].segment, segment)
         return replaced, segment
 
     def truncate(self, length: int) -> None:
@@ -188,8 +201,8 @@ class SequenceKV:
         """
         if not 0 <= length <= self._length:
             raise ConfigError(f"length={length} must lie in 0 .. {self._length}, the tokens held")
-        if self.clusters is not None:
-            self.clusters.truncate(length, self.parts)  # while the tokens are there
+        for replica in present(self.replicas):
+            replica.truncate(self, length)  # while the tokens are there
         kept: list[Span] = []
         left = length
         for span in self._spans:
@@ -199,8 +212,6 @@ class SequenceKV:
             left -= kept[-1].length
         if kept and kept[-1].length < kept[-1].segment.length and not kept[-1].segment.frozen:
             kept[-1].segment.truncate(kept[-1].length)
-            if self.clusters is not None:
-                self.clusters.shared.forget(kept[-1].segment, kept[-1].length)
         self._spans = kept
         self._length, self._changes = length, self._changes + 1
 
@@ -219,11 +230,27 @@ class SequenceKV:
             layer=self.layer,
         ).reserve(0)
         other.tail_tokens = self.tail_tokens
-        other.clusters = None if self.clusters is None else self.clusters.fork()
-        other.budgets = self.budgets
+        other.replicas, other.budgets = _forked(self.replicas), self.budgets
         other._spans = list(self._spans)
         other._length = self._length
         return other
+
+    def snapshot(self) -> PathSnapshot:
+        """Return the state of the path, for `restore`. Costs no copy of tokens."""
+        return PathSnapshot(self._length, _forked(self.replicas), self.budgets)
+
+    def restore(self, snapshot: PathSnapshot) -> None:
+        """Drop what followed a snapshot. Nothing may have been dropped since that it has."""
+        self.replicas, self.budgets = dict(snapshot.replicas), snapshot.budgets
+        self.truncate(snapshot.length)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Have replicas cover nothing but tokens [start, stop), the only ones that are retrieved from now on.
+
+        The path keeps its earlier tokens until `release_before`. Raises ConfigError outside the path.
+        """
+        kept = {kind: None if one is None else one.forget(self, start, stop) for kind, one in self.replicas.items()}
+        self.replicas = kept
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Keys (kv_heads, n, head_dim), values (kv_heads, n, value_dim) of tokens [start, stop), as stored.
@@ -326,9 +353,12 @@ class SequenceKV:
 
     def plan_stamp(self) -> tuple[Hashable, ...]:
         """Return a value that changes with the segments, indexes or clusters that a step was planned for."""
-        clusters = self.clusters
-        covered = () if clusters is None else (id(clusters), id(clusters.table), clusters.start, clusters.stop)
-        return self._changes, self.tail_tokens, *covered, *[span.segment.changes for span in self._spans]
+        stamps = [one.stamp for one in self.replicas.values() if one is not None]
+        return self._changes, self.tail_tokens, *stamps, *[span.segment.changes for span in self._spans]
+
+
+def _forked(replicas: Replicas) -> Replicas:
+    return {kind: None if one is None else one.fork() for kind, one in replicas.items()}
 
 
 def _shapes(path: SequenceKV, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -385,18 +415,34 @@ def take_clusters(
     path.clusters = PathClusters(shared, path.fmt, span, sums)
 
 
-def held_bytes(paths: Iterable[SequenceKV]) -> int:
-    """Bytes of the tokens, indexes and clusters that `paths` hold together; what they share is counted once."""
+def held_memory(paths: Iterable[SequenceKV], *, reclaimable: bool = True) -> HeldMemory:
+    """Return the bytes of the tokens and replicas that `paths` hold together; what they share is counted once.
+
+    reclaimable: whether replicas count whose memory is freed if a text needs it.
+    """
     every = list(paths)
     segments = segments_of(every)
-    held = sum(segment.nbytes + segment.index_nbytes for segment in segments)
-    clusters = (path.clusters for path in every if path.clusters is not None)
-    return held + held_cluster_bytes(clusters, segments)
+    stored = HeldMemory(sum(segment.nbytes for segment in segments))
+    return total_memory([stored, replica_memory(every, segments, reclaimable=reclaimable)])
 
 
-def rows_bytes(paths: Iterable[SequenceKV]) -> int:
-    """Return the part of `held_bytes` for int8 rows that devices read, which are dropped if a text needs the memory."""
-    return sum(one.rounded.nbytes for one in segments_of(paths) if one.rounded is not None)
+def replica_memory(
+    paths: Iterable[SequenceKV], segments: Collection[Segment], *, reclaimable: bool = True
+) -> HeldMemory:
+    """Return the bytes of the replicas of `segments`, and of those of paths as far as they are of these segments."""
+    found: dict[int, HeldMemory] = {}
+    for replica in replicas_of(paths, segments):
+        if reclaimable or not replica.reclaimable:
+            found.update(replica.allocations(segments))
+    return total_memory(found.values())
+
+
+def replicas_of(paths: Iterable[SequenceKV], segments: Iterable[Segment]) -> Iterator[KVReplica[Any]]:
+    """Yield the replicas of paths and of segments."""
+    for path in paths:
+        yield from present(path.replicas)
+    for segment in segments:
+        yield from present(segment.replicas)
 
 
 def segments_of(paths: Iterable[SequenceKV]) -> set[Segment]:

@@ -21,9 +21,8 @@ from retrieval_attn.errors import BackendError, ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.task.atomics import at_address, call_search, rows_at
-from retrieval_attn.index.task.descriptor import floats_at
 from retrieval_attn.index.task.search import address_of
-from retrieval_attn.index.task.tasks import address_for_c, task_address
+from retrieval_attn.index.task.tasks import address_for_c, floats_at, task_address
 
 _WORD = np.int64
 _ENTRY = np.dtype([("keys_at", _WORD), ("values_at", _WORD), ("tokens", _WORD)])

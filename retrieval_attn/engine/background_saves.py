@@ -1,4 +1,4 @@
-"""BackgroundSaves: write contexts to the store after their requests were answered.
+"""BackgroundSaves: write contexts to the store after their requests were answered. DiskTier: also idle texts.
 
 A context can be asked from its cache in memory before its files are durable. Writes run one at a time, in the order of
 their submission, so that a context is written after the one that it continues.
@@ -6,19 +6,28 @@ their submission, so that a context is written after the one that it continues.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from retrieval_attn.engine.radix_cache import Lease
-from retrieval_attn.engine.saved_text import SavedTexts, UnsavedText
-from retrieval_attn.errors import StoreError, UnknownContextError
+import numpy as np
+
+from retrieval_attn.engine.ids import Ids
+from retrieval_attn.engine.node import Node, Sizes
+from retrieval_attn.engine.prefix_handle import FIRST_MARK, AnswerEntry, PrefixEntry, text_mark
+from retrieval_attn.engine.radix_cache import MAX_MARKS, Lease, RadixCache
+from retrieval_attn.engine.saved_text import BLOCK_TOKENS, SavedTexts, UnsavedText
+from retrieval_attn.errors import InputDataError, StoreError, UnknownContextError
+from retrieval_attn.memory.reclaim import register
+from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.threads import with_device_memory
 from retrieval_attn.saving.save import Saved, Saver
 
-__all__ = ["SAVE_SECONDS", "BackgroundSave", "BackgroundSaves", "SaveState"]
+__all__ = ["SAVE_SECONDS", "BackgroundSave", "BackgroundSaves", "DiskCounts", "DiskTier", "SaveState"]
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +35,23 @@ SAVE_SECONDS = 60.0
 """Longest time that a server's shutdown waits for contexts that are not durable."""
 CANCEL_SECONDS = 10.0
 """Longest time that the removal of a context waits for the layer that is being written."""
+LEAST_TOKENS = BLOCK_TOKENS
+"""Minimum tokens of a text that the disk tier saves: later prompts do not find a shorter one."""
+OPEN_SECONDS = 0.1
+"""Estimated time to open a saved text, beyond that of its bytes. See docs/benchmarks.md, saved contexts."""
+WRITE_BYTES_PER_SECOND = float(1 << 30)
+"""Estimated speed of the disk before the first write."""
+RATED_BYTES = 1 << 20
+"""Minimum size of a write that measures the speed of the disk."""
+DISK_SHARE = 0.5
+"""Share of the disk's free memory, the files of automatic texts included, that these files may have."""
+SAVED_SHARE = 0.25
+"""Share of the host memory for idle texts that is free or can be freed at once, because the disk has the texts."""
+WAIT_SECONDS = 0.002
+RECLAIM_SECONDS = 5.0
+"""Time without further writes after memory was needed at once."""
+BROKEN_SECONDS = 60.0
+"""Time without further writes of idle texts after one that failed."""
 
 
 class SaveState(NamedTuple):
@@ -108,6 +134,7 @@ class BackgroundSaves:
         self._texts = texts
         self._saves: dict[str, BackgroundSave] = {}
         self._last: BackgroundSave | None = None
+        self._automatic: BackgroundSave | None = None
         self._lock = threading.Lock()
         self._failed = 0
 
@@ -123,14 +150,52 @@ class BackgroundSaves:
         with self._lock:
             return [self._saves[name].state for name in sorted(self._saves)]
 
+    def add_automatic(self, save: BackgroundSave, done: Callable[[BaseException | None], None]) -> None:
+        """Write a text of the prefix cache in a thread. No request can name it, and `add` cancels the write.
+
+        done: called by the thread with the error of the write, SaveCancelled or None.
+        """
+
+        def run() -> None:
+            if previous is not None:
+                previous.saved.join()
+            error: BaseException | None = None
+            try:
+                save.write()
+            except BaseException as raised:  # `done` gets it
+                error = raised
+            with self._lock:
+                self._automatic = None
+                if self._last is save:
+                    self._last = None
+            done(error)
+
+        with self._lock:
+            previous, self._last, self._automatic = self._last, save, save
+            save.saved.start(run)
+
+    def cancel_automatic(self) -> bool:
+        """Cancel the write of a text of the prefix cache. Return whether there was one in another thread.
+
+        It ends with the layer that is being written.
+        """
+        with self._lock:
+            save = self._automatic
+        if save is None or save.saved.runs_here:
+            return False
+        save.cancelled.set()
+        return save.saved.join(CANCEL_SECONDS)
+
     def add(self, save: BackgroundSave) -> Saved:
-        """Write a context in a thread; an earlier write under the same name is cancelled."""
+        """Write a context in a thread; writes under the same name and of the prefix cache are cancelled."""
         name = save.text.name
         with self._lock:
             if (before := self._saves.get(name)) is not None:
                 before.superseded = True
                 before.cancelled.set()
             self._saves[name] = save
+            if self._automatic is not None:
+                self._automatic.cancelled.set()
             previous, self._last = self._last, save
             self._texts.set_unsaved(name, save.text)
             save.saved.start(lambda: self._run(save, previous))
@@ -151,9 +216,15 @@ class BackgroundSaves:
         return True
 
     def close(self, seconds: float | None) -> None:
-        """Wait until all contexts are durable, at most `seconds`; cancel the rest. None: wait without a limit."""
+        """Wait until all contexts are durable, at most `seconds`; cancel the rest. None: wait without a limit.
+
+        A write of the prefix cache is cancelled at once.
+        """
         with self._lock:
-            waiting = [save for save in self._saves.values() if not save.saved.done]
+            waiting, automatic = [save for save in self._saves.values() if not save.saved.done], self._automatic
+        if automatic is not None:
+            automatic.cancelled.set()
+            automatic.saved.join()  # until its layer is written
         if not waiting:
             return
         limit = "" if seconds is None else f", at most {seconds:g} s"
@@ -200,3 +271,268 @@ class BackgroundSaves:
             return
         except StoreError as error:
             log.warning("cannot remove the context %r: %s", name, error)
+
+
+class DiskCounts(NamedTuple):
+    """Counts of a disk tier.
+
+    Attributes:
+        disk_saves, disk_saved_bytes: texts written, and their bytes beyond those of the texts that they continue.
+        disk_evictions: evictions from host memory of texts that the disk had.
+        disk_removals: texts removed from the disk.
+        disk_nbytes: bytes on the disk now, also of other processes; 0 before the first write.
+    """
+
+    disk_saves: int = 0
+    disk_saved_bytes: int = 0
+    disk_evictions: int = 0
+    disk_removals: int = 0
+    disk_nbytes: int = 0
+
+
+class DiskTier:
+    """Saves idle texts of the prefix cache before host memory runs out, and evicts them from it.
+
+    Later prompts find the texts by their token ids, within the namespace (`SavedTexts.matches`), also after a restart.
+    Files of such texts have `limit` bytes, or DISK_SHARE of the disk; the least recently used ones are removed. As
+    CachedAttention (Gao et al. 2024, section 3.3), what waiting requests continue is evicted last.
+
+    Thread-safe. Locks are taken in this order: prefix cache, tier.
+    """
+
+    def __init__(self, tree: RadixCache, texts: SavedTexts, saves: BackgroundSaves, limit: int | None = None) -> None:
+        """saves: writes the texts, one at a time. limit: bytes of their files; None: DISK_SHARE of the disk."""
+        self._limit = limit
+        self._tree, self._texts, self._saves = tree, texts, saves
+        self._lock = threading.Lock()
+        self._saving: Node | None = None
+        self._names = set[str]()  # of texts that this process saved and did not remove
+        self._soon = Sizes()
+        self._waiting: Mapping[Node, int] = {}
+        self._looked_at: tuple[Sizes, int] | None = None  # memory of the cache, and its nodes, all of them saved
+        self._broken_until, self._closed = 0.0, False
+        self._rate = WRITE_BYTES_PER_SECOND
+        self._held_bytes: int | None = None  # of the disk
+        self._saved = self._saved_bytes = self._evicted = self._removed = 0
+        register(self)
+
+    @property
+    def counts(self) -> DiskCounts:
+        """Return the counts since the start."""
+        held = self._held_bytes or 0
+        return DiskCounts(self._saved, self._saved_bytes, self._evicted, self._removed, held)
+
+    @property
+    def is_saving(self) -> bool:
+        """Return whether a text is being written."""
+        return self._saving is not None
+
+    def wait(self) -> None:
+        """Sleep for WAIT_SECONDS if a text is being written."""
+        if self.is_saving:
+            time.sleep(WAIT_SECONDS)
+
+    def evict(self, need: Sizes, limit: Sizes, waiting: Callable[[], Mapping[Node, int]], free: int) -> None:
+        """Evict texts of which the disk has a copy or needs none until `need` bytes are free; save the next ones.
+
+        A text that the disk should have stays until it is written, if that takes less time than its prefill.
+
+        Args:
+            need: bytes of each kind that are lacking.
+            limit: bytes that all entries together may have.
+            waiting: returns nodes that waiting requests continue, with positions in the queue.
+            free: bytes of host memory that are free. With these, the next texts to evict that are saved should have
+                SAVED_SHARE of the limit.
+        """
+        saving = self._saving
+        coming = 0 if saving is None else saving.sizes.host
+        ahead = max(0, int(SAVED_SHARE * limit.host) - max(0, free))
+        now, soon = need.less(Sizes(coming)), Sizes(max(0, need.host) + ahead)
+        looks = saving is None and soon.host > 0 and self._looked_at != (self._tree.idle, len(self._tree))
+        if not (now.lacking or looks):
+            return
+        nodes = waiting()
+        if now.lacking:
+            keeps = self._keeps if now.host > 0 else self._note_eviction
+            self._tree.evict(now, limit, waiting=nodes, keeps=keeps)
+        with self._lock:
+            self._soon, self._waiting = soon, nodes
+        self._save_next()
+
+    def reclaim(self, host: int, device: int) -> tuple[int, int]:
+        """Cancel the running write, whose text cannot be evicted, and evict. Returns the freed bytes of each.
+
+        The prefix cache itself is registered for `reclaim` before the tier.
+        """
+        self._broken_until = max(self._broken_until, time.monotonic() + RECLAIM_SECONDS)
+        return self._tree.reclaim(host, device) if self._saves.cancel_automatic() else (0, 0)
+
+    def idle_device_bytes(self) -> int:
+        """Return 0: the prefix cache counts them."""
+        return 0
+
+    def close(self) -> None:
+        """Save no more texts. `BackgroundSaves.close` ends the running write."""
+        with self._lock:
+            self._closed = True
+
+    def _keeps(self, node: Node) -> bool:
+        """Return whether a node must not be evicted yet."""
+        if not self._has(node) and self._wants(node):
+            return True
+        return self._note_eviction(node)
+
+    def _note_eviction(self, node: Node) -> bool:
+        self._evicted += self._has(node)
+        return False
+
+    def _has(self, node: Node) -> bool:
+        """Return whether the store has a node's text."""
+        entry = node.held
+        if not isinstance(entry, PrefixEntry):
+            return False
+        if entry.saved is not None and entry.saved.name in self._names:
+            return True
+        return entry.opened is not None and node.namespace is None and node.start == 0  # it came from there
+
+    def _wants(self, node: Node) -> bool:
+        """Return whether a node's text can be saved, and reading it again takes longer than opening it."""
+        if self._closed or time.monotonic() < self._broken_until:
+            return False
+        entry = node.held
+        if not isinstance(entry, PrefixEntry) or entry.unsavable or node.end < LEAST_TOKENS:
+            return False
+        if entry.saved is not None and entry.saved_use == node.used:
+            return False  # removed from the disk, which has room for texts used later only
+        return node.rebuild_seconds > OPEN_SECONDS + _write_seconds(node, self._rate)
+
+    def _save_next(self) -> None:
+        """Begin to save the first node to evict that the disk does not have, unless a write is running."""
+        with self._lock:
+            soon, waiting = self._soon, self._waiting
+            if self._saving is not None or self._closed or not soon.lacking:
+                return
+        now = self._tree.idle, len(self._tree)
+        for victim in self._tree.victims(soon, waiting):
+            if self._has(victim) or not self._wants(victim):
+                continue
+            node = self._first_unsaved(victim)
+            lease = self._tree.pin(node)
+            if lease is None:
+                continue
+            with self._lock:
+                if self._saving is not None or self._closed:
+                    lease.release()
+                    return
+                self._saving = node
+            if self._begin(node, lease):
+                return
+        self._looked_at = now
+
+    def _first_unsaved(self, node: Node) -> Node:
+        """Return the first node before this one that the disk should have, so that files hold each token once."""
+        first = one = node
+        while one.parent is not None and one.at == len(one.parent) and self._is_savable(one.parent):
+            one = one.parent
+            first = first if self._has(one) else one
+        return first
+
+    def _is_savable(self, node: Node) -> bool:
+        return isinstance(node.held, PrefixEntry) and (self._has(node) or not node.held.unsavable)
+
+    def _begin(self, node: Node, lease: Lease) -> bool:
+        """Begin to save a node. Return False if it cannot be saved."""
+        entry = node.held
+        assert isinstance(entry, PrefixEntry)
+        try:
+            ids = self._own_ids(node)
+            if ids is None:
+                entry.unsavable = True
+            else:
+                text = self._texts.automatic(ids, entry, entry.opened, node.namespace)
+                make = functools.partial(self._saver, node, text)
+                save = BackgroundSave(text, lease, make)
+                self._saves.add_automatic(save, functools.partial(self._finished, node, save))
+                return True
+        except (InputDataError, StoreError) as error:
+            log.warning("a text of %s tokens cannot be saved: %s", f"{node.end:,}", error)
+            entry.unsavable = True
+        lease.release()
+        self._saving = None
+        return False
+
+    def _own_ids(self, node: Node) -> Ids | None:
+        """Return a node's token ids without marks; None if prompts with these tokens must not continue its text."""
+        entry, ids = node.held, node.prefix(len(node))
+        assert isinstance(entry, PrefixEntry)
+        marks = ids[: int((ids[:MAX_MARKS] < 0).sum())]
+        of_weights, tokens = marks[marks <= -FIRST_MARK], len(ids) - len(marks)
+        continues_saved = len(of_weights) < len(marks)
+        answers = any(isinstance(one.held, AnswerEntry) for one in node.path())
+        expected = text_mark(self._texts.model, weight_state(self._texts.model), tokens)
+        if answers or (continues_saved and node.namespace is None) or not np.array_equal(of_weights, expected):
+            return None
+        entry.require_savable()
+        return ids[len(marks) :] if self._texts.has_options(entry.view()) else None
+
+    def _saver(self, node: Node, text: UnsavedText) -> Saver:
+        """Make room on the disk, and return a saver of a text. Raises StoreError."""
+        self._make_room(node)
+        entry = node.held
+        assert isinstance(entry, PrefixEntry)
+        before = [one.held.saved for one in node.path() if isinstance(one.held, PrefixEntry)]
+        points = [one.point for one in before if one is not None and one.point is not None]
+        return self._texts.saver(text, entry.opened, node.namespace, node.rebuild_seconds, points)
+
+    def _make_room(self, node: Node) -> None:
+        """Remove texts from the disk, the least recently used first, until a node's text fits. Raises StoreError."""
+        nbytes, store = node.sizes.total, self._texts.store
+        for one in reversed(list(node.path())[:-1]):
+            if self._has(one):
+                break
+            nbytes += one.sizes.total  # an ancestor that the disk lacks is written, too
+        held = store.trim(1 << 62).nbytes if self._held_bytes is None else self._held_bytes
+        most = int(DISK_SHARE * (held + store.free_bytes())) if self._limit is None else self._limit
+        if nbytes > most:
+            assert isinstance(node.held, PrefixEntry)
+            node.held.unsavable = True
+            raise StoreError(
+                f"a text of {nbytes:,} bytes does not fit the {most:,} bytes that idle texts may have in "
+                f"{store.folder}; free disk space, name another folder (--store), or raise --prefix-cache-disk"
+            )
+        if held + nbytes > most:
+            trimmed = store.trim(max(0, most - nbytes))
+            store.gc()
+            held = trimmed.nbytes
+            with self._lock:
+                self._names -= set(trimmed.names)
+                self._removed += len(trimmed.names)
+        self._held_bytes = held
+
+    def _finished(self, node: Node, save: BackgroundSave, error: BaseException | None) -> None:
+        """Note a write that ended, and begin the next one."""
+        entry, saved, held = node.held, save.saved, None
+        if error is None:
+            with contextlib.suppress(StoreError):  # counted again before the next write
+                held = self._texts.store.trim(1 << 62).nbytes  # some of it may have been left by others: not written
+        with self._lock:
+            self._saving = None
+            if error is None and isinstance(entry, PrefixEntry):
+                entry.saved, entry.saved_use = save.text, node.used
+                self._names.add(save.text.name)
+                self._saved += 1
+                self._saved_bytes += saved.nbytes
+                self._held_bytes = held
+                if saved.nbytes >= RATED_BYTES:
+                    self._rate = (self._rate + saved.nbytes / saved.seconds) / 2
+            elif isinstance(entry, PrefixEntry) and entry.unsavable:
+                log.warning("an idle text of %s tokens is not saved: %s", f"{node.end:,}", error)
+            elif error is not None and not isinstance(error, SaveCancelled):
+                self._broken_until = time.monotonic() + BROKEN_SECONDS
+                log.warning("idle texts are not saved for %.0f s: %s", BROKEN_SECONDS, error)
+        self._save_next()
+
+
+def _write_seconds(node: Node, rate: float) -> float:
+    """Return the time to write a node's bytes, and an upper bound of the time to read them."""
+    return node.sizes.total / rate

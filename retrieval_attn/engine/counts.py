@@ -20,7 +20,8 @@ class TierTokens(NamedTuple):
 class Counts:
     """Counts of one engine.
 
-    Any thread may read them and call `note_damage` and `note_content_hit`; the engine's thread calls the rest.
+    Any thread may read them and call `note_damage`, `note_content_hit` and `note_disk_load`; the engine's thread calls
+    the rest.
 
     Attributes:
         steps: decode steps.
@@ -32,13 +33,14 @@ class Counts:
         host_stall: upper bound of the seconds of steps in which the device was idle: `host`, and the time outside
             forwards and graph replays.
         hits, hit_tokens: requests with a cached prefix, and its tokens, by tier.
+        disk_loads, disk_loaded_bytes: opened texts that the prefix cache saved, and their keys and values in files.
         content_hits, content_hit_tokens: requests that continue a saved context without naming it, and the tokens that
             they share with it.
     """
 
     def __init__(self) -> None:
         self.steps = self.rows = self.window_evictions = self.damaged = 0
-        self.content_hits = self.content_hit_tokens = 0
+        self.content_hits = self.content_hit_tokens = self.disk_loads = self.disk_loaded_bytes = 0
         self.seconds = self.host = self.host_stall = 0.0
         self.hits, self.hit_tokens = TierTokens(), TierTokens()
         self._lock = threading.Lock()
@@ -76,6 +78,12 @@ class Counts:
             self.content_hits += 1
             self.content_hit_tokens += tokens
 
+    def note_disk_load(self, nbytes: int) -> None:
+        """Count an opened text of `nbytes` that the prefix cache saved."""
+        with self._lock:
+            self.disk_loads += 1
+            self.disk_loaded_bytes += nbytes
+
     @property
     def plain(self) -> dict[str, Any]:
         """Counts as JSON values. host_seconds are part of host_stall_seconds, and these of step_seconds."""
@@ -88,6 +96,8 @@ class Counts:
             "hits": self.hits._asdict(),
             "hit_tokens": self.hit_tokens._asdict(),
             "damaged_blocks": self.damaged,
+            "disk_loads": self.disk_loads,
+            "disk_loaded_bytes": self.disk_loaded_bytes,
             "content_hits": self.content_hits,
             "content_hit_tokens": self.content_hit_tokens,
         }

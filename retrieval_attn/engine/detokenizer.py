@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from retrieval_attn.engine.request import Event, Finished, Reason, RequestHandle
 from retrieval_attn.prompt.text_stream import TextStream
-from retrieval_attn.runner.decode import TokenScore
+from retrieval_attn.sampling.sampler import TokenScore
 
 __all__ = ["Detokenizer", "OutputQueue", "Summary"]
 

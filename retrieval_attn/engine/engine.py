@@ -26,16 +26,17 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
-from retrieval_attn.engine.background_saves import BackgroundSave, BackgroundSaves, SaveState
+from retrieval_attn.engine.background_saves import BackgroundSave, BackgroundSaves, DiskCounts, DiskTier, SaveState
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
+from retrieval_attn.engine.idle_prefixes import IdleLimits, IdlePrefixes, most_device_bytes
 from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.prefill_worker import PrefillWorker
 from retrieval_attn.engine.prefix_handle import CROP_TOKENS, PrefixEntry, crop_end, text_mark
-from retrieval_attn.engine.radix_cache import CachedText, PrefixCacheStats, RadixCache
+from retrieval_attn.engine.radix_cache import CachedText, Lease, PrefixCacheStats, RadixCache
 from retrieval_attn.engine.request import Reason, Request, RequestHandle
 from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.running_request import RunningRequest
@@ -61,7 +62,6 @@ from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import weight_state
-from retrieval_attn.offload.int8_rows import drop_rows, held_rows_bytes
 from retrieval_attn.offload.staging import host_format
 from retrieval_attn.offload.threads import with_device_memory
 from retrieval_attn.runner.full_attention import release_full_kv
@@ -139,6 +139,8 @@ class RequestAdmission:
                 known = self._tree.match(ids, namespace, again=True).length - len(mark)
             end = tokens if tokens in ends or not self._crops else crop_end(tokens, ends)
             fits = end == text.tokens or (self._crops and text.tokens <= OPEN_FACTOR * end)
+            if text.automatic:  # what the prefix cache has of it is not opened for a few more tokens
+                fits = fits and text.tokens <= OPEN_FACTOR * (end - known)
             rope = length_rope(self._loop.model)
             same = rope is None or rope.factors(text.tokens) == rope.factors(ends[-1])
             if end < known + CROP_TOKENS:
@@ -163,6 +165,28 @@ class RequestAdmission:
         if saved is None and document:
             for text, _ in self._saved.matches((document, document[-1:]), namespace):
                 yield len(mark) + 1, [*mark, int(text.ids[0]), *document]
+
+    def held_text(
+        self, document: Sequence[int], context: str | None, namespace: str | None
+    ) -> tuple[Lease, PrefixEntry]:
+        """Return a lease on the node that holds a text, and an entry of this text alone.
+
+        Raises InputDataError for a text that the prefix cache lacks, and as `row` for a named context.
+        """
+        tree = self._tree or RadixCache()
+        for marks, ids in self.whole_ids(document, context, namespace):
+            match = tree.match([*ids, 0], namespace, leased=True, again=True)
+            assert match.lease is not None
+            with match.lease:
+                held = match.node.held
+                if match.length == len(ids) and isinstance(held, PrefixEntry):
+                    entry = with_device_memory(functools.partial(held.part, len(ids) - marks), time.sleep)
+                    if entry is not None:
+                        return tree.lease(match.node), entry
+        raise InputDataError(
+            f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
+            "prefix_cache_bytes, or read it with LLM.read(text, save=name)."
+        )
 
     def context_ids(self, document: Sequence[int], context: str | None) -> Ids:
         """Return the token ids of a text with those of the saved context that it continues. Raises as `row`."""
@@ -202,8 +226,6 @@ time to open than the shared tokens take to prefill.
 """
 ROWS = 16
 """Rows of a step, unless limits say otherwise."""
-ROWS_SHARE = 0.25
-"""Share of the limits' host memory that int8 rows of texts keep when prefix cache entries need it."""
 HOST_SHARE = 0.75
 """Share of the host memory that is free at start, for the KV of requests and of the prefix cache together. The rest is
 for hidden states of a prefill and for building indexes."""
@@ -252,7 +274,7 @@ def _plain_text(text: CachedText) -> dict[str, Any]:
         "start": max(0, text.start - text.marks),
         "tokens": text.end - text.marks,
         "namespace": text.namespace,
-        "context": None if entry.opened is None else entry.opened.text.name,
+        "context": None if entry.opened is None or entry.opened.text.automatic else entry.opened.text.name,
         "gpu_bytes": sizes.device + sizes.pages if on_gpu else 0,
         "host_bytes": sizes.host if on_gpu else sizes.host + sizes.pages,
         "in_use": text.leases > 0,
@@ -279,6 +301,7 @@ class Engine:
 
     def __init__(
         self, llm: Loaded, *, limits: Limits | None = None, prefix_cache_bytes: int | None = None,
+        prefix_cache_disk_bytes: int | None = None,
         store: ContextStore | str | Path | None = None, paged_prefix_tokens: int = 0,
         paged_prefix_pages: int | None = None, paged_prefix_int8: bool = False, cache_generated: bool = False,
     ) -> None:  # fmt: skip
@@ -290,7 +313,9 @@ class Engine:
                 many rows leave a GPU no memory to read a text.
             prefix_cache_bytes: host memory of prefixes that no request uses now. 0: no prefix cache. None: all host
                 memory of the limits that requests leave; requests take it back when they need it.
-            store: saved contexts that requests may name, as in `LLM.open`.
+            prefix_cache_disk_bytes: files of idle prefixes in `store`. 0: none. None: half of the free disk.
+            store: saved contexts that requests may name, as in `LLM.open`; idle prefixes that host memory has no room
+                for are saved there, too (`DiskTier`). None: the user's store, to which no prefix is saved.
             paged_prefix_tokens: prefixes of prompts that end there or before are kept in GPU pages of 64 tokens without
                 an index; requests with a common prefix attend to all of it together. 0: none.
             paged_prefix_pages: pages of all such prefixes. None: as many as all rows can need, in at most half of what
@@ -321,12 +346,16 @@ class Engine:
         self._exact = PagedKVPool.of(
             paged_prefix_tokens, paged_prefix_pages, self._limits, self._loop.model, self._config, paged_prefix_int8
         )
-        self._device_bytes = self._most_device_bytes()
+        self._device_bytes = most_device_bytes(self._limits, self._loop.model, self._config, self._exact)
         self._outputs = OutputQueue()
         self._admission = RequestAdmission(
             self._loop, self._outputs, self._saved, self._tree, self._exact, self._empty, self._counts
         )
         self._saves = BackgroundSaves(self._saved)
+        has_disk = store is not None and prefix_cache_disk_bytes != 0 and self._exact is None
+        self._disk: DiskTier | None = None
+        if has_disk and self._tree is not None:
+            self._disk = DiskTier(self._tree, self._saved, self._saves, prefix_cache_disk_bytes)
         self._stepper = Stepper(self._loop.model, self._limits, self._outputs, self._fail, self._counts)
         self._expected = ContextPrefetcher(lambda: self._saved.store, self._limits.host_bytes)
         self._rows: dict[str, RunningRequest] = {}
@@ -335,7 +364,10 @@ class Engine:
             self._rows, self._scheduler, self._changed, self._config, self._tree, self._fail, self._counts
         )
         self._warm_ups = WarmUps(self._loop, self._config, self._stepper, self._exact)
-        self._row_bytes = 0  # of int8 rows, after the last prefill
+        self._idle = None if self._tree is None else IdlePrefixes(
+            self._tree, self._disk, self._limits, IdleLimits(self._shared_bytes, self._device_bytes), self._scheduler,
+            self._changed, self._prefills.waited_for,
+        )  # fmt: skip
         self._closing = self._replays = False  # replays: the next step likely is one
         self.died: BaseException | None = None  # what ended it in the middle of its work
         self._thread = threading.Thread(target=self._run, name="retrieval_attn-engine", daemon=True)
@@ -359,7 +391,8 @@ class Engine:
             self._require_open()
             self._scheduler.submit(job, time.monotonic())
             self._rows[number] = row
-            if context is not None and len(self._rows) > self._limits.rows:  # it waits
+            waits = len(self._rows) > self._limits.rows or self._scheduler.lacking_bytes
+            if context is not None and waits:
                 self._expected.add(number, context)
             self._changed.notify_all()
 
@@ -389,30 +422,14 @@ class Engine:
         """
         check_name(name)
         document = self._template.context_ids(text) if isinstance(text, str) else text
-        tree = self._tree or RadixCache()
-        for marks, ids in self._admission.whole_ids(document, context, namespace):
-            match = tree.match([*ids, 0], namespace, leased=True, again=True)
-            assert match.lease is not None
-            with match.lease:
-                node = match.node
-                if match.length != len(ids) or not isinstance(node.held, PrefixEntry):
-                    continue
-                entry = with_device_memory(functools.partial(node.held.part, len(ids) - marks), time.sleep)
-                if entry is not None:
-                    lease, seconds = tree.lease(node), node.rebuild_seconds
-                    break
-        else:
-            raise InputDataError(
-                f"The engine does not hold this text of {len(document):,} tokens: ask about it first, give it more "
-                "prefix_cache_bytes, or read it with LLM.read(text, save=name)."
-            )
+        lease, entry = self._admission.held_text(document, context, namespace)
         try:
             entry.require_savable()
             unsaved = self._saved.unsaved(name, self._admission.context_ids(document, context), entry, entry.opened)
         except BaseException:
             lease.release()
             raise
-        make = functools.partial(self._saved.saver, unsaved, entry.opened, namespace, seconds)
+        make = functools.partial(self._saved.saver, unsaved, entry.opened, namespace, lease.node.rebuild_seconds)
         saved = self._saves.add(BackgroundSave(unsaved, lease, make))
         if not wait:
             return saved
@@ -489,6 +506,7 @@ class Engine:
                 **now,
                 **self._counts.plain,
                 **self._saves.counts,
+                **(DiskCounts() if self._disk is None else self._disk.counts)._asdict(),
                 "shared": PrefixCacheStats() if self._tree is None else self._tree.stats,
             }
 
@@ -549,6 +567,8 @@ class Engine:
                     self._scheduler.abort(number)
             self._changed.notify_all()
         self._thread.join()
+        if self._disk is not None:
+            self._disk.close()
         self._saves.close(save_seconds)
         drop_layout(self._loop.model)
         atexit.unregister(self._at_exit)
@@ -621,9 +641,8 @@ class Engine:
         if not self._replays:  # else the next replay, soon, leaves time for it
             self._outputs.flush()
         progress = self._prefills.go_on(dict(plan.read), failed, alone=not plan.decode)
-        if plan.read or plan.leave:
-            self._row_bytes = held_rows_bytes()
-        self._evict_prefixes()
+        if self._idle is not None:
+            self._idle.after_step(plan)
         return StepResult(
             tuple(found.ended), tuple(found.tokens), tuple(failed), progress.chunks, progress.done, found.seconds,
             progress.chunk_seconds, progress.at_end,
@@ -637,33 +656,3 @@ class Engine:
             known = isinstance(error, RetrievalAttentionError | MemoryError | torch.OutOfMemoryError)
             log.warning("request %s failed: %s: %s", number, type(error).__name__, error, exc_info=not known and error)
             row.finish("error", error)
-
-    def _most_device_bytes(self) -> int | None:
-        """Return the GPU memory for idle prefixes, at most what pages of paged prefixes leave; None: no limit."""
-        most = self._limits.prefix_cache_device_bytes
-        if most is None or self._exact is None:
-            return most
-        rows = self._limits.rows + self._limits.ahead
-        left = prefix_cache_device_bytes(self._loop.model, self._config, rows)
-        return most if left is None else min(most, max(0, left - self._exact.nbytes))
-
-    def _evict_prefixes(self) -> None:
-        """Evict idle prefixes if they hold more than their limit, or if the next request lacks host memory."""
-        if self._tree is None:
-            return
-        with self._changed:
-            lacking = self._scheduler.lacking_bytes
-        most = self._device_bytes
-        if most is not None and self._tree.sizes.device > most:
-            self._tree.offload(self._tree.sizes.device - most)
-        held, idle, limits = self._tree.sizes, self._tree.idle, self._limits
-        rows = min(self._row_bytes, int(limits.host_bytes * ROWS_SHARE))
-        room = min(self._shared_bytes, limits.host_bytes - rows)
-        over = max(idle.host - room, min(lacking, idle.host)), 0 if most is None else held.device - most
-        limit = Sizes(room, held.device if most is None else most, held.pages)
-        self._tree.evict(Sizes(*over), limit)
-        with self._changed:
-            self._scheduler.set_outside(self._tree.sizes.host)
-            more = self._scheduler.host_bytes_in_use + self._row_bytes - limits.host_bytes
-        if more > 0 and self._row_bytes > rows:
-            self._row_bytes -= drop_rows(min(more, self._row_bytes - rows))

@@ -72,7 +72,16 @@ class Payload(Protocol):
 
 @runtime_checkable
 class Offloadable(Payload, Protocol):
-    """Payload that can move from GPU to host memory and stays usable."""
+    """Payload that can move from GPU to host memory and stays usable.
+
+    copied: whether `copy_to_host` is done.
+    """
+
+    copied: bool
+
+    def copy_to_host(self) -> None:
+        """Copy to host memory what `offload` would copy, as far as it is large, and update `sizes`. Thread-safe."""
+        ...
 
     def offload(self) -> None:
         """Move the data in GPU memory to host memory and update `sizes`. Thread-safe."""

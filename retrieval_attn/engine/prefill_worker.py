@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from retrieval_attn.config import Config
 from retrieval_attn.engine.batched_prefill import BatchedPrefill, PrefillRequest, paused
 from retrieval_attn.engine.counts import Counts
+from retrieval_attn.engine.node import Node
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request_needs import State
 from retrieval_attn.engine.running_request import RunningRequest
@@ -27,6 +28,8 @@ ALONE_TOKENS, BESIDE_TOKENS = 2048, 512
 """Of short prompts that are read by one forward, where nothing decodes meanwhile and where rows wait for it."""
 MAX_LACKING_SECONDS = 30.0
 """Longest wait for GPU memory of other requests; then the text gets what fits, in smaller codes and chunks."""
+MAX_WAITING = 64
+"""Waiting requests whose cached texts are evicted last."""
 CHUNK_SHARE = 1 / 8
 """Of the time from token to token: a chunk of a forward of more than BESIDE_TOKENS beside rows takes no longer."""
 
@@ -88,6 +91,17 @@ class PrefillWorker:
     def made_ready(self) -> None:
         """Note that kernels are compiled, so that short prompts share a forward from the first one on."""
         self._packs = True
+
+    def waited_for(self) -> dict[Node, int]:
+        """Return the nodes that waiting requests continue, with positions in the queue, of MAX_WAITING requests."""
+        found: dict[Node, int] = {}
+        if self._tree is None:
+            return found
+        with self._changed:
+            waiting = [row for key, row in self._rows.items() if self._scheduler.state(key) is State.WAITING]
+        for position, row in enumerate(waiting[:MAX_WAITING]):
+            found.setdefault(row.sharing.cached_node(self._tree), position)
+        return found
 
     def go_on(self, granted: Mapping[str, int], failed: list[str], *, alone: bool) -> Progress:
         """Run granted chunks; fewer if a chunk of another kind comes first.

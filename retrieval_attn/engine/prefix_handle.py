@@ -25,18 +25,19 @@ from retrieval_attn.attention.cache import (
     own_tensors,
     pack,
     seal,
+    windows_of,
 )
 from retrieval_attn.attention.retrieval import DECODE_TOKENS, RetrievalLayer
-from retrieval_attn.cpu.store import rows_bytes
+from retrieval_attn.cpu.store import held_memory
 from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.inflight_prefills import PrefillClaim
 from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
 from retrieval_attn.engine.radix_cache import Lease, RadixCache
-from retrieval_attn.engine.saved_text import OpenedText
+from retrieval_attn.engine.saved_text import OpenedText, UnsavedText
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
-from retrieval_attn.offload.codes import HeadCodes, load_codes, offload_codes
-from retrieval_attn.saving.layers import require_savable
+from retrieval_attn.offload.codes import HeadCodes, copy_codes, load_codes, offload_codes
+from retrieval_attn.saving.layers import mapped_bytes, require_savable
 
 __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "text_mark"]
 
@@ -44,12 +45,20 @@ __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "text_mark"
 class PrefixEntry:
     """Cache of a prefix, as payload of a node. Requests continue forks of it, which share its keys and indexes.
 
-    opened: the saved context that the prefix is, or continues.
+    opened: the saved context that the prefix is, or continues. saved: the copy that the disk tier made of it, or None.
+    saved_use: `Node.used` when that copy was made. unsavable: whether the disk tier cannot save it.
     """
 
-    def __init__(self, cache: RetrievalCache, sizes: Sizes, shared: Sizes, opened: OpenedText | None) -> None:
-        """shared: bytes that forks share, those of all ancestors included."""
+    copied = False
+
+    def __init__(
+        self, cache: RetrievalCache, sizes: Sizes, shared: Sizes, opened: OpenedText | None, *, first: bool
+    ) -> None:
+        """shared: bytes that forks share, those of all ancestors included. first: the entry continues no other one."""
         self._cache, self.shared, self.opened = cache, shared, opened
+        self._maps = opened is not None and first
+        self.saved: UnsavedText | None = None
+        self.saved_use, self.unsavable = 0.0, False
         self._whole, self._lock = sizes, threading.Lock()
         self._codes = head_codes_of(cache)
         self._own: list[HeadCodes] = []  # those that no ancestor has
@@ -60,7 +69,7 @@ class PrefixEntry:
         self._segments = CodedSegments(cache, self._own)
         self._coded = self._coded_bytes()
         self._windows = sum(one.nbytes for one in own_tensors(cache) if on_device(one))
-        self._offloaded = False  # windows are in host memory, for good
+        self._offloaded = self._windows_copied = False  # windows are in host memory, for good, or there as well
 
     @classmethod
     def beyond(cls, cache: RetrievalCache, before: Sizes, opened: OpenedText | None = None) -> PrefixEntry:
@@ -70,18 +79,31 @@ class PrefixEntry:
         """
         pack(cache)
         own, shared = _sizes(cache)  # every node has windows of its own
-        return cls(cache, own.plus(shared.beyond(before)), shared, opened)
+        return cls(cache, own.plus(shared.beyond(before)), shared, opened, first=not before.total)
 
     @property
     def sizes(self) -> Sizes:
-        """Bytes beyond those of the parent; mapped files of a store count too."""
+        """Bytes beyond those of the parent. Mapped files of a store count only if they are page-locked: the system
+        evicts other pages of them if it needs the memory.
+        """
         (host, device, pages), offloaded = self._whole, self._offloaded
-        host += sum(one.copied_nbytes for one in self._own) + (self._windows if offloaded else 0)
+        host += mapped_bytes(self._cache).locked if self._maps else 0
+        host += sum(one.copied_nbytes for one in self._own) + (self._windows if self._windows_copied else 0)
         device += self._coded_bytes() - self._coded - (self._windows if offloaded else 0)
         return Sizes(host, max(0, device), pages)
 
     def _coded_bytes(self) -> int:
         return sum(one.device_nbytes for one in self._own) + self._segments.device_nbytes
+
+    def copy_to_host(self) -> None:
+        """Copy windows and codes to host memory, so that `offload` need not. Thread-safe."""
+        self.copied = True
+        copy_codes(self._own)
+        self._segments.copy_to_host()
+        for window in windows_of(self._cache):
+            with self._lock:  # one by one: a question may wait for it
+                window.copy_to_host()
+        self._windows_copied = True
 
     def offload(self) -> None:
         """Move windows and codes to host memory, where forks find them. Thread-safe."""
@@ -89,7 +111,7 @@ class PrefixEntry:
             offload_windows(self._cache)
             offload_codes(self._own)
             self._segments.offload()
-            self._offloaded = True
+            self._offloaded = self._windows_copied = True
 
     @property
     def offloaded_bytes(self) -> int:
@@ -109,7 +131,9 @@ class PrefixEntry:
         """Return an entry of the first `tokens` tokens; itself for all of them. None if the cache cannot be cropped."""
         if tokens == self._cache.get_seq_length():
             return self
-        return PrefixEntry(self.fork(tokens), Sizes(), Sizes(), self.opened) if self.can_fork(tokens) else None
+        if not self.can_fork(tokens):
+            return None
+        return PrefixEntry(self.fork(tokens), Sizes(), Sizes(), self.opened, first=False)
 
     def require_savable(self) -> None:
         """Raise InputDataError if the entry cannot be saved."""
@@ -146,7 +170,7 @@ def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
     """Return the bytes that a fork copies and those that forks share.
 
     Codes and clusters count where windows are. Rows mirrored for a device do not count: they are freed before any
-    entry.
+    entry. Mapped files of a store are cache of the disk and do not count either.
     """
     tensors = list(own_tensors(cache))
     own = sum(one.nbytes for one in tensors)
@@ -154,7 +178,7 @@ def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
     pages = 0 if cache.batch.exact is None else cache.batch.exact.nbytes
     codes = cache.device_nbytes - own - pages
     paths = [host for layer in cache.layers if isinstance(layer, RetrievalLayer) for host in layer.hosts]
-    host = cache.host_nbytes - rows_bytes(paths)
+    host = held_memory(paths, reclaimable=False).host - mapped_bytes(cache).nbytes
     shared = Sizes(host, codes, pages) if apart else Sizes(host + codes, 0, pages)
     return Sizes(own - apart, apart), shared
 
@@ -177,7 +201,7 @@ def crop_end(matched: int, ends: Sequence[int]) -> int:
 
 
 LAST_TOKENS = 512
-"""Prefilled tokens of a prompt's last part from which on it becomes an entry."""
+"""Minimum tokens for an entry of a prompt's last part. Earlier parts with fewer tokens together get one entry."""
 
 
 class AnswerEntry(PrefixEntry):
@@ -285,6 +309,10 @@ class PrefixHandle:
     ) -> None:
         """Insert the first `done` parts, the last of which was just prefilled.
 
+        Consecutive short parts get one entry, which is cropped to the end of each: every entry has windows of its own.
+        A short part before a long one gets its own entry, because a long entry stays in memory with its crops. The
+        claim stays with the request until the entry.
+
         Args:
             tree: prefix cache.
             whole: final cache of these parts.
@@ -292,12 +320,19 @@ class PrefixHandle:
             opened: saved context that it continues.
             seconds: duration of the prefill.
         """
+        if self._is_in_later_entry(done):
+            return
         ids, space = self.ids[: self.ends[done - 1]], self.namespace_of(done - 1)
         lease = self._insert(tree, ids, PrefixEntry, whole, opened=opened, namespace=space, seconds=seconds)
         if self.claim is not None:
             self.claim.done(lease.node)
             self.claim = None
         self._continue(lease, len(ids), whole)
+
+    def _is_in_later_entry(self, done: int) -> bool:
+        if not self._crops or done >= len(self.ends) - 1 or (self._saved and done == 1):
+            return False
+        return self.ends[done] - self.held_end < LAST_TOKENS
 
     def put_opened(
         self, tree: RadixCache, whole: RetrievalCache, text: Ids, opened: OpenedText, seconds: float
@@ -387,6 +422,10 @@ class PrefixHandle:
             return 0
         found = tree.match(self.ids[: self.ends[-2] + 1], self.namespace, again=True).length
         return max((end - self.marks for end in self.ends[:-1] if end <= found), default=0)
+
+    def cached_node(self, tree: RadixCache) -> Node:
+        """Return the last node of the prefix that is cached for a waiting request now. Any thread."""
+        return tree.match(self.ids, self.namespace, again=True).node
 
     def shares_prefix_with(self, other: PrefixHandle, tokens: int) -> bool:
         """Return whether both prompts begin with the same `tokens` tokens, and both can continue an entry of them."""

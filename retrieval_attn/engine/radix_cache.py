@@ -7,9 +7,10 @@ logical: a child may begin inside a node's span, and a payload is never cut.
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 
 from retrieval_attn.engine.ids import Ids, common, int32_row
 from retrieval_attn.engine.inflight_prefills import InflightPrefills, PrefillClaim
-from retrieval_attn.engine.node import Branches, Namespace, Node, Payload, Place, PrefixCacheError, Sizes
+from retrieval_attn.engine.node import Branches, Namespace, Node, Offloadable, Payload, Place, PrefixCacheError, Sizes
 from retrieval_attn.engine.resident_set import ResidentSet
 from retrieval_attn.errors import ConfigError, ShapeError
 
+log = logging.getLogger(__name__)
 __all__ = ["CachedText", "Lease", "Match", "RadixCache", "PrefixCacheStats", "ending", "longest"]
 
 
@@ -366,17 +368,30 @@ class RadixCache:
         with self._lock:
             return self._lease(node)
 
-    def evict(self, need: Sizes, limit: Sizes | None = None) -> Sizes:
+    def evict(
+        self,
+        need: Sizes,
+        limit: Sizes | None = None,
+        *,
+        waiting: Mapping[Node, int] | None = None,
+        keeps: Callable[[Node], bool] | None = None,
+    ) -> Sizes:
         """Evict payloads until `need` bytes of each kind are free or no candidate is left. Returns the freed bytes.
 
         Order: leaves larger than `limit`, leaves with bytes of a lacking kind by their hits (`ResidentSet`), then their
         parents. Leased nodes stay.
 
-        limit: bytes that all entries together may have; None: no limit.
+        Args:
+            need: bytes of each kind.
+            limit: bytes that all entries together may have; None: no limit.
+            waiting: nodes that waiting requests continue, evicted last, with positions in the queue.
+            keeps: returns whether a node stays for now; its bytes count as freed. Called under the lock.
         """
         freed, dropped = Sizes(), 0
         with self._lock:
-            for node in self._residents.victims(need, limit):
+            for node in self._residents.victims(need, limit, waiting):
+                if node.held_children or (keeps is not None and keeps(node)):
+                    continue
                 freed = freed.plus(node.sizes)
                 self._residents.drop(node)
                 dropped += 1
@@ -390,26 +405,65 @@ class RadixCache:
         Returns the freed bytes. An entry is moved without the lock; a request may lease it meanwhile.
         """
         freed, tried = 0, set[int]()
-        while freed < device:
-            with self._lock:
-                found = self._residents.next_to_offload(tried)
-                if found is None:
-                    break
-                node, held = found
-                tried.add(node.number)
-                before = node.sizes.device
-                node.leases += 1
-                self._hold(node, 1)
+        while freed < device and (found := self._next_to_offload(tried)) is not None:
+            lease, held, before = found
             try:
                 held.offload()
             finally:
                 with self._lock:
-                    self._residents.recount(node)
-                    node.leases -= 1
-                    self._hold(node, -1)
-                    self._counts = self._counts.add_offload(before - node.sizes.device)
-            freed += before - node.sizes.device
+                    self._residents.recount(lease.node)
+                    more = before - lease.node.sizes.device
+                    self._counts = self._counts.add_offload(more)
+                lease.release()
+            freed += more
         return freed
+
+    def copy_ahead(self) -> None:
+        """Have all idle entries copy what their offload would copy, because requests wait for an offload."""
+        tried = set[int]()
+        while (found := self._next_to_offload(tried, copied=False)) is not None:
+            lease, held, _ = found
+            try:
+                held.copy_to_host()
+            except Exception:  # the offload copies it, and raises to those who wait
+                log.warning("a cached text was not copied to host memory ahead of its offload", exc_info=True)
+            finally:
+                with self._lock:
+                    self._residents.recount(lease.node)
+                lease.release()
+
+    def _next_to_offload(self, tried: set[int], *, copied: bool = True) -> tuple[Lease, Offloadable, int] | None:
+        """Pin the next entry to offload and add it to `tried`. Returns its GPU memory, too."""
+        with self._lock:
+            found = self._residents.next_to_offload(tried, copied=copied)
+            if found is None:
+                return None
+            node, held = found
+            tried.add(node.number)
+            return self._pinned(node), held, node.sizes.device
+
+    def victims(self, need: Sizes, waiting: Mapping[Node, int] | None = None) -> list[Node]:
+        """Return the nodes that `evict` would evict, in its order."""
+        with self._lock:
+            return list(self._residents.victims(need, None, waiting))
+
+    def pin(self, node: Node) -> Lease | None:
+        """Lock a node and its ancestors without counting a use; None if the node was evicted."""
+        with self._lock:
+            return None if node.gone or node.held is None else self._pinned(node)
+
+    def _pinned(self, node: Node) -> Lease:
+        node.leases += 1
+        self._hold(node, 1)
+        return Lease(node, self._unpin)
+
+    def _unpin(self, lease: Lease) -> None:
+        with self._lock:
+            if lease.open:
+                lease.open = False
+                lease.node.leases -= 1
+                self._hold(lease.node, -1)
+                self._prune(lease.node)
 
     def recount(self, node: Node) -> None:
         """Count the bytes of a node and its ancestors again: some moved between GPU and host memory."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from retrieval_attn.engine.request_needs import PRIORITIES, Priority
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.runner.decode import TokenScore
+from retrieval_attn.sampling.sampler import TokenScore
 from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams, is_encodable, is_int
 
 __all__ = ["Event", "Finished", "Reason", "Request", "RequestHandle"]
@@ -39,6 +39,7 @@ class Request:
         min_tokens: tokens before which neither a stop token nor a stop string ends the answer.
         prompt_logprobs: 0 to 20: return the log-probability of each prompt token, and of as many of the likeliest
             tokens in its place; the prompt is then prefilled without the prefix cache. None: do not.
+        visible: special tokens that the text of the answer keeps, such as markers of tool calls.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -52,6 +53,7 @@ class Request:
     context: str | None = None
     min_tokens: int = 0
     prompt_logprobs: int | None = None
+    visible: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         given: Sequence[Any] = self.parts

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from math import log2
+from typing import NamedTuple
 
 from retrieval_attn.engine.node import Namespace, Node, Offloadable, Payload, Sizes
 
 __all__ = ["ResidentSet"]
 
-HALF_LIFE = 1.5
-"""Turnovers in which a heat halves. A turnover is over when as many bytes were evicted as are in memory."""
+FIRST_HALF_LIFE, LEAST_HALF_LIFE, MOST_HALF_LIFE = 0.3, 0.05, 1.5
+"""Turnovers in which a heat halves. A turnover is over when as many bytes were added as are in memory."""
+SHORTER, LONGER = 0.7, 1.2
+"""Factors of the half-life when an evicted node returns: within a turnover of its last use, and later."""
 CHILD_HEAT = 2.0
 """Maximum heat of a new child by its parent's: the next turn of a session is as likely as the turns before it."""
-LATEST_SHARE = 0.25
-"""Maximum share of the bytes in memory with which the latest used node is evicted last."""
+LATEST = 2.0
+"""Factor of the latest used node's heat: the next question is likely to be about the same text."""
+NOT_WAITED_FOR = 1 << 30
+"""Position in the queue of nodes that no waiting request continues."""
 MAX_EVICTED = 4096
 """Evicted nodes whose heat is kept."""
 
@@ -28,9 +33,12 @@ class ResidentSet:
     """Nodes with a payload. A node's parent enters before it and is evicted after it.
 
     The node with the fewest hit tokens to expect per byte is evicted first: heat x tokens / bytes. A node's heat counts
-    its insertions and the lookups that end in it, and decays with the bytes that are evicted, not with time. The heat
-    of evicted nodes is kept, so that a document in frequent use soon stays. The latest used node goes last, because its
-    follow-up comes next, unless it is large. See docs/benchmarks.md, prefix cache eviction.
+    its insertions and the lookups that end in it, and decays with the bytes that are added, not with time. The heat
+    of evicted nodes is kept, so that a document in frequent use soon stays. The latest used node's heat counts twice,
+    because its follow-up is likely. See docs/benchmarks.md, prefix cache eviction.
+
+    How fast heat decays adapts to the requests, from near LRU to near LFU, as ARC (FAST 2003) adapts its two lists: an
+    evicted node that returns soon after its last use would have stayed in LRU order, one that returns late would not.
 
     Not thread-safe: the prefix cache calls it under its lock.
 
@@ -44,7 +52,8 @@ class ResidentSet:
         self._nodes: dict[Node, None] = {}
         self._last: dict[Node, None] = {}  # those without a child in memory
         self._latest: Node | None = None  # that was used
-        self._turnovers = 0.0  # evicted bytes over the bytes in memory at each eviction
+        self._half_life = FIRST_HALF_LIFE
+        self._turnovers = 0.0  # added bytes over the bytes in memory at each addition
         self._evicted: dict[tuple[Namespace, int], tuple[float, float]] = {}  # heat and time, oldest first
 
     def __len__(self) -> int:
@@ -59,8 +68,9 @@ class ResidentSet:
     def add(self, node: Node, held: Payload, rebuild_seconds: float) -> None:
         """Store a payload in a node whose parent has one."""
         node.held, node.sizes, node.rebuild_seconds = held, held.sizes, rebuild_seconds
+        self._turnovers += node.sizes.total / max(self.sizes.total + node.sizes.total, 1)
         node.text_key = node.namespace, hash(node.prefix(len(node)).tobytes())
-        node.heat, node.heat_at = self._evicted.pop(node.text_key, (0.0, self._turnovers))
+        node.heat, node.heat_at = self._return(node)
         self.count_use(node)
         if node.parent is not None:
             node.heat = max(node.heat, min(self._heat(node.parent), CHILD_HEAT))
@@ -71,10 +81,19 @@ class ResidentSet:
             node.parent.held_children += 1
             self._last.pop(node.parent, None)
 
+    def _return(self, node: Node) -> tuple[float, float]:
+        """Return the kept heat of an evicted node with its time, and adapt the half-life; 0 and now for a new one."""
+        found = self._evicted.pop(node.text_key, None)
+        if found is None:
+            return 0.0, self._turnovers
+        changed = self._half_life * (SHORTER if self._turnovers - found[1] < 1 else LONGER)
+        self._half_life = min(max(changed, LEAST_HALF_LIFE), MOST_HALF_LIFE)
+        return found
+
     def count_use(self, node: Node) -> None:
-        """Count a use of a node. Its ancestors are at least as hot: they are evicted after it."""
+        """Count a use of a node; of successive ones, the first. Its ancestors are at least as hot: they go after it."""
+        one, heat = node, self._heat(node) + (node is not self._latest)
         self._latest = node
-        one, heat = node, self._heat(node) + 1
         while one.parent is not None:
             one.heat, one.heat_at = heat, self._turnovers
             one = one.parent
@@ -97,23 +116,24 @@ class ResidentSet:
         self.sizes = self.sizes.plus(more)
         self.idle = self.idle if node.refs else self.idle.plus(more)
 
-    def next_to_offload(self, tried: Container[int]) -> tuple[Node, Offloadable] | None:
+    def next_to_offload(self, tried: Container[int], *, copied: bool = True) -> tuple[Node, Offloadable] | None:
         """Return the least recently used node without leases that holds GPU memory which it can offload; None: none.
 
-        tried: numbers of nodes that are left out.
+        tried: numbers of nodes that are left out. copied: nodes whose data was copied to host memory, too.
         """
         best: tuple[Node, Offloadable] | None = None
         for node in self._nodes:
             if node.refs or node.sizes.device < LEAST_OFFLOADED or node.number in tried:
                 continue
-            if isinstance(node.held, Offloadable) and (best is None or node.used < best[0].used):
+            if not isinstance(node.held, Offloadable) or (node.held.copied and not copied):
+                continue
+            if best is None or node.used < best[0].used:
                 best = node, node.held
         return best
 
     def drop(self, node: Node) -> None:
         """Remove the payload of a node whose children have none."""
         assert node.held is not None and not node.held_children and not node.refs
-        self._turnovers += node.sizes.total / max(self.sizes.total, 1)
         self._evicted[node.text_key] = node.heat, node.heat_at
         if len(self._evicted) > MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
@@ -127,42 +147,59 @@ class ResidentSet:
             if node.parent in self._nodes and not node.parent.held_children:
                 self._last[node.parent] = None
 
-    def victims(self, need: Sizes, limit: Sizes | None = None) -> Iterator[Node]:
-        """Yield nodes to evict until `need` bytes of each kind are free. The caller drops each before it asks for the
-        next.
+    def victims(
+        self, need: Sizes, limit: Sizes | None = None, waiting: Mapping[Node, int] | None = None
+    ) -> Iterator[Node]:
+        """Yield nodes to evict until `need` bytes of each kind are free. The caller may drop each before the next.
 
         Nodes that alone exceed `limit` go first, because they cannot stay whatever else goes; then nodes with bytes of
-        a lacking kind, fewest expected hit tokens per such byte first and the latest used one last; then nodes without
-        such bytes whose parents have some. Leased nodes and nodes with children are never evicted: a parent becomes a
-        candidate when its last child is dropped.
+        a lacking kind, fewest expected hit tokens per such byte first; then nodes without such bytes whose parents have
+        some. Nodes that waiting requests continue follow other nodes of their kind, the last request's first. Leased
+        nodes and nodes with children are never evicted: a parent becomes a candidate after its last child.
         The first node costs O(leaves times their depth), each further one O(log), until another kind is lacking.
+
+        waiting: position in the queue of the first request that continues a node.
         """
-        latest = self._latest
-        if latest is not None and latest.sizes.total > LATEST_SHARE * self.sizes.total:
-            latest = None
-        while (kinds := need.lacking) and (
-            heap := [(*_order(node, kinds, limit, latest), node) for node in self._last if _helps(node, kinds)]
-        ):
+        if not need.lacking:
+            return
+        order = _EvictionOrder(limit, self._latest, waiting or {}, self._half_life)
+        left, children = dict(self._last), dict[Node, int]()
+        while (kinds := need.lacking) and (heap := [order.item(node, kinds) for node in left if _helps(node, kinds)]):
             heapq.heapify(heap)
             while heap and need.lacking == kinds:
                 node = heapq.heappop(heap)[-1]
                 parent, need = node.parent, need.less(node.sizes)
+                del left[node]
+                if parent is not None and parent in self._nodes:
+                    children[parent] = children.get(parent, parent.held_children) - 1
                 yield node
-                if parent is not None and parent in self._last and _helps(parent, kinds):
-                    heapq.heappush(heap, (*_order(parent, kinds, limit, latest), parent))
+                if parent is not None and children.get(parent) == 0:
+                    left[parent] = None
+                    if _helps(parent, kinds):
+                        heapq.heappush(heap, order.item(parent, kinds))
 
     def _heat(self, node: Node) -> float:
         """Return the decayed heat of a node; 0 for the root."""
-        return node.heat * 0.5 ** ((self._turnovers - node.heat_at) / HALF_LIFE)
+        return node.heat * 0.5 ** ((self._turnovers - node.heat_at) / self._half_life)
 
 
-def _order(
-    node: Node, kinds: Sequence[int], limit: Sizes | None, latest: Node | None
-) -> tuple[bool, bool, bool, float, float, int]:
-    fits, nbytes = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds), node.sizes.of(kinds)
-    # as a logarithm, which orders nodes at all times as the decayed heat does
-    score = log2(node.heat * len(node) / max(nbytes, 1)) + node.heat_at / HALF_LIFE
-    return fits, not nbytes, node is latest, score, node.used, node.number
+class _EvictionOrder(NamedTuple):
+    """Order of `ResidentSet.victims`."""
+
+    limit: Sizes | None
+    latest: Node | None
+    waiting: Mapping[Node, int]
+    half_life: float
+
+    def item(self, node: Node, kinds: Sequence[int]) -> tuple[bool, bool, int, float, float, int, Node]:
+        """Return a node behind the values that order it, the first to evict having the least."""
+        limit, nbytes = self.limit, node.sizes.of(kinds)
+        fits = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds)
+        needed = -self.waiting.get(node, NOT_WAITED_FOR)
+        heat = node.heat * (LATEST if node is self.latest else 1)
+        # as a logarithm, which orders nodes at all times as the decayed heat does
+        score = log2(heat * len(node) / max(nbytes, 1)) + node.heat_at / self.half_life
+        return fits, not nbytes, needed, score, node.used, node.number, node
 
 
 def _helps(node: Node, kinds: Sequence[int]) -> bool:

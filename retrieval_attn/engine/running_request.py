@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrieval_attn.answer_loop import AnswerLoop, token_scores
+from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache, seal
 from retrieval_attn.config import Config
 from retrieval_attn.engine.batched_prefill import SHORT_TOKENS, PrefillRequest, packable, paused
@@ -29,8 +29,8 @@ from retrieval_attn.errors import CacheMismatchError, RetrievalAttentionError, S
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import require_same, weight_state
 from retrieval_attn.prompt.text_stream import TextStream
-from retrieval_attn.runner.decode import PromptState, TokenScore
-from retrieval_attn.sampling.sampler import History
+from retrieval_attn.runner.decode import PromptState
+from retrieval_attn.sampling.sampler import History, TokenScore, token_scores
 
 __all__ = ["RunningRequest"]
 
@@ -73,7 +73,7 @@ class RunningRequest:
         self.reason: Reason | None = None  # why it ended; None, too, where another row has the request
         self._loop, self.before = loop, before
         self._detokenizer: Detokenizer = (
-            Detokenizer(handle, outputs, TextStream(loop.tokenizer, request.stop, request.min_tokens))
+            Detokenizer(handle, outputs, TextStream(loop.tokenizer, request.stop, request.min_tokens, request.visible))
             if before is None
             else before._detokenizer
         )

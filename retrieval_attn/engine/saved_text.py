@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import json
 import logging
@@ -26,6 +28,7 @@ from retrieval_attn.engine.node import Namespace
 from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.model.weights import WeightState, weight_state
+from retrieval_attn.saving.layers import mapped_bytes
 from retrieval_attn.saving.save import (
     SavedChain,
     SavedLineage,
@@ -39,6 +42,7 @@ from retrieval_attn.saving.save import (
     saved_options,
 )
 from retrieval_attn.store import ContextStore, NamedContext, Shelf
+from retrieval_attn.store.names import AUTOMATIC
 from retrieval_attn.store.record import canonical
 
 __all__ = [
@@ -123,12 +127,13 @@ class SavedText:
     ids: int32 (1 + tokens,), first a mark that no text has: only requests that name the context find its node, however
     their texts begin, for it was read with options of its own. lost: its files are damaged, but for its ids, which are
     read again where others are opened. damaged: so were those that it was opened from. forgotten_tokens: of its tokens,
-    those that nothing attends to.
+    those that nothing attends to. automatic: whether the prefix cache saved it, so that no request names it.
     """
 
-    def __init__(self, texts: SavedTexts, chain: SavedChain, mark: int, *, lost: bool) -> None:
+    def __init__(self, texts: SavedTexts, chain: SavedChain, mark: int, *, lost: bool, automatic: bool = False) -> None:
         """Made by `SavedTexts.find`. chain: its ids at least."""
         self.name, self.digest, self.lost, self.damaged = chain.name, chain.digest, lost, False
+        self.automatic = automatic
         self.ids: Ids = _marked(mark, chain.ids())
         self.forgotten_tokens = chain.forgotten.tokens
         self._texts = texts
@@ -151,7 +156,13 @@ class SavedText:
         except StoreDamagedError as error:
             self.note_damage(error)
             raise
+        self._texts.note_opened(self, cache)
         return cache, OpenedText(self, kept)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Digest, and the name of an automatic context: texts of different namespaces share no mark."""
+        return self.digest, self.name if self.automatic else ""
 
     def emptied(self) -> tuple[RetrievalCache, OpenedText]:
         """For the ids to be read into: an empty cache with the options that they were read with, and what says that its
@@ -169,10 +180,20 @@ class UnsavedText(SavedText):
     """A context that is saved and not durable yet: requests continue its cache in memory.
 
     Once it is durable, or its write has failed, the cache is used as long as the prefix cache holds it.
+
+    point: node of the store that it became; None before.
     """
 
     def __init__(
-        self, texts: SavedTexts, name: str, ids: Ids, mark: int, held: HeldCache, lineage: SavedLineage
+        self,
+        texts: SavedTexts,
+        name: str,
+        ids: Ids,
+        mark: int,
+        held: HeldCache,
+        lineage: SavedLineage,
+        *,
+        automatic: bool = False,
     ) -> None:
         """Store the cache of a text.
 
@@ -183,8 +204,11 @@ class UnsavedText(SavedText):
             mark: first id of no text.
             held: its cache.
             lineage: saved contexts that it continues.
+            automatic: whether the prefix cache saves it.
         """
         self.name, self.digest, self.lost, self.damaged = name, "", False, False
+        self.automatic = automatic
+        self.point: SavedPoint | None = None
         self.ids = _marked(mark, ids)
         self._texts, self._chain = texts, None
         self._held: HeldCache | None = held
@@ -206,7 +230,7 @@ class UnsavedText(SavedText):
 
     def set_durable(self, point: SavedPoint) -> None:
         """Note the node of the store that the context became."""
-        self.digest = point.digest
+        self.digest, self.point = point.digest, point
         self._lineage.note(point)
         self._texts.note_durable(self)
         self.release()
@@ -252,6 +276,8 @@ class OpenedText:
 
 BLOCK_TOKENS = 64
 """Shortest common prefix of a prompt and a saved context that is found."""
+AUTOMATIC_PREFIX, AUTOMATIC_DIGITS = "auto-", 40
+"""Names of contexts that the prefix cache saves: the prefix and as many digits of a digest."""
 SETTLED_NS = 1_000_000_000
 """Age from which a folder's modification time tells all its changes apart."""
 
@@ -271,16 +297,21 @@ class SavedMatch(NamedTuple):
 
 
 class _Indexed(NamedTuple):
-    """Token ids of a context, by nodes. owner: namespace that may use it; "": every one."""
+    """Token ids of a context, by nodes. owner: namespace that may use it; None: every one."""
 
     digest: str
-    owner: str
+    owner: Namespace
     pieces: tuple[Ids, ...]
 
     @property
     def block(self) -> bytes:
         """First tokens, by which the context is found; less than a block for a short context."""
         return _head(self.pieces)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the context."""
+        return sum(map(len, self.pieces))
 
     def common(self, ids: Ids) -> int:
         """Return the length of the common prefix."""
@@ -314,6 +345,8 @@ class SavedIndex:
     def match(self, parts: Sequence[Sequence[int]], namespace: Namespace) -> list[SavedMatch]:
         """Return the contexts that begin as a prompt does, for at least BLOCK_TOKENS tokens, the longest match first.
 
+        Of equal matches the shortest context comes first: a context that ends there needs no crop.
+
         parts: token ids of the prompt; the last id does not count, because its logits start the answer. namespace: of
         the request: contexts of other namespaces are left out.
         """
@@ -323,12 +356,12 @@ class SavedIndex:
                 return []
             names = self._by_block.get(_head(parts), ())
             candidates = {name: self._contexts[name] for name in names}
-        allowed = {name: one for name, one in candidates.items() if one.owner in ("", namespace)}
+        allowed = {name: one for name, one in candidates.items() if one.owner in (None, namespace)}
         if not allowed:
             return []
         ids = np.concatenate([int32_row(part) for part in parts])[:-1]
         found = [SavedMatch(name, one.digest, one.common(ids)) for name, one in allowed.items()]
-        return sorted(found, key=lambda match: (-match.tokens, match.name))
+        return sorted(found, key=lambda match: (-match.tokens, allowed[match.name].tokens, match.name))
 
     def _refresh(self) -> None:
         """Follow the store's names; an unreadable store has none."""
@@ -358,8 +391,10 @@ class SavedIndex:
         except StoreError as error:  # removed meanwhile, or damaged: requests that name it get the error
             log.debug("the context %r is not found by content: %s", named.name, error)
             pieces, nodes = (), []
-        owner = named.plain.get("owner", "")
-        found = _Indexed(named.digest, str(owner), pieces)
+        owner = named.plain.get("owner")
+        if not named.is_automatic:
+            owner = owner or None
+        found = _Indexed(named.digest, None if owner is None else str(owner), pieces)
         if len(found.block) < 4 * BLOCK_TOKENS or any(node.options != self._options for node in nodes):
             self._left_out[named.name] = named.digest
             return
@@ -401,7 +436,7 @@ class SavedTexts:
         self._identity = ""
         self._weights: WeightState | None = None
         self._marks = itertools.count(1)
-        self._known: weakref.WeakValueDictionary[str, SavedText] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[tuple[str, str], SavedText] = weakref.WeakValueDictionary()
         self._unsaved: dict[str, UnsavedText] = {}
         self._index = SavedIndex(lambda: self.store, config)
         self._lock = threading.Lock()
@@ -419,8 +454,9 @@ class SavedTexts:
                 self._store = ContextStore(self._store)
             return self._store
 
-    def find(self, name: str, *, lost: bool = False) -> SavedText:
-        """What the name means now. lost: its files cannot be used, which the store may not know. Raises
+    def find(self, name: str, *, lost: bool = False, automatic: bool = False) -> SavedText:
+        """What the name means now. lost: its files cannot be used, which the store may not know. automatic: texts that
+        the prefix cache saved are found, too: they belong to one namespace, so that no request may name them. Raises
         UnknownContextError, StoreMismatchError; StoreDamagedError where its ids are damaged, too, or its files are and
         parts of it were forgotten: who reads the ids again would not have what was saved. UnknownContextError also
         for a context whose write failed and that was evicted.
@@ -434,10 +470,13 @@ class SavedTexts:
             return unsaved
         store = self.store
         named = store.resolve(name)
+        if named.is_automatic and not automatic:
+            raise UnknownContextError(f"no request may name the context {name!r}: it is automatic", context=name)
         lost = lost or store.known_damaged(named)  # until it is saved again
         with self._lock:
             identity = self._of_model()
-            known = self._known.get(named.digest)
+            mine = name if named.is_automatic else ""
+            known = self._known.get((named.digest, mine))
             if known is None or known.lost != lost or named.plain.get("template") != self._template:
                 chain = find_saved(store, name, identity, self._template, ids_only=True)
                 if lost and chain.forgotten.tokens:
@@ -445,10 +484,10 @@ class SavedTexts:
                         f"the context {name!r} is damaged, and was saved after parts of it were forgotten: it cannot "
                         "be read again from its token ids. Read its text again, and save it under the same name."
                     )
-                known = self._known.get(chain.digest)
+                known = self._known.get((chain.digest, mine))
                 if known is None or known.lost != lost:
-                    known = SavedText(self, chain, next(self._marks), lost=lost)
-                    self._known[chain.digest] = known
+                    known = SavedText(self, chain, next(self._marks), lost=lost, automatic=named.is_automatic)
+                    self._known[known.key] = known
             return known
 
     def matches(self, parts: Sequence[Sequence[int]], namespace: str | None) -> Iterator[tuple[SavedText, int]]:
@@ -458,18 +497,44 @@ class SavedTexts:
         """
         for match in self._index.match(parts, namespace):
             try:
-                text = self.find(match.name)
+                text = self.find(match.name, automatic=True)
             except StoreError:  # of another model or template, damaged, or removed meanwhile
                 continue
             if not text.lost and text.digest == match.digest:
                 yield text, match.tokens
 
-    def unsaved(self, name: str, ids: Ids, held: HeldCache, opened: OpenedText | None) -> UnsavedText:
-        """Return a text in memory that is to be saved under a name. opened: saved context that it continues."""
+    def unsaved(
+        self, name: str, ids: Ids, held: HeldCache, opened: OpenedText | None, *, automatic: bool = False
+    ) -> UnsavedText:
+        """Return a text in memory that is to be saved under a name.
+
+        opened: saved context that it continues. automatic: whether the prefix cache saves it.
+        """
         lineage = SavedLineage() if opened is None else opened.kept
         with self._lock:
             mark = next(self._marks)
-        return UnsavedText(self, name, ids, mark, held, lineage)
+        return UnsavedText(self, name, ids, mark, held, lineage, automatic=automatic)
+
+    def automatic(self, ids: Ids, held: HeldCache, opened: OpenedText | None, namespace: Namespace) -> UnsavedText:
+        """Return a text of the prefix cache that is to be saved, under a name that its tokens and namespace have."""
+        with self._lock:
+            identity = self._of_model()
+        about = canonical([identity, self._template, saved_options(self._config, Forgotten()), namespace], "text")
+        name = AUTOMATIC_PREFIX + hashlib.sha256(about.encode() + ids.tobytes()).hexdigest()[:AUTOMATIC_DIGITS]
+        return self.unsaved(name, ids, held, opened, automatic=True)
+
+    def has_options(self, cache: RetrievalCache) -> bool:
+        """Return whether a cache has the options of new prompts, and nothing of it was forgotten."""
+        wanted = saved_options(self._config, Forgotten())
+        return saved_options(cache.config, cache.batch.forgotten) == wanted
+
+    def note_opened(self, text: SavedText, cache: RetrievalCache) -> None:
+        """Count an opened text that the prefix cache saved, and make it the most recently used one of the disk."""
+        if not text.automatic:
+            return
+        self._counts.note_disk_load(mapped_bytes(cache).nbytes)
+        with contextlib.suppress(StoreError):  # removed meanwhile: the open files stay
+            self.store.note_use(text.name)
 
     def set_unsaved(self, name: str, text: UnsavedText | None) -> None:
         """Make a name refer to a text that is not durable; None: to the context of the store."""
@@ -482,7 +547,7 @@ class SavedTexts:
     def note_durable(self, text: UnsavedText) -> None:
         """Note that the store has the files of a text."""
         with self._lock:
-            self._known.setdefault(text.digest, text)
+            self._known.setdefault(text.key, text)
 
     def unsaved_error(self, name: str) -> UnknownContextError:
         """Return the error of a context whose write failed, and that was evicted."""
@@ -490,14 +555,23 @@ class SavedTexts:
             f"the context {name!r} was not written to the disk, and its text was evicted; save its text again"
         )
 
-    def saver(self, text: UnsavedText, opened: OpenedText | None, owner: str | None, read_seconds: float) -> Saver:
+    def saver(
+        self,
+        text: UnsavedText,
+        opened: OpenedText | None,
+        owner: Namespace,
+        read_seconds: float,
+        points: Sequence[SavedPoint] = (),
+    ) -> Saver:
         """Return a saver of a text in memory.
 
         Args:
             text: the text.
             opened: saved context that it continues.
-            owner: namespace whose requests use it without naming it; None or "": all requests.
+            owner: namespace whose requests use it without naming it; None: all requests; "": all, unless the prefix
+                cache saves it.
             read_seconds: duration of its prefill.
+            points: nodes of the store that it may continue.
         Raises as `Context.save`.
         """
         held = text.held
@@ -507,7 +581,12 @@ class SavedTexts:
             identity = self._of_model()
         cache, kept = held.view(), SavedLineage() if opened is None else opened.kept
         plain = described(self._template, attended_columns(cache.batch), read_seconds, self.model)
-        plain |= {"owner": owner} if owner else {}
+        if text.automatic:
+            plain |= {AUTOMATIC: True} | ({} if owner is None else {"owner": owner})
+        elif owner:
+            plain |= {"owner": owner}
+        for point in points:
+            kept.note(point)
         return kept.saver(self.store, text.name, identity, cache, plain)
 
     def chain(self, text: SavedText) -> SavedChain:
@@ -531,8 +610,8 @@ class SavedTexts:
         """Not to be found any more, though who has it keeps it. Counts, and tells the log, once."""
         with self._lock:
             told, text.damaged = text.damaged, True
-            if self._known.get(text.digest) is text:
-                del self._known[text.digest]
+            if self._known.get(text.key) is text:
+                del self._known[text.key]
         if not told:
             self._counts.note_damage(error.blocks)
             log.warning("the saved context %r is damaged; its tokens are read again: %s", text.name, error)

@@ -17,7 +17,7 @@ from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.errors import NotFiniteError
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
-from retrieval_attn.runner.rows import StepClock
+from retrieval_attn.runner.graph_slot import StepClock
 from retrieval_attn.sampling.sampler import SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 

@@ -153,6 +153,11 @@ class Piece(NamedTuple):
     exact: PagedKVPool | None
     rows: int
 
+    def __str__(self) -> str:
+        """Return its name in logs."""
+        read = "none" if self.read is None else self.read.name.lower()
+        return f"{read}{'' if self.exact is None else ', pages'} x {self.rows}"
+
 
 class _Run:
     """A warm-up and its remaining pieces."""
@@ -164,23 +169,37 @@ class _Run:
         self.ready: Future[None] = Future()
         self.text: tuple[RetrievalCache, Tensor] | None = None
         self._text_of: tuple[Reads | None, PagedKVPool | None] | None = None
+        self._added, self._begun, self._spent = time.perf_counter(), 0.0, list[str]()
         self.bar = ProgressBar(
             total=len(needed), desc="warming up", delay=BAR_DELAY_SECONDS, leave=False, disable=not warm_up.progress
         )
 
     def run_next(self, loop: AnswerLoop, config: Config, stepper: Stepper) -> None:
         """Run the next piece. Raises the errors of a prefill and of a step."""
-        piece = self.pieces[0]
+        piece, began = self.pieces[0], time.perf_counter()
+        self._begun = self._begun or began
         if self.text is None or self._text_of != piece[:2]:
             self.text = None  # freed before the next one is read
             self.text, self._text_of = self.warm_up.read(loop, config, piece.exact, piece.read), piece[:2]
+        read = time.perf_counter()
         stepper.rehearse(*self.text, piece.rows, self.warm_up.draws, self.warm_up.tokens or 0)
+        self._spent.append(f"{piece} {read - began:.1f} + {time.perf_counter() - read:.1f}")
         self.pieces.popleft()
         self.done += 1
+        if self.done in (self.needed, self.total):
+            self._log()
         if self.done <= self.needed:
             self.bar.update()
         if not self.pieces or self.pieces[0][:2] != piece[:2]:
             self.text = None
+
+    def _log(self) -> None:
+        """Log the seconds of the pieces since the last call: to read a text, if there is a new one, and to step."""
+        spent, self._spent = "; ".join(self._spent), []
+        log.info(
+            "%d of %d graphs after %.1f s, which began after %.1f s: reader x rows, seconds of text + steps: %s",
+            self.done, self.total, time.perf_counter() - self._added, self._begun - self._added, spent,
+        )  # fmt: skip
 
     def end(self, error: BaseException | None = None) -> None:
         """Drop the text and the remaining pieces; tell the caller, if it still waits."""

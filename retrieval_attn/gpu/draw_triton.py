@@ -1,4 +1,4 @@
-"""The Triton kernel behind `sampling/choose.py`, which says what it computes. Imported only where there is
+"""The Triton kernel behind `sampling/sampler.py`, which says what it computes. Imported only where there is
 Triton.
 
 A program chooses for one row. The thresholds of top-k and top-p are found by halving the range in which they lie, each
@@ -46,13 +46,13 @@ else:
 
 @triton.jit
 def _weight(scaled, most):
-    """exp(scaled - most) as an integer, the largest 2^40: `sampling/choose.py` says why."""
+    """exp(scaled - most) as an integer, the largest 2^40: `sampling/sampler.py` says why."""
     return (tl.exp(scaled - most) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
 def _gumbel(word):
-    """Compute a Gumbel number from a random word, uint32, as `sampling/choose.py` does."""
+    """Compute a Gumbel number from a random word, uint32, as `sampling/sampler.py` does."""
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
     return -_log(-_log1p(-uniform))
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
@@ -79,6 +80,22 @@ class PackedWeights(NamedTuple):
         whole = out % (2 * TILE_ROWS) == 0 and self.columns % 16 == 0 and self.columns <= wide
         grouped = scales.shape[1:] == (out, 2) and wide % len(scales) == 0 and self.group in GROUPS
         return whole and grouped and (bias is None or bias.dtype == torch.bfloat16)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `product` runs in a Triton kernel."""
+        return kernels_for(self.words, "packed_triton") is not None
+
+    def product(self, numbers: Tensor) -> Tensor:
+        """Multiply numbers bfloat16 (rows, in) with the weights; plus the bias, (rows, out).
+
+        One Triton kernel on a GPU, which unpacks the weights once for each 16 rows. Else a product with `matrix`.
+        """
+        kernels = kernels_for(self.words, "packed_triton")
+        if kernels is not None:
+            found: Tensor = kernels.add_product(None, numbers, self)
+            return found
+        return functional.linear(numbers, self.matrix.to(numbers.dtype), self.bias)
 
     @property
     def matrix(self) -> Tensor:

@@ -199,22 +199,23 @@ def _gated_kernel(
 @triton.jit(do_not_specialize=["rows", "magic"])
 def _add_kernel(
     residual, numbers, words, scales, bias, out, magic, rows, dim, long, ahead, width,
-    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
-    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
+    OVERLAP: tl.constexpr, M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per T tiles of residual + product."""
-    tile = tl.program_id(0) * T + tl.arange(0, T)
+    """One program per T tiles of the product with M rows; ADDS: plus a residual."""
+    tile, first = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1) * M
     place, member = tl.program_id(0) * (8 * T) + tl.arange(0, 8 * T), tl.arange(0, M)
     begin(OVERLAP)
     a = _products(
-        words + tile[:, None].to(tl.int64) * long, scales + place[None, :], numbers, numbers, magic, rows, dim, ahead,
-        0.0, GROUP, ONE, False, False, WHOLE, M, T, W, STAGES,
+        words + tile[:, None].to(tl.int64) * long, scales + place[None, :], numbers + first.to(tl.int64) * dim, numbers,
+        magic, rows - first, dim, ahead, 0.0, GROUP, ONE, False, False, WHOLE, M, T, W, STAGES,
     )  # fmt: skip
     if HAS_BIAS:
         a += tl.load(bias + place).to(tl.float32)[:, None]
-    inside = (member < rows)[None, :]
-    at = member[None, :] * width + place[:, None]
-    a += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    inside = (first + member < rows)[None, :]
+    at = (first + member)[None, :].to(tl.int64) * width + place[:, None]
+    if ADDS:
+        a += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
 
 
@@ -257,17 +258,17 @@ def gated(hidden: Tensor, into: Gated) -> Tensor:
     return out
 
 
-def add_product(residual: Tensor, numbers: Tensor, weights: PackedWeights) -> Tensor:
-    """See `products.add_product`."""
-    residual, numbers = residual.contiguous(), numbers.contiguous()
+def add_product(residual: Tensor | None, numbers: Tensor, weights: PackedWeights) -> Tensor:
+    """See `products.add_product`. residual: None for the product alone, of any number of rows."""
+    numbers = numbers.contiguous()
     (rows, dim), width = numbers.shape, weights.shape[0]
     out = numbers.new_empty(rows, width)
     options = _options(numbers, weights, width, ADD)
-    _add_kernel[(width // 8 // options["T"],)](
-        residual, numbers, weights.words, weights.scales.view(torch.int32),
-        numbers if weights.bias is None else weights.bias, out,
+    _add_kernel[(width // 8 // options["T"], triton.cdiv(rows, options["M"]))](
+        numbers if residual is None else residual.contiguous(), numbers,
+        weights.words, weights.scales.view(torch.int32), numbers if weights.bias is None else weights.bias, out,
         MAGIC, rows, dim, weights.strips * STRIP, weights.scales.stride(0) // 2, width,
-        HAS_BIAS=weights.bias is not None, **options,
+        HAS_BIAS=weights.bias is not None, ADDS=residual is not None, **options,
     )  # fmt: skip
     return out
 

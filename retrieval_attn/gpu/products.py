@@ -40,6 +40,8 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, from_one: bool = False)
 
 MAX_ROWS = 16
 """Rows of one call: those of one tile of a matrix instruction."""
+ROW_CLASSES = 1, 8, MAX_ROWS
+"""Largest numbers of rows that the same kernels multiply."""
 
 
 class LinearWeights(NamedTuple):

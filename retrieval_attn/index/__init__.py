@@ -6,9 +6,8 @@ import retrieval_attn.compile.numba_cache  # noqa: F401  # before any kernel is 
 from retrieval_attn.index.auto import AutoIndex
 from retrieval_attn.index.base import KeyIndex, SearchResult
 from retrieval_attn.index.device import DeviceIndex
-from retrieval_attn.index.flat import FlatIndex
+from retrieval_attn.index.flat import FlatIndex, FullIndex
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.full import FullIndex
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
 from retrieval_attn.index.sketch.index import SketchIndex
 from retrieval_attn.index.spec import IndexSpec, available, create, register

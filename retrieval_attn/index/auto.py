@@ -7,7 +7,7 @@ exact scan finds for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,14 +15,26 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.base import MAX_KEYS, Alternatives, HeadShape, HostBytes, KeyIndex, Training, check_training
+from retrieval_attn.index.base import (
+    MAX_KEYS,
+    TRAIN_QUERIES,
+    Alternatives,
+    HeadShape,
+    IndexMemory,
+    KeyIndex,
+    Training,
+    TrainingNeeds,
+    check_training,
+)
 from retrieval_attn.index.flat import FlatIndex, FlatOptions, search_exact
 from retrieval_attn.index.formats import Format, check_rows
-from retrieval_attn.index.roargraph.index import RoarGraphIndex
-from retrieval_attn.index.roargraph.options import LIST_K, GraphOptions
+from retrieval_attn.index.roargraph.graph import LIST_K, GraphOptions
+from retrieval_attn.index.roargraph.index import RoarGraphIndex, graph_bytes
 from retrieval_attn.index.sketch.index import SketchIndex, SketchOptions
-from retrieval_attn.index.spec import register
+from retrieval_attn.index.spec import IndexSpec, register
 
+notes: weakref.WeakKeyDictionary[KeyIndex, str] = weakref.WeakKeyDictionary()
+"""Why `auto` chose the kind of an index; empty for other indexes."""
 EXACT_BELOW = 4096
 """So few keys are scanned as they are stored: codes would save nothing."""
 SKETCH_FROM = 16384
@@ -37,7 +49,6 @@ MIN_SKETCH_RECALL = 0.95
 HELD_OUT = 16
 """Queries of each query head that the graph is judged by; they are not trained on."""
 JUDGED_K = 100
-CODED = FlatOptions(codes="int8")
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class AutoOptions:
 
 
 def _kinds(options: AutoOptions, tokens: int | None) -> Alternatives:
-    """See KeyIndex.possible_kinds: what `AutoIndex.make` may choose."""
+    """Return the kinds that `AutoIndex.build` may choose, see `KindFacts`."""
     many = MAX_KEYS if tokens is None else tokens
     kinds: list[tuple[int, str, dict[str, Any]]] = [
         (max(EXACT_BELOW, SCAN_BELOW), "roargraph", {}),
@@ -67,33 +78,23 @@ def _kinds(options: AutoOptions, tokens: int | None) -> Alternatives:
     return tuple((kind, own) for least, kind, own in kinds if many >= least)
 
 
-@register
+def _memory(options: AutoOptions, head: HeadShape) -> IndexMemory:
+    graph = graph_bytes(GraphOptions(), head, AutoIndex.training.queries(MAX_KEYS))
+    others = IndexSpec.of("flat", {"codes": "int8"}).host_bytes(head) + IndexSpec.of("sketch").host_bytes(head)
+    return IndexMemory((graph, *others))
+
+
+@register(memory=_memory, possible_kinds=_kinds)
 class AutoIndex(KeyIndex):
-    """Not an index itself (and abstract): `make` returns a `flat`, `sketch` or `roargraph` one; its `note` says why."""
+    """Not an index itself (and abstract): `build` returns a `flat`, `sketch` or `roargraph` one, `notes` has why."""
 
     kind: ClassVar[str] = "auto"
-    trains: ClassVar[bool] = True
     Options = AutoOptions
-    possible_kinds: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(_kinds)
+    training: ClassVar[TrainingNeeds] = TrainingNeeds(TRAIN_QUERIES, LIST_K, max(SKETCH_FROM, SCAN_BELOW))
 
     @classmethod
-    def list_length(cls, options: AutoOptions, num_keys: int) -> int:
-        """See KeyIndex.list_length: those of a graph, where one may be made."""
-        return LIST_K if num_keys >= max(SKETCH_FROM, SCAN_BELOW) else 0
-
-    @classmethod
-    def host_bytes(cls, options: AutoOptions, head: HeadShape) -> tuple[HostBytes, ...]:
-        graph = RoarGraphIndex.bytes_for(GraphOptions(), head, cls.training_queries(MAX_KEYS))
-        return (graph,) + FlatIndex.host_bytes(CODED, head) + SketchIndex.host_bytes(SketchOptions(), head)
-
-    @classmethod
-    def prepare(cls, options: AutoOptions, fmt: Format) -> bool:
-        """See KeyIndex.prepare: nothing but the kinds of `possible_kinds`."""
-        return True
-
-    @classmethod
-    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: AutoOptions, training: Training) -> KeyIndex:
-        """See KeyIndex.make. Without training queries every length is scanned. Raises ShapeError."""
+    def build(cls, keys: npt.NDArray[Any], fmt: Format, options: AutoOptions, training: Training) -> KeyIndex:
+        """Build the kind that fits; without training queries every length is scanned. Raises ShapeError."""
         check_rows("keys", keys, fmt, 2)
         queries, lists = check_training(training.queries, training.lists, fmt.dim_of(keys), len(keys))
         if queries is None or queries.shape[1] < 4 * HELD_OUT:
@@ -107,13 +108,12 @@ class AutoIndex(KeyIndex):
         if len(keys) < SCAN_BELOW:
             return _scan(keys, fmt, held, why)
         others = None if lists is None else np.delete(lists, held.places, axis=1)
-        graph = RoarGraphIndex.build(keys, fmt, held.others, lists=others)
+        graph = RoarGraphIndex.build(keys, fmt, GraphOptions(), Training(held.others, others))
         recall, share = held.judge(graph)
         judged = f"held-out recall@{JUDGED_K} {recall:.2f}, {100 * share:.1f} % of {len(keys):,} keys scored"
         if recall < options.recall:
             return _scan(keys, fmt, held, f"the graph's {judged}, below {options.recall}")
-        graph.note = f"roargraph: {judged}"
-        return graph
+        return _noted(graph, judged)
 
 
 class _HeldOut:
@@ -125,7 +125,7 @@ class _HeldOut:
         self.others = np.delete(queries, self.places, axis=1)
         self._queries = np.ascontiguousarray(queries[:, self.places].reshape(-1, queries.shape[-1]))
         self._k = min(JUDGED_K, len(keys))
-        self._exact = search_exact(keys[None], self._queries[None], self._k, fmt).ids[0]
+        self._exact = search_exact(np.ascontiguousarray(keys), self._queries, self._k, fmt).ids
 
     def judge(self, index: KeyIndex) -> tuple[float, float]:
         """Recall of the index for the held-out queries, and the share of keys that it scored."""
@@ -138,15 +138,18 @@ def _scan(keys: npt.NDArray[Any], fmt: Format, held: _HeldOut, why: str) -> KeyI
     """A sketch if it finds enough, else a scan of all elements' codes."""
     if len(keys) < SKETCH_FROM:
         return _flat(keys, fmt, why)
-    sketch = SketchIndex.build(keys, fmt, held.others)
+    sketch = SketchIndex.build(keys, fmt, SketchOptions(), Training(held.others))
     recall, _ = held.judge(sketch)
     if recall < MIN_SKETCH_RECALL:
         return _flat(keys, fmt, f"{why}; a sketch finds {recall:.2f} of the best {JUDGED_K}")
-    sketch.note = f"sketch: {why}; held-out recall@{JUDGED_K} {recall:.2f}"
-    return sketch
+    return _noted(sketch, f"{why}; held-out recall@{JUDGED_K} {recall:.2f}")
 
 
-def _flat(keys: npt.NDArray[Any], fmt: Format, why: str) -> FlatIndex:
-    index = FlatIndex.build(keys, fmt, None, codes="none" if len(keys) < EXACT_BELOW else "int8")
-    index.note = f"flat: {why}"
+def _flat(keys: npt.NDArray[Any], fmt: Format, why: str) -> KeyIndex:
+    options = FlatOptions("none" if len(keys) < EXACT_BELOW else "int8")
+    return _noted(FlatIndex.build(keys, fmt, options, Training()), why)
+
+
+def _noted(index: KeyIndex, why: str) -> KeyIndex:
+    notes[index] = f"{index.kind}: {why}"
     return index

@@ -1,27 +1,29 @@
-"""What every index over keys promises: the contract of a kind. `spec` makes one by name.
+"""The contract of a kind of index, `KeyIndex`, and the records that a kind gives to memory plans and steps.
 
 An index covers the keys of ONE key-value head. It returns ids and raw inner products; scaling, soft-capping and the
-softmax belong to the attention that follows. It never copies keys that it does not need to rearrange.
+softmax belong to the attention that follows. `spec.py` registers kinds and builds an index by the name of its kind.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, check_queries
-from retrieval_attn.index.task.search import SearchedInSteps
+from retrieval_attn.index.keys import MAX_KEYS, StoredKeys
+from retrieval_attn.index.task.run import SearchResult, search_range
+from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 
-MAX_KEYS = 2**31 - 1
-"""ids are int32."""
+__all__ = ["MAX_KEYS", "KeyIndex", "SearchResult"]
+
 TRAIN_QUERIES = 2048
-"""Queries of each query head that a kind trains on, unless it is told otherwise or asks for more."""
+"""Default number of training queries of each query head."""
 TOKENS_PER_QUERY = 16
 """Tokens per query of a kind that trains on more queries."""
 
@@ -81,9 +83,66 @@ class HeadShape(NamedTuple):
     int8: bool
 
 
+class IndexMemory(NamedTuple):
+    """Maximum memory of an index of one head. host: one entry for each kind that the index may become."""
+
+    host: tuple[HostBytes, ...] = (HostBytes(0, None, "no bytes beyond the keys"),)
+    device: DeviceBytes = DeviceBytes()
+
+
+class HeldMemory(NamedTuple):
+    """Bytes that an index holds beyond the caller's keys, in host memory and in device memory."""
+
+    host: int
+    device: int = 0
+
+
 @dataclass(frozen=True)
 class NoOptions:
     """A kind without options."""
+
+
+@dataclass(frozen=True)
+class TrainingNeeds:
+    """Samples that `KeyIndex.build` learns from; none by default.
+
+    max_queries: maximum training queries of each query head, 0 for a kind that does not train; more than TRAIN_QUERIES
+    for a kind that finds more in long contexts the more queries it saw. list_length: entries of a training list, 0 if
+    the kind takes none. lists_from: fewest keys for which lists are used. only_lists: lists replace the queries.
+    """
+
+    max_queries: int = 0
+    list_length: int = 0
+    lists_from: int = 1
+    only_lists: bool = False
+
+    def queries(self, tokens: int) -> int:
+        """Return the number of queries per query head to sample from a context of `tokens` tokens."""
+        return max(TRAIN_QUERIES, min(tokens // TOKENS_PER_QUERY, self.max_queries)) if self.max_queries else 0
+
+
+@dataclass(frozen=True)
+class KindFacts:
+    """Facts of a kind that memory plans, steps and compilation ask for; registered with it (`spec.register`).
+
+    Functions take the kind's options first. listed: a user may choose the kind; else only `auto` does.
+    keeps_device_keys: keys are coded on the device, so callers leave a layer's keys there until its indexes are built.
+    memory: (options, head) -> IndexMemory. host_access: (options) -> HostAccess of a device. possible_kinds:
+    (options, tokens of the context or None for any number) -> kinds, with options, that an index may become instead,
+    most likely first. compile_tasks: (options, format) compiles the kind's search tasks, or loads them. code_sizes:
+    (options, head_dim, k, estimated) -> CodeSizes of a search on the device for the best k; estimated: all candidates
+    are attended and the other keys are estimated, so fewer candidates suffice; None: no codes on a device.
+    min_coded_keys: (options, k) -> fewest keys that a device searches by codes; 0: it searches none.
+    """
+
+    listed: bool = True
+    keeps_device_keys: bool = False
+    memory: Callable[[Any, HeadShape], IndexMemory] = lambda options, head: IndexMemory()
+    host_access: Callable[[Any], HostAccess] = lambda options: HostAccess()
+    possible_kinds: Callable[[Any, int | None], Alternatives] = lambda options, tokens: ()
+    compile_tasks: Callable[[Any, Format], None] = lambda options, fmt: None
+    code_sizes: Callable[[Any, int, int, bool], CodeSizes] | None = None
+    min_coded_keys: Callable[[Any, int], int] = lambda options, k: 0
 
 
 def train_positions(n: int, count: int, seed: int = 0) -> npt.NDArray[np.int64]:
@@ -111,136 +170,67 @@ class Training(NamedTuple):
     coder: Any = None
 
 
-class SearchResult(NamedTuple):
-    """The best keys for each query, best first; equal scores are ordered by lower id.
+class Searchable(Protocol):
+    """Keys that a step can search: an index, or the end of one."""
 
-    ids: (queries, k) int32, -1 where fewer than k keys exist.
-    scores: (queries, k) float32, raw inner products (unscaled), -inf where ids is -1.
-    keys_scanned: (query, key) pairs whose score was computed, coded or exact, over all queries; a pair that
-    was scored twice (by its code, then exactly) counts once.
+    def __len__(self) -> int: ...
+
+    def task(self, request: SearchRequest) -> CompiledSearch: ...
+
+
+class KeyIndex(ABC):
+    """Search over the keys of one key-value head. ids count from 0 at the first key of the index.
+
+    A kind sets `_keys`, and needs `build`, `task` and `insert`; the other methods have defaults.
     """
-
-    ids: npt.NDArray[np.int32]
-    scores: npt.NDArray[np.float32]
-    keys_scanned: int
-
-
-class KeyIndex(SearchedInSteps, ABC):
-    """Search over the keys of one key-value head. ids count from 0 at the first key of the index."""
 
     kind: ClassVar[str]
     Options: ClassVar[type[Any]] = NoOptions
     """A frozen dataclass of plain values with defaults, which checks them when it is made (ConfigError)."""
-    planned: ClassVar[bool] = False
-    """Whether only `auto` chooses this kind: `available` does not list it."""
-    trains: ClassVar[bool] = False
-    """Whether `build` learns from queries; callers then sample some while they read."""
-    needs_only_lists: ClassVar[bool] = False
-    """Whether training lists replace training queries."""
-    max_queries: ClassVar[int] = TRAIN_QUERIES
-    """A kind that finds more in long contexts the more queries it saw sets a higher number."""
-    possible_kinds: ClassVar[Callable[[Any, int | None], Alternatives]] = staticmethod(lambda options, tokens: ())
-    """(options, tokens of the context, None: any number): other kinds, and their options, that an index may turn out to
-    be, the likeliest first."""
-    note: str = ""
-    """Why this kind was chosen, where something chose it."""
-    exact: bool = False
-    """Whether the answer is that of a scan of all stored keys, which a step may run in its place."""
-
-    @classmethod
-    def training_queries(cls, tokens: int) -> int:
-        """Return the number of training queries per query head to sample from a context of `tokens` tokens."""
-        return max(TRAIN_QUERIES, min(tokens // TOKENS_PER_QUERY, cls.max_queries)) if cls.trains else 0
-
-    @classmethod
-    def list_length(cls, options: Any, num_keys: int) -> int:
-        """Entries that training lists over `num_keys` keys should have; 0: the kind takes none."""
-        return 0
-
-    @classmethod
-    def host_bytes(cls, options: Any, head: HeadShape) -> tuple[HostBytes, ...]:
-        """Return the maximum host memory of an index of one head, one entry for each kind that it may become."""
-        return (HostBytes(0, None, "no bytes beyond the keys"),)
-
-    @classmethod
-    def device_bytes(cls, options: Any, head_dim: int) -> DeviceBytes:
-        """Bytes of device memory for each key."""
-        return DeviceBytes()
-
-    @classmethod
-    def host_reads(cls, options: Any) -> HostAccess:
-        """Return the reads of host memory by a device."""
-        return HostAccess()
-
-    @classmethod
-    def code_shape(cls, options: Any, head_dim: int, k: int, estimated: bool) -> CodeSizes | None:
-        """Sizes of a search of codes on the device for the best k. None: the kind has no codes there. estimated: all
-        that are named are attended to, and the others are estimated, so that fewer suffice.
-        """
-        return None
-
-    @classmethod
-    def min_coded_keys(cls, options: Any, k: int) -> int:
-        """How many keys a search for the best k of them goes by codes on the device from; 0: none does."""
-        return 0
-
-    @classmethod
-    def prepare(cls, options: Any, fmt: Format) -> bool:
-        """Compile the searches of a step over keys in `fmt`, or load them.
-
-        Returns whether the kind has a compiled search.
-        """
-        return False
-
-    @classmethod
-    def build(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        queries: npt.NDArray[np.float32] | None = None,
-        *,
-        lists: npt.NDArray[np.int32] | None = None,
-        **options: Any,
-    ) -> Self:
-        """`make` with options by name. Raises ConfigError for a value out of range."""
-        made = cls.make(keys, fmt, cls.Options(**options), Training(queries, lists))
-        assert isinstance(made, cls)
-        return made
+    training: ClassVar[TrainingNeeds] = TrainingNeeds()
+    _keys: StoredKeys
 
     @classmethod
     @abstractmethod
-    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: Any, training: Training) -> KeyIndex:
-        """The index over keys (n, head_dim) of dtype fmt.dtype, n may be 0; rows contiguous, else ShapeError.
+    def build(cls, keys: npt.NDArray[Any], fmt: Format, options: Any, training: Training) -> KeyIndex:
+        """Build the index over keys (n, head_dim) of dtype fmt.dtype, n may be 0; rows contiguous, else ShapeError.
 
-        options: cls.Options. training: ignored by a kind that needs none. A kind that samples makes the same index at
+        options: cls.Options. training: ignored by a kind that needs none. A kind that samples builds the same index at
         any number of threads.
         """
 
     @abstractmethod
-    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
-        """The best k keys for each query.
+    def task(self, request: SearchRequest) -> CompiledSearch:
+        """Return the compiled search of this index for `request`, as tasks of a step or of `search`.
 
-        queries: (n, head_dim) float32, n may be 0. limit: only ids below it may be returned (None: all).
-        Scores are exact inner products with the stored keys, whatever the search was guided by.
+        If a scan of the stored keys is faster, or the first keys are hidden and the kind cannot leave them out, that
+        is `flat.exact_search`. A kind without compiled code returns `candidates.called_search`.
+        """
+
+    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
+        """Search for the best k keys of each query, on the threads that Numba uses.
+
+        queries: (n, head_dim) float32, n may be 0. limit: only ids below it may be returned; None for all keys.
+        Scores are exact inner products with the stored keys. The result does not depend on the number of threads.
         Raises ShapeError for another shape or dtype, ConfigError for k < 1 or limit < 0.
         """
+        queries, k = check_search(queries, self._keys.head_dim, k, limit)
+        keys = self._keys.whole
+        return search_range(keys if limit is None else keys[: int(limit)], self._keys.fmt, queries, k, self.task)
 
     @abstractmethod
     def insert(self, keys: npt.NDArray[Any]) -> None:
-        """Append keys (n, head_dim) of the index's format, n may be 0.
-
-        They stay the caller's and must not change.
-        """
+        """Append keys (n, head_dim) of the index's format, n may be 0. The caller must not change them afterwards."""
 
     def truncate(self, length: int) -> bool:
-        """Forget all ids >= length, so that other keys may be inserted there. False: this kind cannot."""
+        """Forget all ids >= length, so that other keys may be inserted there. Return False if the kind cannot."""
         return False
 
     def state(self) -> dict[str, StateValue]:
         """Return arrays and plain values for saving, from which `from_state` restores the index with its keys.
 
-        Arrays are views where a later insert leaves alone what they hold, else copies: the index may grow while they
-        are written. Raises ConfigError if this kind cannot be saved.
+        Arrays are views if a later insert does not change them, else copies: the index may grow while they are
+        written. Raises ConfigError if this kind cannot be saved.
         """
         raise ConfigError(f"an index of kind {self.kind!r} cannot be saved; build it again from its keys")
 
@@ -254,46 +244,45 @@ class KeyIndex(SearchedInSteps, ABC):
         coder: Any = None,
         trusted: bool = False,
     ) -> KeyIndex:
-        """The index whose `state()` was `state`, over the same keys (n, head_dim). It answers and grows as that does.
+        """Restore the index whose `state()` was `state`, over the same keys (n, head_dim), to the same behaviour.
 
-        Arrays, the keys too, may be read-only maps of a file: copy what a later insert changes. coder: see `Training`;
-        it takes codes that a device kept. trusted: checksums were compared with those of the `state()` that was
-        saved, so large arrays are taken as they are (`memory.usable`), not read; they must be writable, as maps that
-        copy on write are. Raises ConfigError if this kind cannot be saved, InputDataError for a state that does not
-        fit the keys.
+        Arrays, the keys too, may be read-only maps of a file: copy arrays that a later insert changes. coder: see
+        `Training`; it takes codes that a device kept. trusted: checksums were compared with those of the saved
+        `state()`, so large arrays are used without a look at their values (`memory.usable`); they must be writable, as
+        maps that copy on write are. Raises ConfigError if this kind cannot be saved, InputDataError for a state that
+        does not fit the keys.
         """
         raise ConfigError(
             f"an index of kind {cls.kind!r} cannot be restored from a saved state; build it from its keys"
         )
 
-    @classmethod
-    def search_heads(
-        cls, indexes: Sequence[KeyIndex], queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None
-    ) -> SearchResult:
-        """Search the indexes of several heads at once: queries (heads, n, head_dim) -> ids, scores (heads, n, k).
-
-        All of one kind and length. Same answers as one `search` per head; kinds override it to save calls.
-        """
-        return one_result([index.search(queries[i], k, limit=limit) for i, index in enumerate(indexes)])
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Keys in the index."""
-
     @property
-    @abstractmethod
-    def head_dim(self) -> int:
-        """Elements of one key."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
+    def memory(self) -> HeldMemory:
         """Bytes that the index holds beyond the caller's keys."""
+        return HeldMemory(self._keys.nbytes)
 
-    @property
-    def device_nbytes(self) -> int:
-        """Bytes of device memory that the index holds."""
-        return 0
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return len(self._keys)
+
+
+class DeviceSearch(ABC):
+    """Keys with codes on a device, which selects candidates before a step runs."""
+
+    @abstractmethod
+    def device_codes(self, k: int, visible: int) -> Any:
+        """Return the codes that a device scans for the best k of `visible` keys; None if it scans none."""
+
+    @abstractmethod
+    def batch_key(self, k: int, visible: int) -> Hashable:
+        """Return a key that is equal for indexes whose `task` is the same for the best k of `visible` keys."""
+
+    def tail(self, first: int) -> Searchable | None:
+        """Return the search of the keys from `first` on, as the index grows; its ids count from there.
+
+        None if the codes of these keys cannot be read alone.
+        """
+        return None
 
 
 def check_search(
@@ -316,12 +305,6 @@ def check_wanted(k: int, limit: int | None) -> None:
         raise ConfigError(f"k={k!r} must be a whole number >= 1")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | np.integer) or limit < 0):
         raise ConfigError(f"limit={limit!r} must be a whole number >= 0, or None for all keys")
-
-
-def one_result(found: Sequence[SearchResult]) -> SearchResult:
-    """Results of several heads as one: ids and scores (heads, n, k)."""
-    ids, scores = (np.stack([one[i] for one in found]) for i in (0, 1))
-    return SearchResult(ids, scores, sum(one.keys_scanned for one in found))
 
 
 def check_training(

@@ -15,36 +15,125 @@ the device reads those that it names as well, and does not ask the host for more
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import InputDataError, NotFiniteError
+from retrieval_attn.errors import ConfigError, InputDataError, NotFiniteError
 from retrieval_attn.index.base import (
+    TRAIN_QUERIES,
     CodeSizes,
     DeviceBytes,
+    DeviceSearch,
     HeadShape,
+    HeldMemory,
     HostAccess,
     HostBytes,
-    SearchResult,
+    IndexMemory,
+    KeyIndex,
     StateValue,
     Training,
-    check_search,
+    TrainingNeeds,
     check_training,
 )
-from retrieval_attn.index.code_layout import PLANNED, CodeLayout, DeviceOptions, Laid
-from retrieval_attn.index.device_task import candidate_search, prepare_candidates
-from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, rescore_count, search_runs
-from retrieval_attn.index.flat_task import exact_search
+from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.kernels.key_codes import SIGN, CodeSpace, code_scores, encode, learn_spaces
-from retrieval_attn.index.kernels.packed import EMPTY
-from retrieval_attn.index.runs import KeyRuns, RunsIndex
-from retrieval_attn.index.sketch.blocks import sum_of_squares
-from retrieval_attn.index.sketch.index import RESCORE, learn_projection
+from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_spaces
+from retrieval_attn.index.keys import StoredKeys
+from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection
+from retrieval_attn.index.sketch.rows import sum_of_squares
 from retrieval_attn.index.spec import register
-from retrieval_attn.index.task.search import CompiledSearch, SearchedInSteps, SearchRequest
+from retrieval_attn.index.task.scans import called_search, candidate_search, compile_candidate_search, exact_search
+from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
+
+PLANNED = "device-auto"
+"""Kind of index that `auto` chooses if codes are read by a device."""
+KEY_SHARE = 0.25
+"""Share of the named keys whose int8 rows a device reads, if the user asks for such rows or codes have the usual size.
+KL to full attention then equals that with all of them read: 3.90e-4 and 3.68e-4 nats (prose), 5.16e-3 and 5.12e-3
+(code), of the bundled model. Codes of five eighths of that size are more than twice as noisy, 6.3e-4 and 3.8e-4
+(docs/archive/log.md, 2026-11-27): with those, `auto` reads all keys. Several long texts on one GPU need the share."""
+MIN_DEFAULT_BYTES = 16
+"""Bytes per key that small heads get if nothing is said."""
+
+
+@dataclass(frozen=True)
+class CodeLayout:
+    """Where codes of a head's keys are stored and how many keys they name. `auto` chooses it by the free memory.
+
+    key_bytes, rescore, int8_rows: see `DeviceOptions`. finer_bytes: bytes per key of finer codes in host memory, by
+    which fewer keys are named; 0: none. key_share: of the int8 rows that the device reads, the share whose keys are
+    read too, the best by their codes; of the others it reads values, and codes give their weight. codes_on_host: codes
+    are stored in host memory as well, and the bus brings all of them to the device for every token, those of the next
+    layer during the computation of one.
+
+    Raises ConfigError for other values.
+    """
+
+    key_bytes: int | None = None
+    rescore: int = RESCORE
+    finer_bytes: int = 0
+    int8_rows: bool = False
+    key_share: float = 1.0
+    codes_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        check_key_bytes(self.key_bytes)
+        check_rescore(self.rescore)
+        if self.finer_bytes:
+            check_key_bytes(self.finer_bytes)
+            if self.key_bytes is None or self.finer_bytes <= self.key_bytes:
+                raise ConfigError(f"finer_bytes={self.finer_bytes} must be more than key_bytes={self.key_bytes}")
+        for name in ("int8_rows", "codes_on_host"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {value!r}")
+        share = self.key_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"key_share must be more than 0 and at most 1, got {share!r}")
+
+    @property
+    def layout(self) -> CodeLayout:
+        """The layout itself: options of a layout and of a user are read in one way."""
+        return self
+
+    def bytes_for(self, head_dim: int) -> int:
+        """Bytes per key, at most one per number."""
+        value = max(MIN_DEFAULT_BYTES, head_dim // 2) if self.key_bytes is None else int(self.key_bytes)
+        return min(value, head_dim)
+
+    def finer_for(self, head_dim: int) -> int:
+        """Bytes per key of finer codes; 0: there are none, or others tell as much."""
+        value = min(int(self.finer_bytes), head_dim)
+        return value if value > self.bytes_for(head_dim) else 0
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """key_bytes: bytes of codes per key, at least 8; None: head_dim / 2, at least 16. rescore: keys named by codes per
+    key wanted. int8_rows: the host stores keys and values once more, as int8 rows, which the device reads in captured
+    steps instead of the host attending; with estimates alone (`Config.tail`). It reads the keys of a KEY_SHARE of them.
+
+    Raises ConfigError for other values.
+    """
+
+    key_bytes: int | None = None
+    rescore: int = RESCORE
+    int8_rows: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.layout is not None  # it checks the values
+
+    @property
+    def layout(self) -> CodeLayout:
+        """Codes on the device."""
+        return CodeLayout(self.key_bytes, self.rescore, int8_rows=self.int8_rows, key_share=KEY_SHARE)
+
+
+Laid = DeviceOptions | CodeLayout
+"""Options of the two kinds below."""
+
 
 CODE_ALIGNED = 16
 """Bytes on a multiple of which a device begins to read codes."""
@@ -55,6 +144,8 @@ FINER = "finer_"
 """What the names of a state begin with that tell of finer codes."""
 ROW_STEPS_BYTES = 8
 """On the device, of an int8 row of a key and its value."""
+CANDIDATE_ROOM = 256
+"""Candidates of a query that a device may return in addition to twice those that are asked for."""
 SPARE_TOKENS = 4096
 """Room that a device has for codes of keys that come later, before codes move."""
 
@@ -106,15 +197,15 @@ class Coder(Protocol):
 class HostCodes:
     """Codes in host memory, scanned by NumPy: what a device's are checked against."""
 
-    def __init__(self, space: CodeSpace, fmt: Format, expected: int = 0, finer: CodeSpace | None = None) -> None:
+    def __init__(self, space: CodeSpace, fmt: Format, expected: int, finer: CodeSpace | None = None) -> None:
         self._space, self._fmt = space, fmt
         self._codes = np.empty((0, space.key_bytes), np.uint8)
-        self._finer = None if finer is None else HostCodes(finer, fmt)
+        self._finer = None if finer is None else HostCodes(finer, fmt, expected)
 
     @classmethod
     def restored(cls, space: CodeSpace, fmt: Format, rows: CodeRows, finer: CodeSpace | None = None) -> HostCodes:
         """The codes that had these rows, taken as they are: they are never written to."""
-        codes = cls(space, fmt)
+        codes = cls(space, fmt, len(rows.codes))
         codes._codes = rows.codes
         if finer is not None and rows.finer is not None:
             codes._finer = cls.restored(finer, fmt, CodeRows(rows.finer))
@@ -155,61 +246,66 @@ class HostCodes:
 NOT_FINITE = "keys to be coded must be finite, got NaN or infinity; remove these keys or use index='flat'"
 
 
-@register
-class DeviceIndex(RunsIndex):
+def _memory(options: Laid, head: HeadShape) -> IndexMemory:
+    layout = options.layout
+    finer, rows = layout.finer_for(head.head_dim), layout.int8_rows * (head.head_dim + head.value_dim)
+    codes, steps = layout.bytes_for(head.head_dim), layout.int8_rows * ROW_STEPS_BYTES
+    on_host = layout.codes_on_host * codes
+    texts = ["codes"] * bool(on_host) + ["finer codes"] * bool(finer) + ["int8 rows"] * bool(rows)
+    text = f"{', '.join(texts)}: read by the GPU" if texts else "none: the index is on the GPU"
+    device = DeviceBytes(steps, staged=codes) if layout.codes_on_host else DeviceBytes(codes + steps)
+    return IndexMemory((HostBytes(on_host + finer + rows, None, text),), device)
+
+
+def _host_access(options: Laid) -> HostAccess:
+    layout = options.layout
+    return HostAccess(layout.codes_on_host, layout.int8_rows, layout.key_share)
+
+
+def _code_sizes(options: Laid, head_dim: int, k: int, estimated: bool) -> CodeSizes:
+    layout = options.layout
+    picked, kept = (named_count(rescore, k, estimated) for rescore in (layout.rescore, RESCORE))
+    finer = layout.finer_for(head_dim)
+    return CodeSizes(layout.bytes_for(head_dim), picked, *((finer, kept) if finer and kept < picked else (0, 0)))
+
+
+def _compile_tasks(options: Laid, fmt: Format) -> None:
+    compile_candidate_search(fmt)
+    exact_search(fmt)
+
+
+_FACTS: dict[str, Any] = {
+    "keeps_device_keys": True,
+    "memory": _memory,
+    "host_access": _host_access,
+    "compile_tasks": _compile_tasks,
+    "code_sizes": _code_sizes,
+    "min_coded_keys": lambda options, k: SCAN_SHARE * rescore_count(int(options.rescore), k),
+}
+
+
+@register(**_FACTS)
+class DeviceIndex(KeyIndex, DeviceSearch):
     """See the module. A query that is not finite gets the exact answer, and so does a search for a large part."""
 
     kind: ClassVar[str] = "device"
-    trains: ClassVar[bool] = True
-    keeps_device_keys: ClassVar[bool] = True
     Options: ClassVar[type[Any]] = DeviceOptions
+    training: ClassVar[TrainingNeeds] = TrainingNeeds(TRAIN_QUERIES)
 
     def __init__(
-        self, keys: KeyRuns, codes: KeyCodes, spaces: tuple[CodeSpace, CodeSpace | None], rescore: int
+        self, keys: StoredKeys, codes: KeyCodes, spaces: tuple[CodeSpace, CodeSpace | None], rescore: int
     ) -> None:
         """spaces: of codes, and of finer ones. Callers use `build`."""
         self._keys, self._rescore = keys, rescore
         self.codes, (self.space, self.finer_space) = codes, spaces
 
     @classmethod
-    def host_bytes(cls, options: Laid, head: HeadShape) -> tuple[HostBytes, ...]:
-        layout = options.layout
-        finer, rows = layout.finer_for(head.head_dim), layout.int8_rows * (head.head_dim + head.value_dim)
-        codes = layout.codes_on_host * layout.bytes_for(head.head_dim)
-        texts = ["codes"] * bool(codes) + ["finer codes"] * bool(finer) + ["int8 rows"] * bool(rows)
-        text = f"{', '.join(texts)}: read by the GPU" if texts else "none: the index is on the GPU"
-        return (HostBytes(codes + finer + rows, None, text),)
-
-    @classmethod
-    def device_bytes(cls, options: Laid, head_dim: int) -> DeviceBytes:
-        layout = options.layout
-        codes, steps = layout.bytes_for(head_dim), layout.int8_rows * ROW_STEPS_BYTES
-        return DeviceBytes(steps, staged=codes) if layout.codes_on_host else DeviceBytes(codes + steps)
-
-    @classmethod
-    def host_reads(cls, options: Laid) -> HostAccess:
-        layout = options.layout
-        return HostAccess(layout.codes_on_host, layout.int8_rows, layout.key_share)
-
-    @classmethod
-    def code_shape(cls, options: Laid, head_dim: int, k: int, estimated: bool) -> CodeSizes:
-        layout = options.layout
-        picked, kept = (named_count(rescore, k, estimated) for rescore in (layout.rescore, RESCORE))
-        finer = layout.finer_for(head_dim)
-        return CodeSizes(layout.bytes_for(head_dim), picked, *((finer, kept) if finer and kept < picked else (0, 0)))
-
-    @classmethod
-    def min_coded_keys(cls, options: Laid, k: int) -> int:
-        return SCAN_SHARE * rescore_count(int(options.rescore), k)
-
-    @classmethod
-    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: Laid, training: Training) -> DeviceIndex:
-        """See KeyIndex.make. Without finite training queries codes keep what keys differ in most.
+    def build(cls, keys: npt.NDArray[Any], fmt: Format, options: Laid, training: Training) -> DeviceIndex:
+        """Build codes. Without finite training queries codes keep what keys differ in most.
 
         Raises NotFiniteError for keys that are not finite.
         """
-        runs = KeyRuns(keys, fmt)
-        dim = fmt.dim_of(keys)
+        stored, dim = StoredKeys(keys, fmt), fmt.dim_of(keys)
         queries, _ = check_training(training.queries, None, dim, len(keys))
         rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
         energy = sum_of_squares(rows)
@@ -230,7 +326,7 @@ class DeviceIndex(RunsIndex):
         finer = more[0] if more else None
         codes = _coder(training.coder)(space, fmt, len(keys), finer)
         codes.add(keys)
-        return DeviceIndex(runs, codes, (space, finer), int(options.rescore))
+        return DeviceIndex(stored, codes, (space, finer), int(options.rescore))
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, coded as the first ones were; see KeyIndex.insert. Raises ShapeError."""
@@ -240,7 +336,7 @@ class DeviceIndex(RunsIndex):
 
     def truncate(self, length: int) -> bool:
         """Forget all ids >= length. Always possible."""
-        super().truncate(length)
+        self._keys.cut(length)
         self.codes.cut(length)
         return True
 
@@ -277,71 +373,59 @@ class DeviceIndex(RunsIndex):
             )
         rows = CodeRows(known[1], finer[1])
         codes = _coder(coder).restored(known[0], fmt, rows, finer[0])
-        return cls(KeyRuns(keys, fmt), codes, (known[0], finer[0]), rescore)
+        return cls(StoredKeys(keys, fmt), codes, (known[0], finer[0]), rescore)
 
     def serves(self, k: int, visible: int) -> bool:
         """Whether a device search for the best k of `visible` keys pays off."""
         return visible >= SCAN_SHARE * rescore_count(self._rescore, k)
 
-    @classmethod
-    def prepare(cls, options: Laid, fmt: Format) -> bool:
-        """See KeyIndex.prepare. What a device does for a search, `gpu/codes/search.py` says."""
-        prepare_candidates(fmt)
-        exact_search(fmt)
-        return True
-
-    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
-        if not self.serves(request.k, request.visible):
+    def task(self, request: SearchRequest) -> CompiledSearch:
+        """Return exact scores for the candidates in the request; without them the codes are scanned when it runs."""
+        if request.hidden or not self.serves(request.k, request.visible):
             return exact_search(request.fmt)
+        needed = rescore_count(self._rescore, request.k)
         if request.candidates is None:
-            return None
+            return called_search(
+                request,
+                self._keys.head_dim,
+                2 * needed + CANDIDATE_ROOM,
+                lambda queries, limit, threads: self._candidates(queries, needed, limit),
+            )
         if request.named:
             return candidate_search(request, request.candidates, request.named, keeps_all=True)
-        needed = rescore_count(self._rescore, request.k)
         if self.finer_space is not None:
             needed = min(needed, rescore_count(RESCORE, request.k))
         return candidate_search(request, request.candidates, needed)
 
-    def search_batch_key(self, k: int, visible: int) -> Hashable | None:
+    def _candidates(
+        self, queries: npt.NDArray[np.float32], count: int, limit: int
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        """Return ids whose codes promise most, none for a query that lacks some, and their number."""
+        found = self.codes.find(queries, count, limit)
+        ids = np.where((found[:, :count] < 0).any(axis=1, keepdims=True), np.int32(-1), found)
+        return ids, int(np.count_nonzero(ids >= 0))
+
+    def batch_key(self, k: int, visible: int) -> Hashable:
         count = rescore_count(self._rescore, k)  # once: a plan asks every head
         return (self.kind, count) if visible >= SCAN_SHARE * count else "exact"
 
     def device_codes(self, k: int, visible: int) -> Any:
         return getattr(self.codes, "device", None) if self.serves(k, visible) else None
 
-    def behind(self, first: int) -> DeviceTail | None:
+    def tail(self, first: int) -> DeviceTail | None:
         return DeviceTail(self, first) if first * self.space.key_bytes % CODE_ALIGNED == 0 else None
 
-    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
-        """The best k of the keys that the codes put first; see KeyIndex.search."""
-        queries, k = check_search(queries, self.head_dim, k, limit)
-        stop = len(self) if limit is None else min(int(limit), len(self))
-        if not self.serves(k, stop) or not len(queries):
-            return search_runs(self._keys.within(stop), queries, k, self._keys.fmt)
-        wanted = rescore_count(self._rescore, k)
-        found = self.codes.find(queries, wanted, stop).astype(np.int64)
-        ids, scores = self._keys.best(np.where(found < 0, EMPTY, 0xFFFFFFFF - found), queries, k)
-        lost = np.asarray((found[:, :wanted] < 0).any(axis=1))
-        answer_lost(self._keys, stop, queries, k, lost, ids, scores)
-        return SearchResult(ids, scores, int(np.count_nonzero(found >= 0)))
-
     @property
-    def nbytes(self) -> int:
-        """Bytes of host memory: codes that a device does not hold."""
-        return self.codes.host_nbytes
-
-    @property
-    def device_nbytes(self) -> int:
-        """Bytes of device memory."""
-        return self.codes.device_nbytes
+    def memory(self) -> HeldMemory:
+        """Bytes of the codes, by the memory that holds them, and of keys that had to be copied."""
+        return HeldMemory(self._keys.nbytes + self.codes.host_nbytes, self.codes.device_nbytes)
 
 
-@register
+@register(listed=False, **_FACTS)
 class PlannedDeviceIndex(DeviceIndex):
     """Codes in the layout that `auto` chose for the free memory (`memory/index_choice.py`)."""
 
     kind: ClassVar[str] = PLANNED
-    planned: ClassVar[bool] = True
     Options = CodeLayout
 
 
@@ -361,8 +445,6 @@ def _space_and_rows(
         return None
     if rows.shape != (keys, space.key_bytes):
         return None
-    if "thin" not in state:  # saved when the numbers in upper halves of bytes had no sign either
-        rows = np.concatenate([rows[:, : space.wide], rows[:, space.wide :] ^ SIGN], axis=1)
     return space, rows
 
 
@@ -371,8 +453,8 @@ def _coder(given: Coder | None) -> Coder:
 
 
 def _space_of(state: Mapping[str, StateValue], head_dim: int) -> CodeSpace | None:
-    """The space that a state tells of, None where it does not fit keys of `head_dim` numbers."""
-    wide, narrow, thin = (state.get(name, 0) for name in ("wide", "narrow", "thin"))
+    """Return the space of a state, None if it does not fit keys of `head_dim` numbers."""
+    wide, narrow, thin = (state.get(name) for name in ("wide", "narrow", "thin"))
     if not isinstance(wide, int) or not isinstance(narrow, int) or not isinstance(thin, int):
         return None
     rank = wide + narrow + thin
@@ -381,39 +463,13 @@ def _space_of(state: Mapping[str, StateValue], head_dim: int) -> CodeSpace | Non
     sides = [state.get(name) for name in CodeSpace._fields[:4]]
     arrays = [side for side in sides if isinstance(side, np.ndarray) and side.dtype == np.float32]
     shapes = [array.shape for array in arrays]
-    rows, more = (head_dim, 0) if "thin" in state else (rank, head_dim - rank)  # without: saved before there were any
-    if shapes != [(rows, head_dim), (rows, head_dim), (rows,), (2 + more, head_dim)]:
+    if shapes != [(head_dim, head_dim), (head_dim, head_dim), (head_dim,), (2, head_dim)]:
         return None
-    if "thin" not in state:
-        arrays = _widened(arrays[0], arrays[1], arrays[2], arrays[3], narrow // 2)
     return CodeSpace(arrays[0], arrays[1], arrays[2], arrays[3], wide, narrow, thin)
 
 
-def _widened(
-    query_side: npt.NDArray[np.float32],
-    key_side: npt.NDArray[np.float32],
-    shift: npt.NDArray[np.float32],
-    estimate: npt.NDArray[np.float32],
-    signed: int,
-) -> list[npt.NDArray[np.float32]]:
-    """The sides of a space, with a row for every number, of sides with rows for those stored; the last `signed` of
-    these counted from their least level, too.
-    """
-    rank, dim = query_side.shape
-    variances = np.ones(dim, np.float32)
-    variances[:rank] = estimate[1, :rank]
-    return [
-        np.concatenate([query_side, estimate[2:]]),
-        np.pad(key_side, ((0, dim - rank), (0, 0))),
-        np.pad(shift, (0, dim - rank)),
-        np.stack([estimate[0] + 8 * query_side[rank - signed :].sum(axis=0), variances]),
-    ]
-
-
-class DeviceTail(SearchedInSteps):
+class DeviceTail(DeviceSearch):
     """The keys of a `DeviceIndex` from `first` on, for steps: codes of others are not read."""
-
-    keeps_device_keys: ClassVar[bool] = True
 
     def __init__(self, whole: DeviceIndex, first: int) -> None:
         """first: of a key whose codes begin where a device may begin to read."""
@@ -422,11 +478,11 @@ class DeviceTail(SearchedInSteps):
     def __len__(self) -> int:
         return len(self._whole) - self._first
 
-    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
-        return self._whole.compiled_search(request)
+    def task(self, request: SearchRequest) -> CompiledSearch:
+        return exact_search(request.fmt) if request.candidates is None else self._whole.task(request)
 
-    def search_batch_key(self, k: int, visible: int) -> Hashable | None:
-        return self._whole.search_batch_key(k, visible)
+    def batch_key(self, k: int, visible: int) -> Hashable:
+        return self._whole.batch_key(k, visible)
 
     def device_codes(self, k: int, visible: int) -> Any:
         codes = self._whole.device_codes(k, visible)

@@ -1,12 +1,16 @@
-"""Threads of parallel kernels: their number, mutual exclusion, BLAS with one thread per caller, and forked processes.
+"""Threads of parallel kernels: their number, mutual exclusion, cores, BLAS threads, forked processes and Ctrl-C.
 
 The numbers of threads that the user has given torch and others stay as they are.
 
-Numba's `workqueue` layer (what it falls back to where the system has no libgomp and no TBB) aborts the
-process when two Python threads enter a parallel kernel; there, and until the layer is known, they take turns.
+Numba's `workqueue` layer (its fallback on systems without libgomp and TBB) aborts the process when two Python threads
+enter a parallel kernel; there, and until the layer is known, they take turns.
 
 Threads do not survive a fork: OpenMP blocks forever or aborts in a process forked from one that computed, so such a
 process is refused.
+
+A launcher such as torchrun starts one process per GPU and says so in the environment. Each would otherwise take all
+cores, and pin its workers to the same ones. So cores are divided: evenly, in whole physical cores, neighbours (one
+socket's) to one rank. Ranks that the launcher has bound to cores of their own keep those.
 """
 
 from __future__ import annotations
@@ -15,16 +19,18 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
 import numba
 import threadpoolctl
 
 from retrieval_attn.errors import BackendError, ConfigError
-from retrieval_attn.index.cores import local_ranks, usable_cores
 
 
 @dataclass
@@ -113,7 +119,7 @@ def kernel_threads(threads: int | None) -> Iterator[None]:
     """Run parallel kernels of the calling thread on `threads` threads inside the block, then restore the count.
 
     None leaves the count alone, or of several ranks on a machine lowers it to this rank's share of the cores
-    (`index/cores.py`). Blocks nest. Raises ConfigError for a count that cannot be had, BackendError
+    (`index/threads.py`). Blocks nest. Raises ConfigError for a count that cannot be had, BackendError
     in a process that was forked from one that computed.
     """
     check_threads(threads)
@@ -234,3 +240,83 @@ def _layer_is_exclusive() -> bool:
         return numba.threading_layer() == "workqueue"
     except ValueError:  # no parallel kernel has run yet
         return True
+
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def allowed_cores(process: int = 0) -> list[int]:
+    """Cores that a process (0: this one) may run on, ascending. Raises OSError for one that is gone."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(process))
+    return list(range(os.cpu_count() or 1))
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Number of this process among the ranks on this machine, and how many they are; (0, 1) without a launcher.
+
+    By torchrun's variables LOCAL_RANK and LOCAL_WORLD_SIZE; without the second, WORLD_SIZE counts as local.
+    """
+    try:
+        rank = int(environment["LOCAL_RANK"])
+        ranks = int(environment.get("LOCAL_WORLD_SIZE") or environment["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0, 1
+    return (rank, ranks) if 0 <= rank < ranks else (0, 1)
+
+
+def usable_cores() -> list[int]:
+    """Cores for this process's threads, ascending, at least one: all it may use, or this rank's share of them."""
+    allowed = allowed_cores()
+    rank, ranks = local_ranks()
+    if ranks == 1:
+        return allowed
+    try:
+        launcher = allowed_cores(os.getppid())
+    except OSError:
+        launcher = allowed
+    return share(allowed, len(launcher), rank, ranks)
+
+
+def share(allowed: Collection[int], launcher: int, rank: int, ranks: int) -> list[int]:
+    """The part of `allowed` that rank `rank` of `ranks` should use, if their launcher may use `launcher` cores.
+
+    Ranks that were bound to as many cores as there are for each keep them all; those that share cores by as many as
+    the numbers say divide them. With fewer cores than ranks several ranks get the same one.
+    """
+    together = min(ranks, max(1, round(len(allowed) * ranks / max(launcher, len(allowed)))))
+    ordered = sorted(allowed, key=_place)
+    place = rank % together
+    low, high = len(ordered) * place // together, len(ordered) * (place + 1) // together
+    return sorted(ordered[low:high]) or [ordered[low % len(ordered)]]
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    """Socket, physical core, core: threads of one physical core are neighbours. Unknown topology: by number."""
+    try:
+        folder = TOPOLOGY / f"cpu{core}" / "topology"
+        socket = int((folder / "physical_package_id").read_text())
+        return socket, int((folder / "core_id").read_text()), core
+    except (OSError, ValueError):
+        return 0, core, core
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within this block the main thread gets no KeyboardInterrupt: one that comes meanwhile is raised at the end.
+
+    For short work on objects that others share. Other threads get none anyway: there this does nothing, and so it does
+    where the program handles the signal itself in C. Blocks nest.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    late: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: late.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if late:
+            handler(*late[0])

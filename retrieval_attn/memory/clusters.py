@@ -16,7 +16,8 @@ NUMBER = 4
 
 
 def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: bool) -> int:
-    """Return host bytes of one head's clusters for `tokens` tokens: a byte for each, probes, sums and the step's table.
+    """Return host bytes of one head's clusters for `tokens` tokens: a byte for each, probes, sums, shifts of values and
+    the step's table.
 
     on_device: a device estimates; mean values lie here, too, and the few clusters of what comes later. Otherwise
     samples do.
@@ -25,7 +26,7 @@ def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: boo
         return 0
     probes, sums = key_dim + 1, 1 + key_dim + value_dim
     clusters = clusters_for(tokens)
-    numbers, halves = clusters * (probes + 2 * sums) + 1, 0
+    numbers, halves = clusters * (probes + 2 * sums + value_dim) + 1, 0
     if on_device:
         numbers += clusters * value_dim + min(LATE_CLUSTERS, clusters) * (probes + 2 * sums)
     else:

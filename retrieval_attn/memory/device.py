@@ -195,7 +195,7 @@ class DeviceSize:
     def window_tokens(self) -> int:
         """Tokens that every layer which retrieves has room for."""
         if self.options.keeps_all:
-            from retrieval_attn.index.full import kept_tokens
+            from retrieval_attn.index.flat import kept_tokens
 
             return self.options.sink + kept_tokens(self.context)
         return self.options.sink + self.options.window + self.options.spill

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from retrieval_attn.config import Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.memory import bus_bandwidth, spare_bytes, split_bytes
-from retrieval_attn.index.code_layout import PLANNED
-from retrieval_attn.index.device import DeviceIndex
+from retrieval_attn.index.device import PLANNED, DeviceIndex
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import DeviceLayout, DeviceSize, state_bytes
 from retrieval_attn.memory.host_room import available_host_bytes

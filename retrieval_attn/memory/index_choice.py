@@ -17,8 +17,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.codes.host_row_gather import RowShape
 from retrieval_attn.index.auto import SKETCH_FROM
-from retrieval_attn.index.code_layout import KEY_SHARE, MIN_DEFAULT_BYTES, PLANNED, CodeLayout
-from retrieval_attn.index.device import named_count
+from retrieval_attn.index.device import KEY_SHARE, MIN_DEFAULT_BYTES, PLANNED, CodeLayout, named_count
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize

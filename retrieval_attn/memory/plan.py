@@ -2,7 +2,7 @@
 
 The formulas follow layer-major prefill (runner/prefill.py) and this package's caches. They reproduce, to 1 %, live
 bytes traced through transformers' Llama-3-8B on meta tensors for chunks of 2K to 32K and contexts of 128K to 1M, and
-through a layer of Qwen3.5-27B that keeps a state (tests/test_activations.py).
+through a layer of Qwen3.5-27B that keeps a state (tests/memory/test_activations.py).
 Bytes read per token, at named bandwidths, give a floor and an estimate of the speed (`Arithmetic.speeds`).
 """
 

@@ -32,7 +32,7 @@ class Holder(Protocol):
 
 
 _holders: list[weakref.ref[Holder]] = []
-_lock = threading.Lock()
+_lock = threading.RLock()  # `_remove` may be called where this thread holds it: whenever a holder is collected
 
 
 def register(holder: Holder, *, first: bool = False) -> None:
@@ -50,7 +50,7 @@ def _remove(reference: weakref.ref[Holder]) -> None:
 
 def _alive() -> Iterable[Holder]:
     with _lock:
-        holders = [reference() for reference in _holders]
+        holders = [reference() for reference in tuple(_holders)]
     return [one for one in holders if one is not None]
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from retrieval_attn.config import Place
-from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
+from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, UnsupportedModelError
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason, require_reachable, require_sizes
+from retrieval_attn.model.gguf.file import read, resolve
 from retrieval_attn.model.rope import max_positions
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _key_of(config: PreTrainedConfig, dtype: Any) -> Hashable:
 
 
 def _of_config(source: Any, config: PreTrainedConfig, dtype: Any, quantization: str | None) -> ModelShape:
-    from retrieval_attn.memory.weights import named_bytes, quantized_bytes, stored_bytes
+    from retrieval_attn.memory.weights import named_bytes, quantized_bytes, stored_bytes, unpacked_note
     from retrieval_attn.model.quantization import own_method
 
     require_sizes(config, source if isinstance(source, str | Path) else config.model_type)
@@ -138,8 +139,16 @@ def _of_config(source: Any, config: PreTrainedConfig, dtype: Any, quantization: 
     model = _on_meta(config)
     parameters = sum(weight.numel() for weight in model.parameters())
     kind, width = _dtype(dtype, config)
-    weight_bytes, note = parameters * width, f"{_millions(parameters)} parameters in {kind}"
+    weight_bytes = parameters * width
+    note = f"{_millions(parameters)} parameters in {kind}{unpacked_note(source)}"
     own = getattr(config, "quantization_config", None)
+    if (
+        own is not None
+        and own_method(config) == "gguf"
+        and own["form"] == "tiles"
+        and (kind != "bfloat16" or not own["weights"])
+    ):
+        own = None  # unpacked then
     if quantization is not None and own is not None:
         raise ConfigError(
             f"quantization={quantization!r} was given, but {name} is quantised already ({own_method(config)}); leave "
@@ -153,7 +162,7 @@ def _of_config(source: Any, config: PreTrainedConfig, dtype: Any, quantization: 
 
 
 def load_config(source: Any) -> PreTrainedConfig:
-    """Return the config of a folder, a hub name or "bundled", or `source` itself if it is one.
+    """Return the config of a folder, a GGUF file, a hub name or "bundled", or `source` itself if it is one.
 
     Of a hub name that is not cached, config.json alone is downloaded. Raises InputDataError.
     """
@@ -167,8 +176,16 @@ def load_config(source: Any) -> PreTrainedConfig:
             f"got {type(source).__name__}."
         )
     try:
+        gguf = resolve(model_path(source), download=False)
+        if gguf is not None:
+            from retrieval_attn.model.gguf.checkpoint import config_of
+
+            config: PreTrainedConfig = config_of(read(gguf))
+            return config
         require_reachable(model_path(source))
         return AutoConfig.from_pretrained(model_path(source), trust_remote_code=False)
+    except RetrievalAttentionError:
+        raise
     except Exception as error:  # a damaged file makes transformers raise nearly everything
         raise InputDataError(
             f"model {source}: its config could not be read ({reason(error)}); give a folder that has a config.json, "

@@ -15,6 +15,8 @@ from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason
+from retrieval_attn.model.gguf.blocks import block_names
+from retrieval_attn.model.gguf.file import read, resolve
 from retrieval_attn.model.layers import decoder_parts
 from retrieval_attn.model.quantization import GROUP, PACKAGE, options_in, weight_format
 
@@ -35,6 +37,12 @@ def stored_bytes(source: Any) -> int | None:
         except (ValueError, TypeError, AttributeError) as error:
             raise InputDataError(f"{index} is damaged ({reason(error)}); restore it, or load another model.") from error
     return single.stat().st_size if single.is_file() else None
+
+
+def unpacked_note(source: Any) -> str:
+    """Return the text about formats of a GGUF file whose weights are unpacked when they are loaded; "" for others."""
+    path = resolve(model_path(source), download=False) if isinstance(source, str | Path) else None
+    return "" if path is None else f", unpacked from {', '.join(block_names(read(path)))}"
 
 
 def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
@@ -72,8 +80,14 @@ def quantized_bytes(model: Any, quantization: Any, width: int, stored: int | Non
     method = str(getattr(given, "value", given)).rpartition(".")[2].lower()
     if stored is not None:
         return stored, f"{method}, as stored in the folder"
-    bits = _bits_of(method, options)
     parameters = sum(weight.numel() for weight in model.parameters())
+    if method == "gguf":
+        size = (parameters - options["weights"]) * width + options["bytes"]
+        copied = options["largest"] * width
+        if options["form"] == "stored":
+            return size, "GGUF: as it stores them, in 4 or 8 bits with scales"
+        return size + copied, f"GGUF: what it stores in 4 bits, others in 16{copy_note(copied)}"
+    bits = _bits_of(method, options)
     whole = {id(model.get_input_embeddings().weight), id(getattr(model.get_output_embeddings(), "weight", None))}
     # By shape and not by module class: experts are three-axis parameters, not nn.Linear.
     linear = sum(weight.numel() for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in whole)

@@ -40,8 +40,8 @@ def reason(error: BaseException) -> str:
     return said if plain else f"{type(error).__name__}: {said}"
 
 
-def require_reachable(name: str | Path) -> None:
-    """Raise OSError, with one line, if a model is neither on this machine nor can be downloaded.
+def require_reachable(name: str | Path, file: str = "config.json") -> None:
+    """Raise OSError, with one line, if a model's file is neither on this machine nor can be downloaded.
 
     Takes PROBE_SECONDS at most: huggingface_hub itself retries for a minute.
     """
@@ -52,9 +52,9 @@ def require_reachable(name: str | Path) -> None:
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        if isinstance(try_to_load_from_cache(str(name), "config.json"), str):
+        if isinstance(try_to_load_from_cache(str(name), file), str):
             return
-        get_hf_file_metadata(hf_hub_url(str(name), "config.json"), timeout=PROBE_SECONDS)
+        get_hf_file_metadata(hf_hub_url(str(name), file), timeout=PROBE_SECONDS)
     except EntryNotFoundError:
         return  # transformers names the file that is missing
     except HFValidationError:

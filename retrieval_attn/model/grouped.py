@@ -1,9 +1,10 @@
-"""Matrices of 4-bit numbers in groups, as checkpoints of GPTQ and AWQ hold them, in the form that torchao multiplies.
+"""Matrices of numbers in groups, as checkpoints of GPTQ, AWQ and GGUF store them, in the form that torchao multiplies.
 
-A weight is (number - zero) * scale, with a scale and a zero for each group of weights of a row, which is a column of a
-checkpoint's. Both pack eight numbers to a word of 32 bits: GPTQ (Frantar et al., 2022) those of a column, AWQ (Lin et
-al., 2023) those of a row, in an order of its own. torchao's form (`model/quantization.py`) has bfloat16 scales, and in
-place of a zero the offset of its group: a weight is off by a sixteenth of a step at most, most by far less.
+Of GPTQ and AWQ a weight is (number - zero) * scale, with a scale and a zero for each group of weights of a row, which
+is a column of a checkpoint's. Both pack eight numbers to a word of 32 bits: GPTQ (Frantar et al., 2022) those of a
+column, AWQ (Lin et al., 2023) those of a row, in an order of its own. torchao's form (`model/quantization.py`) has
+bfloat16 scales, and in place of a zero the offset of its group: a weight is off by a sixteenth of a step at most, most
+by far less.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ TILES, TILE_COLUMNS = 8, 1024
 
 
 class GroupedMatrix(NamedTuple):
-    """numbers (out, in) uint8, 0 to 15; scales and zeros (out, groups) float32, zeros in steps of the numbers."""
+    """numbers (out, in) uint8 or int8, scales and offsets (out, groups) float32. Weight: number * scale + offset."""
 
     numbers: Tensor
     scales: Tensor
-    zeros: Tensor
+    offsets: Tensor
 
     @property
     def group(self) -> int:
@@ -41,10 +42,10 @@ class GroupedMatrix(NamedTuple):
     def weights(self) -> Tensor:
         """(out, in) float32."""
         grouped = self.numbers.float().view(*self.scales.shape, self.group)
-        return ((grouped - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
+        return grouped.mul_(self.scales[..., None]).add_(self.offsets[..., None]).flatten(1)
 
     def packed(self) -> Any:
-        """torchao's tensor for torch's kernel on CUDA, on the device of the numbers."""
+        """torchao's tensor for torch's kernel on CUDA, on the device of the numbers, which are 0 to 15."""
         from torchao.quantization import Int4TilePackedTo4dTensor
 
         rows, columns = self.numbers.shape
@@ -52,10 +53,16 @@ class GroupedMatrix(NamedTuple):
         pairs = (filled[:, ::2] << 4 | filled[:, 1::2]).contiguous()
         words = torch.ops.aten._convert_weight_to_int4pack(pairs, TILES)
         groups = filled.shape[1] // self.group
-        both = torch.stack([self.scales, (MIDDLE - self.zeros) * self.scales], dim=-1)
+        both = torch.stack([self.scales, MIDDLE * self.scales + self.offsets], dim=-1)
         both = torch.nn.functional.pad(both, (0, 0, 0, groups - both.shape[1], 0, -rows % TILE_ROWS))
         numbers = both.transpose(0, 1).to(torch.bfloat16).contiguous()
         return Int4TilePackedTo4dTensor(words, numbers, [1, self.group], torch.Size((rows, columns)))
+
+
+def packed_bytes(rows: int, columns: int, group: int) -> int:
+    """Return the bytes of `GroupedMatrix.packed` of a matrix."""
+    numbers = -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // TILE_COLUMNS) * TILE_COLUMNS
+    return numbers // 2 + numbers // group * 2 * torch.bfloat16.itemsize
 
 
 def of_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, *, moved: bool) -> GroupedMatrix:
@@ -66,8 +73,7 @@ def of_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | Non
     """
     numbers = _unpacked(qweight.t()).flatten(1)
     zeros = _unpacked(qzeros).flatten(1).float() + moved
-    matrix = GroupedMatrix(numbers, scales.t().float(), zeros.t())
-    _check(matrix)
+    matrix = _checked(numbers, scales.t().float(), zeros.t())
     if g_idx is not None and len(g_idx):
         own = torch.arange(len(g_idx), device=g_idx.device) // matrix.group
         if not torch.equal(g_idx.long(), own):
@@ -85,9 +91,7 @@ def of_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> GroupedMatrix:
     """
     place = torch.tensor(AWQ_ORDER, device=qweight.device).argsort()
     numbers, zeros = (_unpacked(words)[..., place].flatten(1) for words in (qweight, qzeros))
-    matrix = GroupedMatrix(numbers.t().contiguous(), scales.t().float(), zeros.t().float())
-    _check(matrix)
-    return matrix
+    return _checked(numbers.t().contiguous(), scales.t().float(), zeros.t().float())
 
 
 def _unpacked(words: Tensor) -> Tensor:
@@ -96,10 +100,12 @@ def _unpacked(words: Tensor) -> Tensor:
     return (words[..., None] >> shifts & 15).to(torch.uint8)
 
 
-def _check(matrix: GroupedMatrix) -> None:
-    (rows, columns), groups = matrix.numbers.shape, matrix.scales.shape[1]
-    if matrix.scales.shape != matrix.zeros.shape or len(matrix.scales) != rows or not groups or columns % groups:
+def _checked(numbers: Tensor, scales: Tensor, zeros: Tensor) -> GroupedMatrix:
+    """Return the matrix of scales and zeros (out, groups) float32, zeros in steps of the numbers."""
+    (rows, columns), groups = numbers.shape, scales.shape[1]
+    if scales.shape != zeros.shape or len(scales) != rows or not groups or columns % groups:
         raise InputDataError(
-            f"a matrix of {rows} rows and {columns} columns in 4 bits has scales of shape {tuple(matrix.scales.shape)} "
-            f"and zeros of {tuple(matrix.zeros.shape)}; the checkpoint is damaged, or in a layout of its own"
+            f"a matrix of {rows} rows and {columns} columns in 4 bits has scales of shape {tuple(scales.shape)} "
+            f"and zeros of {tuple(zeros.shape)}; the checkpoint is damaged, or in a layout of its own"
         )
+    return GroupedMatrix(numbers, scales, -zeros * scales)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,19 +19,27 @@ from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentio
 from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason, require_reachable, require_sizes
+from retrieval_attn.model.fused.host import run_programs
+from retrieval_attn.model.gguf.blocks import block_names
+from retrieval_attn.model.gguf.checkpoint import FOUR_BITS, METHOD, STORED, TILES, config_of, settled, weights_of
+from retrieval_attn.model.gguf.file import GgufFile, read, resolve
+from retrieval_attn.model.gguf.tokenizer import tokenizer_of
 from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, whole_model
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
 from retrieval_attn.model.quantization import (
     PACKAGE,
     chosen_dtype,
+    held_bytes,
     loading_config,
     missing_package,
     own_method,
     require_package,
 )
 from retrieval_attn.model.rope import with_yarn
+from retrieval_attn.model.stored import StoredWeight
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,14 +76,20 @@ def loaded_dtype(model_config: Any, name: str, device: torch.device) -> torch.dt
 def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
     """Return factory.from_pretrained(...), with errors of one line. Never run a folder's own code.
 
-    name_or_path: a folder, a hub name or "bundled". A hub that cannot be reached is asked once.
+    name_or_path: a folder, a hub name, a GGUF file (see `gguf.file.resolve`) or "bundled". A hub that cannot be reached
+    is asked once.
     Raises InputDataError for a folder that is missing, incomplete or damaged; what a machine lacks, such as memory or a
     package, is raised as it is.
     """
     name_or_path = model_path(name_or_path)
     try:
-        require_reachable(name_or_path)
-        found = factory.from_pretrained(str(name_or_path), **{"trust_remote_code": False, **options})
+        gguf = resolve(name_or_path, download=True)
+        if gguf is None:
+            require_reachable(name_or_path)
+            found = factory.from_pretrained(str(name_or_path), **{"trust_remote_code": False, **options})
+        else:
+            found = _from_gguf(factory, read(gguf), **options)
+            _trim_heap()
     except (RetrievalAttentionError, ImportError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # damaged files make transformers and its readers raise nearly everything
@@ -83,12 +101,53 @@ def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
                 "trust_remote_code=True) and give them to retrieval_attn.Context(model, tokenizer)."
             ) from error
         raise InputDataError(
-            f"No model could be loaded from {str(name_or_path)!r} ({reason(error)}). Give a "
-            "folder with config.json, weights and tokenizer, or a hub name that is downloaded or reachable."
+            f"No model could be loaded from {str(name_or_path)!r} ({reason(error)}). Give a folder with config.json, "
+            "weights and tokenizer, a GGUF file, or a hub name that is downloaded or reachable."
         ) from error
     if isinstance(found, PreTrainedConfig):
         require_sizes(found, name_or_path)
     return found
+
+
+def _trim_heap() -> None:
+    """Return freed memory to the system: vocabularies are many small objects, which glibc keeps in its heap."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _from_gguf(factory: Any, file: GgufFile, **options: Any) -> Any:
+    """Return the config, the tokenizer or the model of a GGUF file, by the Auto class of transformers."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    if factory is AutoTokenizer:
+        return tokenizer_of(file)
+    config = options.pop("config", None) or config_of(file)
+    if factory is AutoConfig:
+        return config
+    dtype, place = options.pop("dtype", "auto"), options.get("device_map")
+    dtype = config.dtype if dtype == "auto" else dtype
+    # blocks are unpacked where the weights will be, unless those are spread over devices
+    device = place[""] if isinstance(place, dict) and list(place) == [""] else torch.device("cpu")
+    form = config.quantization_config["form"] if own_method(config) == METHOD else None
+    weights = weights_of(file, config, dtype, torch.device(device), form=form)
+    if form is not None:
+        del config.quantization_config  # transformers has a loader of its own by this name
+    made: Any = factory._model_mapping[type(config)]
+    model, told = made.from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
+    )
+    if missing := sorted(told["missing_keys"]):
+        raise InputDataError(f"{file.path} has no tensors for {len(missing)} weights, such as {missing[0]}.")
+    model.config.name_or_path = file.path
+    kept = block_names(file) if form == STORED else FOUR_BITS if form == TILES else ()
+    names = [name for name in block_names(file) if name not in kept]
+    if names and "quantization_config" not in options:
+        log.warning(
+            "%s: weights stored as %s are unpacked to %s; all weights take %.2f GiB.",
+            file.path, ", ".join(names), str(dtype).removeprefix("torch."), held_bytes(model) / (1 << 30),
+        )  # fmt: skip
+    return model
 
 
 def checkpoint_config(name_or_path: str | Path, yarn: float | None = None) -> Any:
@@ -119,11 +178,12 @@ def load_model(
     Raises InputDataError (no such model), ConfigError (no such device, both ways at once, no torchrun, a package that
     is not installed).
     """
-    model_config = checkpoint_config(name_or_path, yarn)
-    if yarn is not None:
-        options["config"] = model_config
     alone = device_map is None and not tensor_parallel
     place = choose_device(device if alone else "auto")
+    model_config = settled(checkpoint_config(name_or_path, yarn), place, dtype, quantization, alone=alone)
+    gguf = resolve(model_path(name_or_path), download=True) is not None
+    if yarn is not None or gguf:
+        options["config"] = model_config
     expand_segments(place)
     held_in = kernel_format(model_config, quantization)
     chosen = choose_dtype(chosen_dtype(held_in, dtype, place), place)
@@ -138,10 +198,15 @@ def load_model(
         options["quantization_config"] = loading_config(quantization, model_config, place)
     if not alone:
         options |= _spread(device, device_map, tensor_parallel)
-    method = own_method(model_config) or (None if quantization is None else PACKAGE)
-    if method is not None and alone and (place.type == "cuda" or method == "bitsandbytes"):
+    if gguf and tensor_parallel:
+        raise ConfigError("tensor_parallel does not work with a GGUF file; use device_map, or leave it out.")
+    method = METHOD if gguf else own_method(model_config) or (None if quantization is None else PACKAGE)
+    quantised = method is not None and (place.type == "cuda" or method == "bitsandbytes")
+    if alone and quantised:
         require_package("Loading quantised weights there", "accelerate")
-        options["device_map"] = {"": place}  # they are quantised where they will lie, and do not move later
+    if alone and (quantised or (place.type == "cuda" and importlib.util.find_spec("accelerate") is not None)):
+        # from the files to the device without a copy of the model in host memory; they do not move later
+        options["device_map"] = {"": place}
     try:
         model = load(model_class(model_config), name_or_path, dtype=chosen, **options)
         if grouped:
@@ -149,7 +214,9 @@ def load_model(
     except ImportError as error:
         raise missing_package(error, model_config) from error
     if alone:
-        model = model.to(place) if method is None else _without_hooks(model)
+        model = model.to(place) if method is None and "device_map" not in options else _without_hooks(model)
+    if alone and place.type == "cpu" and any(isinstance(one, StoredWeight) for one in model.parameters()):
+        run_programs(model)
     return model.eval()
 
 

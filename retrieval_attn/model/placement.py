@@ -1,7 +1,7 @@
 """Devices of a model's parts: `device_map` by layers, tensor parallel by heads, tables and hidden states on the host.
 
 Nothing here moves anything: transformers and accelerate have placed the model, and these functions read the placement.
-A table that was moved to host memory after that (`offload/host_table.py`) is marked.
+A table that was moved to host memory after that (`offload/managed.py`) is marked.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from retrieval_attn.cpu.budgets import Sample, allocated, measured_errors
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.knn import nearest_keys
-from retrieval_attn.index.cores import usable_cores
-from retrieval_attn.index.threads import builder_threads, single_blas
+from retrieval_attn.index.threads import builder_threads, single_blas, usable_cores
 from retrieval_attn.offload.codes import DeviceCoder
 from retrieval_attn.offload.staging import CopyChunk, brought_together, staging
 from retrieval_attn.offload.threads import ThreadPool
@@ -94,7 +93,7 @@ class IndexBuild:
         job = _IndexJob(host, start, stop, False)
         if queries is not None:
             job.queries, job.lists = queries, self._lists(host, queries, keys, start, stop)
-            if job.lists is not None and host.spec.cls.needs_only_lists:
+            if job.lists is not None and host.spec.cls.training.only_lists:
                 job.queries = None  # the lists say it all
         if host.spec.keeps_device_keys and self._overlaps and whole:
             job.keys, self.keeps_keys = keys()[:, start:stop], True

@@ -312,16 +312,23 @@ class HeadCodes:
     def offload(self) -> None:
         """Free the codes and their space on the device; the caller of `offload_codes` has settled them."""
         there = self._device
-        if there.on_host or _is_away(there) or not there.length:
+        if not self.copy_to_host():
             return
-        if self._copy is None or len(self._copy) != there.length:
-            self._copy = self.rows().codes.copy()
         # what holds the old object keeps its memory: a step that reads the codes is not disturbed
         space = there.space
         sides = {name: getattr(space, name).new_empty(0) for name in space._fields[:4]}
         away = DeviceCodes(space._replace(**sides), there.codes.new_empty(0, there.codes.shape[1]), there.finer)
         away.length = there.length
         self._device = away
+
+    def copy_to_host(self) -> bool:
+        """Make the copy that offloading needs, if there is none. Return whether the codes can be offloaded."""
+        there = self._device
+        if there.on_host or _is_away(there) or not there.length:
+            return False
+        if self._copy is None or len(self._copy) != there.length:
+            self._copy = self.rows().codes.copy()
+        return True
 
     def load(self, memory: Tensor, space: DeviceSpace) -> None:
         """Copy the codes to memory (capacity, key_bytes), by the current stream."""
@@ -445,6 +452,15 @@ def offload_codes(codes: Iterable[HeadCodes]) -> None:
         for one in some:
             one.settle()  # not in a thread of the pool that brings them
         _in_threads(_offload_some, [(some[start : start + SLAB_HEADS],) for start in range(0, len(some), SLAB_HEADS)])
+
+
+def copy_codes(codes: Sequence[HeadCodes]) -> None:
+    """Copy codes to host memory, once, so that `offload_codes` need not; some heads at a time, for others that load."""
+    for start in range(0, len(codes), SLAB_HEADS):
+        with _offloading:
+            for one in codes[start : start + SLAB_HEADS]:
+                one.settle()
+                one.copy_to_host()
 
 
 def load_codes(codes: Iterable[HeadCodes]) -> None:

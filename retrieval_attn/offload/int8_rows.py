@@ -22,11 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.cpu.replica import KVReplica, register_replica
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.store import SequenceKV, segments_of
 from retrieval_attn.errors import MemoryPlanError, StoreError
 from retrieval_attn.gpu.codes.codes import capacity_for
 from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, RowShape
+from retrieval_attn.index.base import HeldMemory
 from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.memory.reclaim import register
@@ -40,6 +42,11 @@ from retrieval_attn.store.mapped import populate
 log = logging.getLogger(__name__)
 AT_ONCE = 1 << 13
 """Tokens of a segment that are converted to rows at once: 32 MiB of keys and values of eight heads."""
+KIND = "int8_rows"
+"""Name of these replicas."""
+ROWS_FROM = 128
+"""Minimum tokens of a text with int8 rows. A shorter one is in the window, and allocating managed memory for all layers
+delays its first token."""
 MAKERS = max(1, min(3, (os.cpu_count() or 1) // 4))
 """Threads that make rows: the bandwidth of host memory bounds the copies out of files, and steps need most cores."""
 NO_ROOM = MemoryPlanError, torch.OutOfMemoryError
@@ -47,12 +54,16 @@ WORD = torch.int32
 """Dtype of writes to rows."""
 
 
-class Int8RowMirror:
+@register_replica
+class Int8RowMirror(KVReplica[Segment]):
     """See the module. `length` tokens of the segment have rows, from token `first` on: before it are
     those of pages, which the host does not hold.
 
     Several threads may ask for rows at once, as forks do that share a segment. used: order of the last use.
     """
+
+    kind = KIND
+    of_segments = from_device = reclaimable = True
 
     def __init__(self, heads: int, shape: RowShape, expected: int, device: torch.device) -> None:
         """Allocate rows of `expected` tokens and some spare ones, of `heads` key-value heads; a GPU populates the pages
@@ -63,6 +74,8 @@ class Int8RowMirror:
         self._taken: torch.cuda.Event | None = None
         self._asked: tuple[tuple[int, ...], list[GatherEntry]] | None = None
         self._offloaded = False
+        self._copy: Tensor | None = None  # of the steps, in host memory
+        self._writes = 0  # begun and ended
         self.used = next(_uses)
         self._take(capacity_for(expected + SPARE_TOKENS))
         if device.type == "cuda" and has_managed(device):
@@ -81,37 +94,76 @@ class Int8RowMirror:
         """Device that reads the rows."""
         return self._device
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory, spare rows included."""
-        return self._memory.nbytes
+    @classmethod
+    def of_prefill(cls, path: SequenceKV, keys: Tensor, values: Tensor) -> Int8RowMirror | None:
+        """Return rows of a path without tokens of its own whose device reads rows; None for a short one."""
+        wanted = path.spec.host_reads.rows and keys.shape[1] >= ROWS_FROM
+        return new_rows(keys, values) if wanted and all(one.is_hole for one in path.segments) else None
+
+    def attach(self, owner: Segment, start: int) -> None:
+        self.first = start
+        _note(owner)
 
     @property
-    def device_nbytes(self) -> int:
-        """Bytes of device memory."""
+    def num_tokens(self) -> int:
+        return self.first + self.length
+
+    @property
+    def nbytes(self) -> HeldMemory:
+        """Bytes of rows, spare ones included, with a copy of the steps, and of the steps on the device."""
+        host = self._memory.nbytes + (0 if (copy := self._copy) is None else copy.nbytes)
+        return HeldMemory(host, self.offloadable_bytes())
+
+    def offloadable_bytes(self, segments: Iterable[Segment] = ()) -> int:
         return 0 if self._offloaded else self._steps.nbytes
 
-    def offload(self) -> int:
-        """Move the steps to host memory until rows are asked for again. Returns the freed bytes.
-
-        What reads the rows now keeps its steps.
-        """
+    def offload(self, segments: Iterable[Segment] = ()) -> None:
+        """Move the steps to host memory until rows are asked for again. What reads the rows now keeps its steps."""
         with self._turn:
-            if self._offloaded:
-                return 0
-            freed = self._steps.nbytes
-            self._steps, self._asked, self._offloaded = self._steps.to("cpu", copy=True), None, True
-            return freed
+            if not self._offloaded:
+                self._steps, self._asked, self._offloaded = self._copied(), None, True
+
+    def copy_to_host(self) -> None:
+        """Make the copy of the steps that `offload` needs, if there is none."""
+        with self._turn:
+            if not self._offloaded:
+                self._copied()
+
+    def _copied(self) -> Tensor:
+        if (copy := self._copy) is not None:
+            return copy
+        writes = self._writes
+        with beside(self._device):
+            if self._device.type == "cuda":  # what wrote them
+                torch.cuda.current_stream(self._device).wait_stream(torch.cuda.default_stream(self._device))
+            copy = self._steps.to("cpu", copy=True)
+        self._copy = copy if writes == self._writes else None
+        return copy
 
     def _load(self) -> None:
         if self._offloaded:
             self._steps, self._offloaded = self._steps.to(self._device, copy=True), False
+
+    def append_device(self, owner: Segment, start: int, keys: Tensor, values: Tensor) -> None:
+        """See `KVReplica`. Without memory for them the segment drops its rows."""
+        self._written(owner, keys, values)
+
+    def _written(self, segment: Segment, keys: Tensor, values: Tensor) -> bool:
+        """Call `write`. Return False if there is no memory: the segment then drops its rows."""
+        try:
+            self.write(keys, values)
+        except NO_ROOM as error:
+            _say_none(segment.length, str(error))
+            segment.replicas[KIND] = RowsUnderWay(done=True)
+            return False
+        return True
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Append rows of keys (heads, n, head_dim) and values (heads, n, value_dim), of a floating dtype or stored as
         int8, on the current stream. Raises MemoryPlanError.
         """
         start, stop = self.length, self.length + keys.shape[1]
+        self._copy, self._writes = None, self._writes + 1
         if self._taken is not None:
             torch.cuda.current_stream(self._device).wait_event(self._taken)
             self._taken = None
@@ -128,7 +180,7 @@ class Int8RowMirror:
                 words[head, start:stop, place : place + count] = packed[:, :-1]
                 self._steps[head, start:stop, part] = packed[:, -1].view(torch.float32)
                 place += count
-        self.length = stop
+        self._copy, self._writes, self.length = None, self._writes + 1, stop
 
     def entries(self, segment: Segment, start: int, stop: int, least: int) -> list[GatherEntry] | None:
         """Return the int8 rows of tokens [start, stop) of the segment for each head; copy missing rows from the host.
@@ -139,9 +191,9 @@ class Int8RowMirror:
         with self._turn:
             self.used = next(_uses)
             self._load()
-            if stop > self.first + self.length:
-                stored = segment.read(self.first + self.length, stop)
-                if not write_rows(segment, self, *(stored_on(self._device, array, segment.fmt) for array in stored)):
+            if stop > self.num_tokens:
+                stored = segment.read(self.num_tokens, stop)
+                if not self._written(segment, *(stored_on(self._device, array, segment.fmt) for array in stored)):
                     return None
             asked = start, stop, least, self._rows.data_ptr()
             if self._asked is None or self._asked[0] != asked:  # the same objects, which plans compare by identity
@@ -150,9 +202,16 @@ class Int8RowMirror:
                 self._asked = asked, [GatherEntry(rows, steps, stop - start, least) for rows, steps in own]
             return self._asked[1]
 
-    def cut(self, length: int) -> None:
-        """Drop the rows of the segment's tokens from `length` on, which were replaced."""
+    def truncate(self, owner: Segment, length: int) -> bool:
         self.length = max(0, min(self.length, length - self.first))
+        return True
+
+
+def rows_of(segment: Segment) -> Int8RowMirror | RowsUnderWay | None:
+    """Return the rows of a segment or their placeholder; None: nothing has asked for rows."""
+    found = segment.replicas.get(KIND)
+    assert found is None or isinstance(found, Int8RowMirror | RowsUnderWay)
+    return found
 
 
 def new_rows(keys: Tensor, values: Tensor) -> Int8RowMirror | None:
@@ -167,34 +226,9 @@ def new_rows(keys: Tensor, values: Tensor) -> Int8RowMirror | None:
         return None
 
 
-def rows_behind(segment: Segment, tokens: int, empty: Int8RowMirror | None) -> Int8RowMirror | None:
-    """Return the mirror to append the segment's newest `tokens` tokens to; None if rows of earlier tokens are missing.
-    empty: the mirror of a segment that has none yet.
-    """
-    start = segment.length - tokens
-    if start < 0:  # the tokens are in two segments
-        return None
-    if segment.rounded is None and empty is not None:
-        segment.rounded, empty.first = empty, start
-        _note(segment)
-    rounded = segment.rounded
-    return rounded if isinstance(rounded, Int8RowMirror) and rounded.first + rounded.length == start else None
-
-
-def write_rows(segment: Segment, rounded: Int8RowMirror, keys: Tensor, values: Tensor) -> bool:
-    """Call `write` of the segment's mirror. Return False if there is no memory: the segment then drops its rows."""
-    try:
-        rounded.write(keys, values)
-    except NO_ROOM as error:
-        _say_none(segment.length, str(error))
-        segment.rounded = RowsUnderWay(done=True)
-        return False
-    return True
-
-
 def held_rows_bytes() -> int:
     """Return the bytes of host memory of all int8 rows of the process."""
-    return sum(one.nbytes for segment in _segments_with_rows() if isinstance(one := segment.rounded, Int8RowMirror))
+    return sum(one.nbytes.host for _, one in _present_rows())
 
 
 def drop_rows(nbytes: int) -> int:
@@ -211,13 +245,11 @@ class RowHolder:
         Rows that a captured step reads are freed once it serves another text.
         """
         freed = 0
-        held = [(segment, segment.rounded) for segment in _segments_with_rows()]
-        rows = [(segment, one) for segment, one in held if isinstance(one, Int8RowMirror)]
-        for segment, one in sorted(rows, key=lambda both: both[1].used):
+        for segment, one in sorted(_present_rows(), key=lambda both: both[1].used):
             if freed >= host:
                 break
-            freed += one.nbytes
-            segment.rounded = RowsUnderWay(done=True)
+            freed += one.nbytes.host
+            segment.replicas[KIND] = RowsUnderWay(done=True)
         return freed, 0
 
     def idle_device_bytes(self) -> int:
@@ -236,9 +268,10 @@ def _note(segment: Segment) -> None:
         _having.add(segment)
 
 
-def _segments_with_rows() -> list[Segment]:
+def _present_rows() -> list[tuple[Segment, Int8RowMirror]]:
     with _noting:
-        return list(_having)
+        segments = list(_having)
+    return [(segment, one) for segment in segments if isinstance(one := rows_of(segment), Int8RowMirror)]
 
 
 _uses = itertools.count()
@@ -246,19 +279,21 @@ _holder = RowHolder()
 register(_holder, first=True)
 
 
-class RowsUnderWay:
+class RowsUnderWay(KVReplica[Segment]):
     """Placeholder of rows that a thread makes, that it failed to make, or that were dropped.
 
     done: whether no thread makes them any more.
     """
 
-    nbytes = device_nbytes = 0
+    kind = KIND
+    of_segments = reclaimable = True
+    num_tokens, nbytes = 0, HeldMemory(0)
 
     def __init__(self, *, done: bool) -> None:
         self.done = done
 
-    def cut(self, length: int) -> None:
-        """Do nothing: there are no rows, and a frozen segment is not cut."""
+    def truncate(self, owner: Segment, length: int) -> bool:
+        return True
 
 
 class AwaitedRows:
@@ -310,7 +345,7 @@ _finished = _Finished()
 
 
 def _rows_under_way(paths: Iterable[SequenceKV]) -> list[RowsUnderWay]:
-    held = [segment.rounded for segment in segments_of(paths)]
+    held = [rows_of(segment) for segment in segments_of(paths)]
     return [one for one in held if isinstance(one, RowsUnderWay) and not one.done]
 
 
@@ -318,8 +353,8 @@ def ask_for_rows(segment: Segment, device: torch.device) -> None:
     """Make rows of a frozen segment without any in a thread, such as one of an opened context. Plans use the rows once
     they are complete.
     """
-    if segment.rounded is None and segment.frozen:
-        segment.rounded = under_way = RowsUnderWay(done=False)
+    if rows_of(segment) is None and segment.frozen:
+        segment.replicas[KIND] = under_way = RowsUnderWay(done=False)
         _makers().submit(_make_rows, weakref.ref(segment), device, under_way)
 
 
@@ -327,7 +362,7 @@ def _make_rows(reference: weakref.ref[Segment], device: torch.device, under_way:
     segment = reference()
     try:
         if segment is not None:
-            segment.rounded = _rows_of(segment, device)
+            segment.replicas[KIND] = _made_rows(segment, device)
             _note(segment)
     except (*NO_ROOM, StoreError, OSError) as error:
         assert segment is not None
@@ -337,7 +372,7 @@ def _make_rows(reference: weakref.ref[Segment], device: torch.device, under_way:
         under_way.done = True  # at last: plans look for the rows when they see it
 
 
-def _rows_of(segment: Segment, device: torch.device) -> Int8RowMirror:
+def _made_rows(segment: Segment, device: torch.device) -> Int8RowMirror:
     """Make the rows of a frozen segment, piece by piece. Raises StoreError, OSError and what NO_ROOM lists.
 
     While foreground work runs, one thread makes rows at a time, and it rests as long as it used the bus.

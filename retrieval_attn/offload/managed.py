@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads in place: managed by CUDA, page-locked if it cannot be, and codes stored there.
+"""Host memory that a GPU reads in place: managed by CUDA, page-locked if it cannot be; codes and embeddings in it.
 
 Managed pages stay on the host, and the device maps large ones. Page-locked memory is mapped in small pages, however it
 was locked: random reads then miss the translation cache. 19,200 rows of 64 bytes take 40 us out of 512 MiB, but 320 out
@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrieval_attn.errors import MemoryPlanError
 from retrieval_attn.gpu.codes.codes import DeviceCodes
 from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.model.placement import is_spread, mark_host_table
 from retrieval_attn.offload.page_lock import lock_array, outside_capture
 
 log = logging.getLogger(__name__)
@@ -197,3 +198,40 @@ def reads_host(device: torch.device) -> bool:
         log.warning("keys have no finer codes on the host, and tokens take longer after long texts: %s", error)
         return False
     return True
+
+
+def move_table(model: Any) -> bool:
+    """Move a model's input embedding to host memory. Return False, with a log line, if it must stay on the GPU.
+
+    A token needs a single row of it. The parameter stays a tensor of the GPU, whose kernels read the rows over PCIe, so
+    modules, graphs and hooks see no difference. For a model on one GPU whose output has a table of its own.
+    """
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    weight: Any = getattr(embedding, "weight", None)
+    reason = _why_not(model, embedding, output, weight)
+    if reason is None:
+        try:
+            rows = host_rows(1, len(weight), weight.shape[1] * weight.element_size(), weight.device)
+            seen = as_device(rows[0], weight.device)
+        except MemoryPlanError as error:
+            reason = str(error)
+    if reason is not None:
+        log.warning("the input embedding stays on the GPU: %s", reason)
+        return False
+    rows[0].view(weight.dtype).copy_(weight.detach())
+    embedding.weight = nn.Parameter(seen.view(weight.dtype), requires_grad=weight.requires_grad)
+    mark_host_table(embedding.weight)
+    del weight
+    torch.cuda.empty_cache()  # or what the table had would be cut up for smaller tensors
+    log.info("the input embedding, %d bytes, is in host memory", rows.numel())
+    return True
+
+
+def _why_not(model: Any, embedding: Any, output: Any, weight: Any) -> str | None:
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None or type(weight) is not nn.Parameter:
+        return "it is no plain table"
+    if output is None or output.weight is weight:
+        return "the output multiplies by it"
+    if weight.device.type != "cuda" or is_spread(model):
+        return "the model is not on one GPU"
+    return None

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import retrieval_attn.offload.int8_rows  # noqa: F401  # registers a replica
+from retrieval_attn.cpu.replica import Replicas, replica_kinds
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import (
     CacheMismatchError,
@@ -29,7 +31,6 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.build import BudgetBuild, IndexBuild, event_now
 from retrieval_attn.offload.clusters import ClusterBuild
 from retrieval_attn.offload.codes import beside
-from retrieval_attn.offload.int8_rows import Int8RowMirror, new_rows, rows_behind, write_rows
 from retrieval_attn.offload.page_lock import lock_pages
 from retrieval_attn.offload.staging import CopyChunk, all_to_host, pack, staging
 from retrieval_attn.offload.threads import ThreadPool
@@ -37,9 +38,6 @@ from retrieval_attn.offload.traffic import LayerStats, traffic
 
 FILLERS = 4
 """Threads that write copied keys and values into the store."""
-ROWS_FROM = 128
-"""Minimum tokens of a text with int8 rows. A shorter one is in the window, and allocating managed memory for all layers
-delays its first token."""
 SHARED_COPY = 4 << 20
 """Bytes of keys from which several threads write."""
 
@@ -57,7 +55,7 @@ class KVCopy:
         self._kv = [(key.detach(), value.detach())]  # empty once they are copied
         self._rows: list[tuple[int, SequenceKV, np.ndarray | None]] = []
         self._whole: set[int] = set()
-        self._empty_rows: dict[int, Int8RowMirror | None] = {}
+        self._begun: dict[int, Replicas] = {}
 
     def append(self, row: int, host: SequenceKV, real: np.ndarray | None) -> None:
         """Queue row `row` for the end of `host`. real: (new,) bool, columns that are tokens; None: all."""
@@ -65,8 +63,8 @@ class KVCopy:
         if real is None and len(host) == 0:
             self._whole.add(id(host))
         key, value = (tensor[row] for tensor in self._kv[0])
-        if key.shape[1] >= ROWS_FROM and host.spec.host_reads.rows and all(one.is_hole for one in host.segments):
-            self._empty_rows[id(host)] = new_rows(key, value)
+        kinds = replica_kinds(of_segments=True)
+        self._begun[id(host)] = {cls.kind: cls.of_prefill(host, key, value) for cls in kinds}
 
     def is_whole(self, host: SequenceKV) -> bool:
         """Return True if `host` holds nothing but this prefill, so that its keys are on the device unchanged."""
@@ -76,7 +74,7 @@ class KVCopy:
         """Copy through the device's ring of pinned buffers after the event `ready`."""
         for key, value in self._kv:
             staging(self.device).bring(self._pieces(key, value), ready)
-        self._round(ready)
+        self._replicate(ready)
         self.filled()
 
     def fill(self, keys: np.ndarray, values: np.ndarray) -> None:
@@ -98,24 +96,25 @@ class KVCopy:
             for row, host, real in self._rows:
                 key, value = all_to_host([tensor[row] for tensor in kv], self._fmt)
                 _append(host, real, key, value)
-        self._round(None)
+        self._replicate(None)
         self._kv.clear()
 
-    def _round(self, ready: torch.cuda.Event | None) -> None:
-        """Write int8 rows of appended tokens, for the device to read, after the event `ready`."""
+    def _replicate(self, ready: torch.cuda.Event | None) -> None:
+        """Have replicas follow the appended tokens by their tensors on the device, after the event `ready`."""
         for key, value in self._kv:
             for row, host, real in self._rows:
-                if not host.spec.host_reads.rows or not host.segments:
+                if not host.segments:
                     continue
                 segment, tokens = host.segments[-1], key.shape[2] if real is None else int(real.sum())
-                rounded = rows_behind(segment, tokens, self._empty_rows.get(id(host)))
-                if rounded is None:
+                replicas = segment.replicas_from_device(tokens, self._begun[id(host)])
+                if not replicas:
                     continue
                 with beside(self.device):
                     if ready is not None:
                         torch.cuda.current_stream(self.device).wait_event(ready)
                     kept = slice(None) if real is None else torch.from_numpy(real).to(self.device)
-                    write_rows(segment, rounded, key[row][:, kept], value[row][:, kept])
+                    for one in replicas:
+                        one.append_device(segment, segment.length - tokens, key[row][:, kept], value[row][:, kept])
 
     def _pieces(self, key: Tensor, value: Tensor) -> Iterator[CopyChunk]:
         """Yield chunks of tokens that fit a buffer, keys and values together."""

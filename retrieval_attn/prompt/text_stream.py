@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -35,12 +36,15 @@ class TextStream:
     one byte of it fits nowhere. A token costs the same however many came before.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), min_tokens: int = 0,
+        visible: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
         """stop: non-empty strings at which the text ends; they are not part of it. min_tokens: with `min_tokens` tokens
-        or less, no string ends it.
+        or less, no string ends it. visible: special tokens that the text keeps.
         """
         self._stop, self._ignored = tuple(stop), min_tokens
-        self._decode, self._word, self._skipped = decoding(tokenizer)
+        self._decode, self._word, self._skipped = decoding(tokenizer, visible)
         self._cleaned = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else ()
         self._ids: list[int] = []  # the last ones, which are decoded together
         self._final = 0  # characters of their text that later tokens do not change
@@ -156,21 +160,24 @@ Decode = Callable[[list[int]], str]
 Word = Callable[[int], str | None]
 
 
-def decoding(tokenizer: PreTrainedTokenizerBase) -> tuple[Decode, Word, set[int]]:
-    """How ids become text, what token an id is, and the ids that are left out.
+def decoding(
+    tokenizer: PreTrainedTokenizerBase, visible: frozenset[int] = frozenset()
+) -> tuple[Decode, Word, set[int]]:
+    """How ids become text, what token an id is, and the ids that are left out: special tokens except `visible` ones.
 
     The tokenizers library is called directly where transformers adds nothing to what it answers.
     """
     plain = isinstance(tokenizer, TokenizersBackend) and _adds_nothing(tokenizer)
+    skips = not visible  # the callers leave out the other special tokens
     if not plain:
         return (
-            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skips)),
             lambda token: _known(tokenizer.convert_ids_to_tokens(token)),
-            set(tokenizer.all_special_ids),
+            set(tokenizer.all_special_ids) - visible,
         )
     backend: Any = tokenizer.backend_tokenizer
-    skipped = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
-    return backend.decode, backend.id_to_token, skipped
+    skipped = {token for token, added in backend.get_added_tokens_decoder().items() if added.special} - visible
+    return partial(backend.decode, skip_special_tokens=skips), backend.id_to_token, skipped
 
 
 def _adds_nothing(tokenizer: TokenizersBackend) -> bool:

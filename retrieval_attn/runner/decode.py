@@ -2,7 +2,7 @@
 
 Shared by `retrieval_attn.generate` (inside transformers' generate) and `Context`. It feeds positions explicitly, so
 that padded rows and rows whose padding lies in the middle continue where they stopped. On a GPU the forwards of
-generated tokens are replays of one graph (`runner/graph/launch.py`), where the model allows it.
+generated tokens are replays of one graph (`runner/graph_pool.py`), where the model allows it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import (
     EosTokenCriteria,
-    LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -37,19 +37,11 @@ from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.model.placement import agreed, input_device
 from retrieval_attn.model.rope import counting_as
 from retrieval_attn.offload.threads import foreground
-from retrieval_attn.runner.graph.binding import WindowsGrownError
-from retrieval_attn.runner.graph.launch import Launcher
-from retrieval_attn.runner.graph.registry import bind, runtime_for, unbind
-
-
-class LookaheadSteps(Protocol):
-    """Interface of decode steps that a lookahead launches before the last token is on the host."""
-
-    def launch_next(self) -> bool: ...
-
-    def confirm(self) -> None: ...
-
-    def discard(self) -> None: ...
+from retrieval_attn.prompt.text_stream import TextStream
+from retrieval_attn.runner.graph.support import runtime_for
+from retrieval_attn.runner.graph_pool import GraphPool, acquire, release
+from retrieval_attn.runner.graph_slot import WindowsGrownError
+from retrieval_attn.sampling.sampler import TokenScore
 
 
 class TokenCopy:
@@ -77,6 +69,21 @@ class TokenCopy:
         return list(self._numbers.tolist())
 
 
+class StopStrings(StoppingCriteria):
+    """Ends rows at the stop strings of their streams; reads ids on the CPU, each column once."""
+
+    def __init__(self, streams: Sequence[TextStream]) -> None:
+        """streams: of each row, without a token."""
+        self._streams = streams
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor | None, **_: Any) -> torch.BoolTensor:
+        """Return bool (rows,): which rows have ended. Called once for each token."""
+        for stream, token in zip(self._streams, input_ids[:, -1].tolist(), strict=True):
+            stream.add(token)
+        ended = torch.tensor([stream.stopped for stream in self._streams], device=input_ids.device)
+        return ended  # type: ignore[return-value]  # declared BoolTensor
+
+
 class Lookahead:
     """Reads the tokens of a device that takes the likeliest one itself and begins the next step with it.
 
@@ -84,11 +91,11 @@ class Lookahead:
     step runs. Only for criteria of transformers itself: others may need what is on the device.
     """
 
-    CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+    CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, StopStrings)
 
     def __init__(
         self,
-        steps: LookaheadSteps,
+        steps: DecodeSteps,
         token_copy: TokenCopy,
         criteria: StoppingCriteriaList,
         cancelled: threading.Event,
@@ -145,13 +152,6 @@ class Lookahead:
 logger = logging.getLogger(__name__)
 
 
-class TokenScore(NamedTuple):
-    """A token's log-probability, and the likeliest tokens in its place: pairs of an id and its log-probability."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
 @dataclass(frozen=True, eq=False)
 class PromptState:
     """State that the token loop continues: a cache holds the prompt's tokens, and this is the rest.
@@ -168,21 +168,22 @@ class PromptState:
     scores: Sequence[TokenScore] = ()
 
 
+ChooseTokens = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Returns the next token of every row, int64 (batch,), of sequences int64 (batch, columns), logits float32 (batch,
+vocabulary), which the next step overwrites, and the position int64 (batch,) of that token."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenChoice:
     """How a token is chosen from logits, and when a row ends.
 
-    do_sample: draw with `generator` (None: torch's own) instead of taking the likeliest token. pad_id: fills rows that
-    have ended. keep_scores, keep_logits: collect them, after and before the processors, in `Generated`.
+    choose: see `ChooseTokens`; None: the likeliest token, which a captured step chooses itself. pad_id: fills rows that
+    have ended.
     """
 
     criteria: StoppingCriteriaList
-    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    do_sample: bool = False
-    generator: torch.Generator | None = None
+    choose: ChooseTokens | None = None
     pad_id: int = 0
-    keep_scores: bool = False
-    keep_logits: bool = False
 
 
 @dataclass
@@ -197,8 +198,6 @@ class Generated:
     new_tokens: int
     prefill_seconds: float
     decode_seconds: float
-    scores: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
     how: str = "eager"
 
 
@@ -259,7 +258,7 @@ class DecodeSteps:
         """graph: as `Config.graph`; None: what the cache's options say. Nothing is captured before the first step."""
         self._model, self._cache = model, cache
         self._graph = cache.config.graph if graph is None else graph
-        self.launcher: Launcher | None = None
+        self.pool: GraphPool | None = None
         self._eager = self._graph is False
         self.replays = 0
         self.reason = ""
@@ -271,11 +270,11 @@ class DecodeSteps:
         and calls `confirm`. Raises CaptureError if a graph was demanded and cannot be.
         """
         foreground.note()
-        if not self._eager and self.launcher is None:
-            self._bind()
-        if self.launcher is not None:
+        if not self._eager and self.pool is None:
+            self._acquire()
+        if self.pool is not None:
             try:
-                logits = self._replayed(self.launcher, token, position)
+                logits = self._replayed(self.pool, token, position)
             except CaptureError as error:
                 self._fail(str(error))
             else:
@@ -287,47 +286,47 @@ class DecodeSteps:
     @property
     def chosen(self) -> Tensor | None:
         """The likeliest token (batch,) after the last step, the same memory at every step; None after an eager one."""
-        return None if self.launcher is None else self.launcher.chosen
+        return None if self.pool is None else self.pool.chosen
 
     def launch_next(self) -> bool:
         """Launch the step of `chosen` before it is read and confirmed, one step ahead; False if that is impossible.
 
         `confirm` then confirms one after the other. Raises BackendError as `step` does.
         """
-        launched = self.launcher is not None and self.launcher.launch_next()
+        launched = self.pool is not None and self.pool.launch_ahead()
         self.replays += launched
         return launched
 
     def discard(self) -> None:
         """Discard the steps that are not confirmed."""
-        if self.launcher is not None:
-            self.launcher.discard()
+        if self.pool is not None:
+            self.pool.undo()
 
     def confirm(self) -> None:
         """Commit the oldest step that is not confirmed. Raises BackendError if a host search in it failed, the layer
         named.
         """
-        if self.launcher is not None:
-            self.launcher.confirm()
+        if self.pool is not None:
+            self.pool.confirm()
 
     def close(self) -> None:
         """Put every confirmed token into the cache. Safe at any time, also after an interrupted step."""
-        if self.launcher is not None:
-            launcher, self.launcher = self.launcher, None
-            unbind(self._model, launcher)
+        if self.pool is not None:
+            pool, self.pool = self.pool, None
+            release(self._model, pool)
 
-    def _replayed(self, launcher: Launcher, token: Tensor, position: Tensor) -> Tensor:
+    def _replayed(self, pool: GraphPool, token: Tensor, position: Tensor) -> Tensor:
         """The step of a graph, or of another one where windows have outgrown its memory. Raises CaptureError."""
         try:
-            return launcher.step(token, position)
+            return pool.launch(self._cache, token, position)
         except WindowsGrownError:
             self.close()
-            self._bind()
-            if self.launcher is None:
+            self._acquire()
+            if self.pool is None:
                 raise
-            return self.launcher.step(token, position)
+            return self.pool.launch(self._cache, token, position)
 
-    def _bind(self) -> None:
+    def _acquire(self) -> None:
         try:
             runtime = runtime_for(self._model)
             if runtime is None:
@@ -335,7 +334,7 @@ class DecodeSteps:
                     self._eager = True  # on a CPU a graph gains nothing: nothing to report
                     return
                 raise CaptureError(f"a graph needs a CUDA device, the model runs on {input_device(self._model)}")
-            self.launcher = bind(self._model, self._cache, runtime)
+            self.pool = acquire(self._model, self._cache, runtime)
         except (CaptureError, BackendError) as error:
             self._fail(str(error))
 
@@ -380,14 +379,13 @@ def run(
     """
     started = time.perf_counter()
     sequences, logits, position, mask = prompt.sequences, prompt.logits, prompt.position, prompt.mask
-    processors, criteria = choice.processors, choice.criteria
+    criteria = choice.criteria
     cancelled = cancelled or threading.Event()
     batch = sequences.shape[0]
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
     result = Generated(sequences, 0, 0.0, 0.0)
     steps, token_copy = DecodeSteps(model, cache, graph), TokenCopy(sequences.device)
-    own_memory = bool(processors) or choice.keep_scores or choice.keep_logits
-    plain = not (own_memory or choice.do_sample) and Lookahead.serves(criteria)
+    plain = choice.choose is None and Lookahead.serves(criteria)
     lookahead = Lookahead(steps, token_copy, criteria, cancelled, sequences) if plain else None
 
     def emit(token: list[int]) -> None:
@@ -397,18 +395,10 @@ def run(
 
     try:
         while True:
-            # processors may return, or write to, what they are given, which the next replay overwrites
-            own = logits.clone() if own_memory else logits
-            scores: Tensor = processors(sequences, own)  # type: ignore[arg-type]  # declared LongTensor, FloatTensor
-            if choice.keep_scores:
-                result.scores.append(scores)
-            if choice.keep_logits:
-                result.logits.append(logits.clone() if processors else own)
-            if choice.do_sample:
-                probabilities = torch.softmax(scores, dim=-1)
-                chosen = agreed(torch.multinomial(probabilities, 1, generator=choice.generator).squeeze(1), model)
+            if choice.choose is None:
+                chosen = logits.argmax(dim=-1)
             else:
-                chosen = scores.argmax(dim=-1)
+                chosen = agreed(choice.choose(sequences, logits, position + 1), model)
             chosen = torch.where(running, chosen, choice.pad_id)
             sequences = torch.cat([sequences, chosen[:, None]], dim=1)
             running = running & ~criteria(sequences, None)

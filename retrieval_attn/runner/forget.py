@@ -120,8 +120,7 @@ def _forget(layer: CacheLayer, span: Forgotten, rotation: Rotation | None) -> No
         layer.held.forget(span, functools.partial(_turned, rotation, first=0, by=span.tokens))
         for host, (row, *_) in rows_by_path(layer.hosts):
             stop = layer.held.ranges[row][1]
-            if host.clusters is not None:
-                host.clusters = host.clusters.renewed(span.stop, stop, host.parts)
+            host.forget(span.stop, stop)
 
 
 def _turned(rotation: Rotation | None, keys: Tensor, first: int, by: int) -> Tensor:

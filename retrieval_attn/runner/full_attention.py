@@ -24,14 +24,14 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import bandwidth
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
-from retrieval_attn.index.full import kept_tokens
+from retrieval_attn.index.flat import kept_tokens
 from retrieval_attn.memory.device import ChunkSize, device_kv_bytes, full_attention_breakeven
 from retrieval_attn.memory.device_room import whole_device_bytes
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.upload import BLOCK_BYTES, BLOCKS, HEADROOM
-from retrieval_attn.runner.graph.registry import retire
+from retrieval_attn.runner.graph_pool import retire
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,39 @@ from retrieval_attn.runner.switch import enabled_config
 _IMAGES = ("pixel_", "image_", "video_", "input_features", "audio_")
 
 
+class ProcessedTokens:
+    """Choose tokens as transformers' generate does, by its processors and `torch.multinomial`. See `ChooseTokens`.
+
+    scores, logits: of each token, after and before the processors, if they are kept.
+    """
+
+    def __init__(
+        self, processors: LogitsProcessorList, *, do_sample: bool, keep_scores: bool = False, keep_logits: bool = False
+    ) -> None:
+        """do_sample: draw instead of taking the likeliest token."""
+        self._processors, self._do_sample = processors, do_sample
+        self._keep_scores, self._keep_logits = keep_scores, keep_logits
+        self._copies = bool(processors) or keep_scores or keep_logits
+        self.scores, self.logits = list[Tensor](), list[Tensor]()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token of the logits is chosen, and nothing is kept."""
+        return not (self._copies or self._do_sample)
+
+    def __call__(self, sequences: Tensor, logits: Tensor, position: Tensor) -> Tensor:
+        """Return the next tokens. Processors get a copy of the logits: they may return it, or write to it."""
+        own = logits.clone() if self._copies else logits
+        scores: Tensor = self._processors(sequences, own)  # type: ignore[arg-type]  # declared LongTensor, FloatTensor
+        if self._keep_scores:
+            self.scores.append(scores)
+        if self._keep_logits:
+            self.logits.append(logits.clone() if self._processors else own)
+        if not self._do_sample:
+            return scores.argmax(dim=-1)
+        return torch.multinomial(torch.softmax(scores, dim=-1), 1).squeeze(1)
+
+
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -75,19 +108,20 @@ def generate(
         prefill_seconds = time.perf_counter() - started
         pad = generation_config._pad_token_tensor
         returned = bool(generation_config.return_dict_in_generate)
-        choice = TokenChoice(
-            stopping_criteria,
+        choose = ProcessedTokens(
             logits_processor,
             do_sample=bool(generation_config.do_sample),
-            pad_id=0 if pad is None else int(pad),
             keep_scores=returned and bool(generation_config.output_scores),
             keep_logits=returned and bool(generation_config.output_logits),
+        )
+        choice = TokenChoice(
+            stopping_criteria, None if choose.is_plain else choose, pad_id=0 if pad is None else int(pad)
         )
         result = run(model, cache, PromptState(input_ids, logits, last, mask), choice, on_token=on_token)
     result.prefill_seconds = prefill_seconds
     if embeds is None:
         cache.batch.note_ids(result.sequences)
-    return _output(result, cache, generation_config)
+    return _output(result, choose, cache, generation_config)
 
 
 def _cache(model: PreTrainedModel, given: Any, retrieval: Config | dict[str, Any] | None) -> RetrievalCache:
@@ -160,14 +194,14 @@ def new_tokens(cache: RetrievalCache, prompt: Tensor, columns: int) -> Tensor:
 
 
 def _output(
-    result: Generated, cache: RetrievalCache, generation_config: GenerationConfig
+    result: Generated, choose: ProcessedTokens, cache: RetrievalCache, generation_config: GenerationConfig
 ) -> Tensor | GenerateDecoderOnlyOutput:
     if not generation_config.return_dict_in_generate:
         return result.sequences
     fields: dict[str, Any] = {
         "sequences": result.sequences,
-        "scores": tuple(result.scores) or None,
-        "logits": tuple(result.logits) or None,
+        "scores": tuple(choose.scores) or None,
+        "logits": tuple(choose.logits) or None,
         "past_key_values": cache,
     }
     return GenerateDecoderOnlyOutput(**fields)

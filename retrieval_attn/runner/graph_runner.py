@@ -1,20 +1,15 @@
 """Decode steps of a changing batch, as CUDA graph replays if possible.
 
-There is a graph for 1, 2, 4, ... sequences; a step uses the smallest one with enough slots. All graphs share the window
-buffers, also with graphs of sequences that have another index, which wait for the next such batch. A slot has constant
-size and holds everything that a sequence has on the device except codes of its keys, so admission by slots is exact.
-Attaching and detaching copy windows. Sequences that no graph serves are stepped eagerly (`runner/rows.py`) until the
+The graphs of the batch are a `GraphPool`. Its buffers are shared with graphs of sequences that have another index,
+which wait for the next such batch. Sequences that no graph serves are stepped eagerly (`runner/rows.py`) until the
 cause has changed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,263 +21,38 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.host_attention import retrieved_keys
-from retrieval_attn.attention.paged_prefix import PagedLayers, PagedPrefix
+from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import has_position
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture.exchange import Runtime
-from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
-from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import note_eager
-from retrieval_attn.runner.decode_graph import DecodeGraph
-from retrieval_attn.runner.graph.decoder import StepKind, attending
-from retrieval_attn.runner.graph.host import HostResources
+from retrieval_attn.runner.decode_graph import BATCHED
+from retrieval_attn.runner.graph.decoder import attending
 from retrieval_attn.runner.graph.memory import ordinary_tensors
-from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, levels_for, prefix_of
-from retrieval_attn.runner.graph.registry import runtime_for
-from retrieval_attn.runner.graph.signature import cache_batch_key, look_at
+from retrieval_attn.runner.graph.pages import prefix_of
+from retrieval_attn.runner.graph.signature import cache_batch_key, look_at, refusal_of
 from retrieval_attn.runner.graph.slot import window_of
-from retrieval_attn.runner.graph.support import cache_refusal
-from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StepCosts, fit_buffers, new_buffers
-from retrieval_attn.runner.rows import RowsFailedError, StepClock, require_rows
+from retrieval_attn.runner.graph.support import runtime_for
+from retrieval_attn.runner.graph_pool import GraphPool
+from retrieval_attn.runner.graph_slot import StepClock, fit_buffers, new_buffers
+from retrieval_attn.runner.rows import RowsFailedError, require_rows
 from retrieval_attn.runner.rows import step as eager_step
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
-__all__ = ["EagerFallbacks", "GraphPool", "GraphRunner", "RETRY_STEPS", "Stepped"]
+__all__ = ["EagerFallbacks", "GraphRunner", "RETRY_STEPS", "Stepped"]
 
 log = logging.getLogger(__name__)
 
 
-SHRINK_AFTER = 32
-"""Steps for which a smaller graph must suffice before it is used, because batch sizes fluctuate."""
-
-
 KEPT_POOLS = 3
 """Graphs of other shapes and indexes that are kept: those of short prompts, say. They take .03 GiB each on a GPU."""
-
-
-class GraphPool:
-    """Graphs of all batch sizes for sequences of one shape, and their slots.
-
-    Attributes:
-        buffers: window and state buffers of all slots.
-        graphs: graphs by batch size.
-        rows: slots by the id of the cache.
-        pages: memory of paged prefixes; None: no sequence has had any.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, like: RetrievalCache, runtime: Runtime, most: int, buffers: GroupBuffers
-    ) -> None:
-        """like: a cache with the shape. most: largest batch size, a power of 2. buffers: of `new_buffers`."""
-        self._model, self._prefill_chunk, self._runtime = model, like.config.prefill_chunk, runtime
-        self.buffers = buffers
-        self.graphs: dict[int, DecodeGraph] = {}
-        self.rows: dict[int, GraphSlot] = {}
-        self._most, self._resources = most, HostResources(runtime, default_pool())
-        self._costs = StepCosts(len(attending(like)))
-        self._graph: DecodeGraph | None = None
-        self._changed: set[int] = set()
-        self._smaller = 0  # steps in a row that a smaller graph would have served
-        self._max_coded_keys, self._levels = 0, 0
-        self.pages: PagedLayers | None = None
-
-    def arrange(
-        self, caches: Sequence[RetrievalCache], gone: Callable[[int], Callable[[Any], None]], tokens: int = 0
-    ) -> dict[int, Exception]:
-        """Assign caches to graph slots; detach absent ones and evict full windows.
-
-        Args:
-            caches: all sequences of the next step.
-            gone: makes the callback for a cache, by its id, that runs once it is collected.
-            tokens: length of the longest expected sequence.
-
-        Returns the errors of caches without a slot, by their number. Raises CaptureError if they cannot share a graph.
-        """
-        self.detach_absent(caches)
-        problems: dict[int, Exception] = {}
-        joining: list[tuple[int, RetrievalCache]] = []
-        for number, cache in enumerate(caches):
-            row = self.rows.get(id(cache))
-            if row is None:
-                joining.append((number, cache))
-            elif row.room == 0 and not row.stale:
-                self._try(number, id(cache), row.evict_block, problems)
-                self._changed.add(row.place)
-        room = self._most - len(self.rows)
-        problems.update(
-            (number, CaptureError(f"all {self._most} slots of the graph are in use")) for number, _ in joining[room:]
-        )
-        joining = joining[:room]
-        graph = self._select_graph(len(self.rows) + len(joining), caches[0])
-        for number, cache in joining:
-            row = GraphSlot(cache, self._costs, gone(id(cache)))
-            self.rows[id(cache)] = row
-            place = self._free_place(graph.size)
-            self._try(number, id(cache), functools.partial(row.attach, self.buffers, place), problems)
-            self._changed.add(place)
-        for number, cache in enumerate(caches):
-            row = self.rows.get(id(cache))
-            if row is not None and row.stale:
-                self._changed.add(row.place)
-                self._try(number, id(cache), functools.partial(row.attach, self.buffers, row.place), problems)
-        self._changed.update(row.place for row in self.rows.values() if row.awaited.are_complete)
-        self._plan(graph, tokens)
-        return problems
-
-    def misfits(
-        self, caches: Sequence[RetrievalCache], gone: Callable[[int], Callable[[Any], None]]
-    ) -> dict[int, Exception]:
-        """Return the errors of caches, by their number, that fit no graph even alone."""
-        found: dict[int, Exception] = {}
-        for number, cache in enumerate(caches):
-            try:
-                found.update((number, problem) for problem in self.arrange([cache], gone).values())
-            except CaptureError as error:
-                found[number] = error
-        return found
-
-    def replay(
-        self,
-        caches: Sequence[RetrievalCache],
-        inputs: Sequence[tuple[int, int]],
-        draws: Sequence[SamplingParams | None] | None = None,
-        launched: Callable[[], None] | None = None,
-        clock: StepClock | None = None,
-        *,
-        overlap: bool = False,
-    ) -> tuple[dict[int, SampledToken | None], Tensor | None]:
-        """Append one token to each cache, all of which `arrange` accepted.
-
-        Args:
-            caches: all sequences.
-            inputs: token and position of each.
-            draws: sampling parameters of each; None for a sequence, or for all: not sampled.
-            launched: callback, see `Replay`.
-            clock: gets the seconds of the step.
-            overlap: launch the next step early, because the same sequences likely follow; only if all are sampled.
-
-        Returns the sampled tokens by number (None: logits are not finite), and logits (rows, vocabulary) float32 of
-        sequences that were not sampled, in order; None if there are none.
-
-        Raises:
-            CaptureError: no graph can be captured.
-            BackendError: host or exchange failed. No token was appended.
-        """
-        graph = self._graph
-        assert graph is not None
-        places = [self.rows[id(cache)].place for cache in caches]
-        asked = [None] * len(places) if draws is None else draws
-        drawn = {number: draw for number, draw in enumerate(asked) if draw is not None}
-        apart = [place for number, place in enumerate(places) if number not in drawn]
-        by_place, overlap = {places[number]: draw for number, draw in drawn.items()}, overlap and not apart
-        began = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            if not graph.is_captured:  # the model itself runs
-                stack.enter_context(using_retrieval(self._model, self._prefill_chunk))
-            try:
-                logits = graph.step(dict(zip(places, inputs, strict=True)), by_place or None, launched, overlap=overlap)
-                choices = graph.choices(list(by_place)) if by_place else []
-                found = logits[torch.tensor(apart, device=logits.device)] if apart else None
-            except BaseException:
-                graph.undo()
-                raise
-        work = graph.commit()  # at last: what raises before did not happen
-        if clock is not None:
-            clock.device += time.perf_counter() - began
-        retrieving = 0 if work is None else sum(row.retrieves for row in self.rows.values())
-        if work is not None and retrieving:
-            if clock is not None:
-                clock.host += float(work[1].sum()) / 1e9
-            self._costs.add(*work, retrieving)
-        if overlap and None not in choices:
-            graph.launch_next(by_place)
-        return dict(zip(drawn, choices, strict=True)), found
-
-    def detach_absent(self, caches: Sequence[RetrievalCache]) -> None:
-        """Detach all sequences but these."""
-        wanted = {id(cache) for cache in caches}
-        for key in [key for key in self.rows if key not in wanted]:
-            self.detach(key)
-
-    def detach(self, key: int) -> None:
-        """Detach a sequence, by the id of its cache."""
-        row = self.rows.pop(key)
-        if row.place >= 0:
-            self._changed.add(row.place)
-        row.detach()
-
-    def drop_slot(self, key: int) -> None:
-        """Drop the slot and search plans of a collected cache."""
-        row = self.rows.pop(key, None)
-        if row is not None and row.place >= 0 and self._graph is not None:
-            self._graph.forget(row.place)
-            self._changed.add(row.place)
-
-    def clear(self) -> None:
-        """Detach all sequences; the next step uses the smallest graph that suffices."""
-        for key in list(self.rows):
-            self.detach(key)
-        for graph in self.graphs.values():
-            graph.forget()
-        self._graph, self._smaller = None, 0
-
-    def _try(self, number: int, key: int, do: Callable[[], None], problems: dict[int, Exception]) -> None:
-        """Call `do` for a sequence and detach it on an error."""
-        try:
-            do()
-        except Exception as error:
-            problems[number] = error
-            self.detach(key)
-
-    def _select_graph(self, rows: int, like: RetrievalCache) -> DecodeGraph:
-        """Return the graph of the next step. Sequences beyond its last slot move."""
-        needed, size = 1 << max(0, rows - 1).bit_length(), 0 if self._graph is None else self._graph.size
-        self._smaller = self._smaller + 1 if needed < size else 0
-        if size < needed or self._smaller > SHRINK_AFTER:
-            size, self._smaller = needed, 0
-            if self._graph is not None:
-                self._graph.add_tail()
-                self._graph.forget()
-            for row in self.rows.values():
-                if row.place >= size:
-                    row.attach(self.buffers, self._free_place(size))
-            if size not in self.graphs:
-                own = self.buffers.rows(0, size)
-                self.graphs[size] = DecodeGraph(self._model, like, self._runtime, own, self._resources)
-            self._graph = self.graphs[size]
-            self._changed = set(range(size))
-        assert self._graph is not None
-        return self._graph
-
-    def _free_place(self, size: int) -> int:
-        """Return a free slot in the half with fewer sequences: host and device work on one half each."""
-        taken = {row.place for row in self.rows.values()}
-        halves = range(size // 2), range(size // 2, size)
-        free = [[place for place in half if place not in taken] for half in halves]
-        return max(free, key=len)[0]
-
-    def _plan(self, graph: DecodeGraph, tokens: int) -> None:
-        """Update the sequences of a graph if something changed."""
-        rows = list(self.rows.values())
-        if not self._changed or not rows:
-            return
-        retrieves = any(row.retrieves for row in rows)  # short rows alone do not pay for a search
-        # never less than before: what a search is recorded for may decide which keys a few more are
-        coded = max(row.coded_keys for row in rows)
-        self._max_coded_keys = max(self._max_coded_keys, size_class(max(coded, tokens)) if coded else 0)
-        levels = levels_for([row.prefix for row in rows])  # steps of rows without pages do not pay for any
-        self._levels = max(self._levels, levels)
-        kind = StepKind(retrieves, False, self._max_coded_keys if retrieves else 0, self._levels if levels else 0)
-        changed, self._changed = {place for place in self._changed if place < graph.size}, set(range(graph.size))
-        graph.take(rows, kind, changed)
-        self._changed = set()
 
 
 RETRY_STEPS = 256
@@ -519,18 +289,16 @@ class GraphRunner:
         if self._runtime is None:
             return "" if cache.config.graph == "auto" else f"the model runs on {input_device(self._model)}"
         cache.require_room(1)
-        model = look_at(self._model)
-        reason = cache_refusal(cache) or model.reason
+        reason = refusal_of(self._model, cache)
         if reason is not None:
             return reason
+        model = look_at(self._model)
         for layer in _layers(cache):
             layer.finish_index()
             if window_of(layer).valid is not None:
                 return "the sequence has padding"
         key = id(self._runtime), id(default_pool()), model.signature, cache_batch_key(cache), _batch_key(cache)
         prefix = prefix_of(cache)
-        if prefix is not None and not is_recordable(prefix):
-            return NO_KERNELS
         elsewhere = self._pool is not None and prefix is not None and self._pool.pages not in (None, prefix.layers)
         if self._pool is not None and (key != self._key or elsewhere):
             if self._pool.rows or self._joined:
@@ -568,11 +336,11 @@ class GraphRunner:
         if buffers is None:
             self._waiting.clear()
             try:
-                buffers = new_buffers(like, self._most)
+                buffers = new_buffers(like, self._most, BATCHED.undo_steps)
             except torch.OutOfMemoryError:
                 if not reclaim(device=idle_device_bytes())[1]:
                     raise
-                buffers = new_buffers(like, self._most)
+                buffers = new_buffers(like, self._most, BATCHED.undo_steps)
         return GraphPool(self._model, like, runtime, self._most, buffers)
 
     def _arranged(self, caches: Sequence[RetrievalCache], rows: list[int]) -> list[int]:

@@ -1,7 +1,7 @@
-"""One sequence of a batch that decodes as a CUDA graph: its windows and states are rows of shared buffers.
+"""One cache that decodes as a CUDA graph: its windows and states are rows of shared buffers.
 
 All facts of a sequence are data in memory: window positions, lengths, host search. Attaching and detaching copy its
-windows and need no capture.
+windows and need no capture. A cache of several sequences has a row for each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,152 +18,27 @@ from torch import Tensor
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.capture.exchange import Runtime
-from retrieval_attn.index.task import descriptor as words
+from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.index.task import tasks as words
 from retrieval_attn.offload.build import event_now
 from retrieval_attn.offload.int8_rows import AwaitedRows
 from retrieval_attn.offload.staging import bringing
-from retrieval_attn.runner.graph.binding import note_host_work
-from retrieval_attn.runner.graph.decoder import attending, keeping_state
+from retrieval_attn.offload.traffic import LayerStats
+from retrieval_attn.runner.graph.decoder import attending
 from retrieval_attn.runner.graph.host import code_shape, held_by
-from retrieval_attn.runner.graph.memory import ordinary_tensors
 from retrieval_attn.runner.graph.pages import prefix_of
 from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, fits_buffers, slot_buffers, window_of
-from retrieval_attn.runner.graph.states import GraphState, Views
+from retrieval_attn.runner.graph.states import SlotStates, StateBuffers, Views
 
-__all__ = ["BatchStates", "GraphSlot", "GroupBuffers", "RowStates", "StateBuffers", "StepCosts", "copy_ahead_share"]
+__all__ = ["GraphSlot", "GroupBuffers", "StepClock", "StepCosts", "WindowsGrownError", "copy_ahead_share"]
 
 log = logging.getLogger(__name__)
 
 
-class StateBuffers(NamedTuple):
-    """Linear-attention and convolution states of all slots, layer by layer, each (slots, ...).
-
-    current: after the last replay. kept: before it, so that one step can be undone.
-    """
-
-    current: Items[Views]
-    kept: Items[Views]
-
-    @classmethod
-    def of(cls, like: RetrievalCache, places: int) -> StateBuffers:
-        """Allocate zeros shaped like the states of a cache of one sequence. Raises torch.OutOfMemoryError."""
-        layers = [dict(layer.states()) for _, layer in keeping_state(like)]
-        current, kept = (
-            [{key: state.new_zeros(places, *state.shape[1:]) for key, state in one.items()} for one in layers]
-            for _ in range(2)
-        )
-        return cls(current, kept)
-
-    def fits(self, like: RetrievalCache) -> bool:
-        """Return whether the states of a cache have the shapes of rows of these buffers."""
-        return [{key: _row_shape(one) for key, one in layer.items()} for layer in self.current] == [
-            {key: _row_shape(one) for key, one in layer.states()} for _, layer in keeping_state(like)
-        ]
-
-    def rows(self, start: int, stop: int) -> StateBuffers:
-        """Return views of slots [start, stop)."""
-        current, kept = (
-            [{key: buffer[start:stop] for key, buffer in one.items()} for one in both]
-            for both in (self.current, self.kept)
-        )
-        return StateBuffers(current, kept)
-
-
-def _row_shape(state: torch.Tensor) -> tuple[Any, ...]:
-    return state.shape[1:], state.dtype, state.device
-
-
-class BatchStates:
-    """States that the graphs of one batch size advance in place. Implements `StepStates` of `runner/graph/states.py`.
-
-    layers: states of each layer, views of the buffers. confirmed: committed steps. One step can be undone, by the copy
-    that a replay makes first.
-    """
-
-    def __init__(self, buffers: StateBuffers, device: torch.device, runtime: Runtime) -> None:
-        """buffers: states of the slots of this batch size."""
-        self.layers, self.confirmed, self._runtime = buffers.current, 0, runtime
-        self._launched = torch.zeros(1, dtype=torch.int64, device=device)
-        self._current, self._kept = ([one for layer in both for one in layer.values()] for both in buffers)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states and of their copy."""
-        return sum(one.numel() * one.element_size() for one in (*self._current, *self._kept))
-
-    def begin_step(self) -> None:
-        """Record: copy the states before the step and count it."""
-        if self._current:
-            torch._foreach_copy_(self._kept, self._current)
-            self._launched.add_(1)
-
-    def undo(self, keep: int = 0) -> None:
-        """Restore the states before a step that is not committed, if there is one. keep: 0. Waits for the device."""
-        assert keep == 0, "a batch has one step under way"
-        if self._is_ahead():
-            torch._foreach_copy_(self._current, self._kept)
-            self._launched.fill_(self.confirmed)
-
-    def confirmed_views(self, number: int) -> Views:
-        """Return the states of a layer after the last committed step. `undo` precedes every call."""
-        return self.layers[number]
-
-    def bind(self, like: RetrievalCache) -> list[GraphState]:
-        """Make layers like the state layers of `like` over these buffers."""
-        return [
-            GraphState(self, number, row, _layer_over(layer, self.layers[row]))
-            for row, (number, layer) in enumerate(keeping_state(like))
-        ]
-
-    def _is_ahead(self) -> bool:
-        if not self._current:
-            return False
-        self._runtime.synchronize()
-        ahead = int(self._launched) - self.confirmed
-        assert 0 <= ahead <= 1, f"{ahead} steps of a batch are not confirmed"
-        return ahead == 1
-
-
-class RowStates:
-    """States of one slot. The cache's layers use views of them until `detach`."""
-
-    def __init__(self) -> None:
-        self._views: Items[Views] = ()
-
-    def attach(self, cache: RetrievalCache, buffers: StateBuffers, place: int, *, moved: bool) -> None:
-        """Copy the states of a cache to a slot. moved: the slot differs from the last one."""
-        if moved:
-            self._views = buffers.rows(place, place + 1).current
-        for (_, layer), views in zip(keeping_state(cache), self._views, strict=True):
-            for (name, number), view in views.items():
-                states = getattr(layer, name)
-                if states[number] is not view:
-                    view.copy_(states[number])
-                    states[number] = view
-
-    @ordinary_tensors
-    def detach(self, cache: RetrievalCache) -> None:
-        """Give the cache copies of its states."""
-        for (_, layer), views in zip(keeping_state(cache), self._views, strict=False):
-            for (name, number), view in views.items():
-                states = getattr(layer, name)
-                if states[number] is view:
-                    states[number] = view.clone()
-        self._views = ()
-
-
-def _layer_over(like: StateLayer, views: Views) -> StateLayer:
-    """Make a layer like `like` with these states."""
-    layer = StateLayer(like.number_of_states)
-    plain = {name: value for name, value in vars(like).items() if name not in ("graph", "number_of_states")}
-    vars(layer).update({name: dict(value) if isinstance(value, dict) else value for name, value in plain.items()})
-    for (name, number), view in views.items():
-        getattr(layer, name)[number] = view
-    return layer
+class WindowsGrownError(CaptureError):
+    """The windows of a cache are longer than the buffers of its slot now; longer buffers can go on."""
 
 
 class GroupBuffers(NamedTuple):
@@ -179,10 +53,13 @@ class GroupBuffers(NamedTuple):
         return GroupBuffers(windows, self.states.rows(start, stop))
 
 
-def new_buffers(like: RetrievalCache, most: int) -> GroupBuffers:
-    """Allocate window and state buffers of `most` slots for caches like this one. Raises torch.OutOfMemoryError."""
+def new_buffers(like: RetrievalCache, most: int, undo_steps: int) -> GroupBuffers:
+    """Allocate window and state buffers of `most` slots for caches like this one. Raises torch.OutOfMemoryError.
+
+    undo_steps: launched steps whose states can be undone.
+    """
     windows = [slot_buffers(layer, most) for _, layer in attending(like)]
-    return GroupBuffers(windows, StateBuffers.of(like, most))
+    return GroupBuffers(windows, StateBuffers.of(like, most, undo_steps))
 
 
 def fit_buffers(like: RetrievalCache, buffers: GroupBuffers) -> bool:
@@ -210,40 +87,85 @@ class StepCosts:
         self.nanoseconds += nanoseconds / rows
 
 
-class GraphSlot:
-    """Slot of one sequence in the batch graphs. Implements `GraphHook` of `attention/layer.py`; the cache is a weak
-    reference.
+def note_host_work(stats: LayerStats, work: Sequence[float], nanoseconds: float) -> None:
+    """Add what the host's part of a layer's steps cost. work: METER_WORDS numbers."""
+    search, attend = work[words.SEARCH_TIME], work[words.ATTEND_TIME]
+    seconds, share = nanoseconds / 1e9, search / max(1, search + attend)
+    stats.host_seconds += seconds
+    stats.search_seconds += seconds * share
+    stats.attend_seconds += seconds * (1 - share)
+    stats.keys_scanned += round(work[words.SCANNED])
+    stats.bytes_read += round(work[words.BYTES])
+
+
+class StepClock:
+    """Measures parts of a step for the thread that runs it.
 
     Attributes:
-        place: row of the buffers; -1 before `attach`.
+        host: seconds in which the host searched and attended.
+        device: seconds of forwards and graph replays, `host` included. A device computes its part of a layer while
+            the host works, so `host` is an upper bound of the time that the device waited.
+    """
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+
+    def take(self) -> tuple[float, float]:
+        """Return `host` and `device`, and reset both to 0."""
+        shown = self.host, self.device
+        self.host = self.device = 0.0
+        return shown
+
+
+class GraphSlot:
+    """Slot of one cache in the graphs. Implements `GraphHook` of `attention/layer.py`; the cache is a weak reference.
+
+    Attributes:
+        width: number of sequences of the cache.
+        place: first row of the buffers; -1 before `attach`.
         room: tokens until some window is full.
         stale: whether the cache was changed elsewhere, so that `attach` must precede the next step.
         retrieves: whether there are keys between sinks and window.
+        padded: whether a window has padding.
         coded_keys: largest number of keys that the device searches by codes in a layer.
         awaited: int8 rows that threads make for it.
         behind: layers whose evicted block is not on the host yet, see `copy_ahead`.
     """
 
-    recording = False
-
-    def __init__(self, cache: RetrievalCache, costs: StepCosts, gone: Callable[[Any], None]) -> None:
-        """costs: host work of the steps. gone: called from any thread once the cache is collected."""
-        self._cache = weakref.ref(cache, gone)
+    def __init__(
+        self,
+        cache: RetrievalCache,
+        costs: StepCosts,
+        confirmed: Callable[[int, range], Views],
+        gone: Callable[[Any], None] | None,
+    ) -> None:
+        """Args:
+        costs: host work of the steps.
+        confirmed: returns the states of a layer in some rows of the buffers, see `DecodeGraph.confirmed_states`.
+        gone: called from any thread once the cache is collected.
+        """
+        self._cache, self.width, self._confirmed = weakref.ref(cache, gone), len(cache.batch.sequences), confirmed
         self._costs, self._paid = costs, (costs.work.copy(), costs.nanoseconds.copy())
         self._slots: Sequence[LayerSlot] = ()
         self._views: Sequence[Buffers] = []
-        self._states = RowStates()
+        self._states = SlotStates()
         self._spans = np.zeros((len(attending(cache)), 2), np.int32)
         self._unsynced = 0
         self.behind: list[int] = []
         self.awaited = AwaitedRows()
         self._moved: torch.cuda.Event | None = None  # windows are where they are since
-        self.place, self.room, self.stale, self.retrieves, self.coded_keys = -1, 0, True, False, 0
+        self.place, self.room, self.stale, self.coded_keys = -1, 0, True, 0
+        self.retrieves = self.padded = False
 
     @property
     def cache(self) -> RetrievalCache | None:
         """The cache of the sequence; None once it is collected."""
         return self._cache()
+
+    @property
+    def places(self) -> range:
+        """Rows of the buffers, one for each sequence."""
+        return range(self.place, self.place + self.width)
 
     @property
     def layers(self) -> list[Any]:
@@ -253,14 +175,19 @@ class GraphSlot:
 
     @property
     def prefix(self) -> PagedPrefix | None:
-        """KV of the sequence in shared pages; None: none."""
+        """KV of each sequence in shared pages; None: none."""
         cache = self._cache()
         return None if cache is None else prefix_of(cache)
 
     @property
     def paths(self) -> list[SequenceKV]:
-        """Paths of the sequence in all layers that retrieve."""
+        """Paths of the sequences in all layers that retrieve."""
         return [host for layer in self.layers if isinstance(layer, RetrievalLayer) for host in layer.hosts]
+
+    @property
+    def windows(self) -> list[WindowCache]:
+        """Window of each attention layer."""
+        return [window_of(layer) for layer in self.layers]
 
     @property
     def spans(self) -> np.ndarray[Any, Any]:
@@ -270,17 +197,25 @@ class GraphSlot:
         return spans
 
     def attach(self, buffers: GroupBuffers, place: int) -> None:
-        """Move windows, with room for one token, and states to a row of the buffers. Raises CaptureError."""
+        """Move windows, with room for one token, and states to rows of the buffers from `place` on.
+
+        Raises CaptureError, also if a source of a layer's keys cannot be captured (`AttentionSource.capturable`).
+        """
+        for layer in self.layers:
+            layer.require_capturable()
         cache = self._cache()
         if self.place >= 0:
             self.sync()
         moved = place != self.place
         if moved:
             self.add_tail()
-            self._views = buffers.rows(place, place + 1).windows
+            self._views = buffers.rows(place, place + self.width).windows
             self.place, self._slots = place, ()  # what others left at the new place is not of this row
         if cache is not None:
-            self._states.attach(cache, buffers.states, place, moved=moved)
+            places = self.places
+            self._states.attach(
+                cache, buffers.states, places, lambda number: self._confirmed(number, places), moved=moved
+            )
         for layer, view in zip(self.layers, self._views, strict=True):
             layer.finish_index()
             layer.graph = self
@@ -373,12 +308,6 @@ class GraphSlot:
             self.stale = True
             self._spill()
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """Raise CaptureError: the layers of the batch are recorded (`runner/decode_graph.py`), not those of a cache."""
-        raise CaptureError("the layers of a batch are captured together, not the layer of one row")
-
     def add_tail(self) -> None:
         """Add the tail mass estimated by replays to the layers' `tail`. Waits for the device."""
         tallies = self._tallies()
@@ -387,8 +316,8 @@ class GraphSlot:
         found = torch.cat([tally.flatten() for _, tally in tallies]).cpu()
         torch._foreach_zero_([tally for _, tally in tallies])
         for (layer, _), own in zip(tallies, found.split([tally.numel() for _, tally in tallies]), strict=True):
-            (start, stop), host = held_by(layer).ranges[0], layer.hosts[0]
-            if stop > start and host.clusters is not None:
+            retrieved = any(stop > start for start, stop in held_by(layer).ranges)
+            if retrieved and all(host.clusters is not None for host in layer.hosts):
                 layer.tail.add_sums(own.view(-1, 2)[:, 0], round(float(own[1])))
 
     def _forget_tail(self) -> None:
@@ -397,34 +326,39 @@ class GraphSlot:
             torch._foreach_zero_(tallies)
 
     def _tallies(self) -> list[tuple[RetrievalLayer, Tensor]]:
-        """Return the estimate buffers of this sequence with their layers."""
+        """Return the estimate buffers of each sequence with their layers."""
         return [
-            (layer, host.tally_of(self.place))
+            (layer, host.tally_of(place))
             for slot, layer in zip(self._slots, self.layers, strict=False)
+            if layer.window is not None
+            for place in self.places
             for host in slot.hosts
-            if host.rows.start <= self.place < host.rows.stop
+            if host.rows.start <= place < host.rows.stop
         ]
 
     def _bind_window(self, layer: Any, view: Buffers) -> None:
-        """Move a layer's window to `view`. Raises CaptureError if it does not fit."""
+        """Move a layer's window to `view`. Raises WindowsGrownError if it needs longer buffers."""
         window = window_of(layer)
         if window.buffers[0] is view[0]:
             return
-        if window.span[1] > view[0].shape[2]:
-            raise CaptureError(
-                f"a window of {window.span[1]} tokens needs a row of as many, got a row of {view[0].shape[2]} tokens"
+        grown = isinstance(layer, RetrievalLayer) and window.buffers[0].shape[2] > view[0].shape[2]
+        needed = window.buffers[0].shape[2] if grown else window.span[1]
+        if needed > view[0].shape[2]:
+            raise WindowsGrownError(
+                f"a window of {needed} tokens needs a row of as many, got a row of {view[0].shape[2]} tokens"
             )
         window.use(*view)
 
     def _spill(self, *, flush: bool = True) -> None:
         """Evict the oldest block of each full window to the host. flush: see `LayerKV.spill`."""
-        if any(layer.window.room == 0 for layer in self.layers):
+        full = [layer for layer in self.layers if layer.window is not None and layer.window.room == 0]
+        if full:
             self.add_tail()  # what was estimated until now is of a row that may not have retrieved
-            for layer in self.layers:
-                if layer.window.room == 0 and isinstance(layer, RetrievalLayer):
-                    layer.spill(flush=flush)
-                elif layer.window.room == 0:
-                    layer.spill()
+        for layer in full:
+            if isinstance(layer, RetrievalLayer):
+                layer.spill(flush=flush)
+            else:
+                layer.spill()
 
     def _look(self) -> None:
         """Store the positions of the windows."""
@@ -433,6 +367,7 @@ class GraphSlot:
         self.room = min((layer.window.room for layer in layers), default=0)
         held = [(layer, held_by(layer)) for layer in layers if isinstance(layer, RetrievalLayer)]
         self.retrieves = any(one.retrieves for _, one in held)
+        self.padded = any(layer.window.valid is not None for layer in layers)
         coded = [one for layer, one in held if code_shape(layer, one.window.buffers[0].shape[3]) is not None]
         self.coded_keys = max((stop - start for one in coded for start, stop in one.ranges), default=0)
 

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -23,12 +23,10 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.coded_clusters import new_mass
-from retrieval_attn.attention.device_codes import coded_range
-from retrieval_attn.attention.host_attention import HostAttention
+from retrieval_attn.attention.device_codes import CodedRange
 from retrieval_attn.attention.layer_kv import LayerKV
-from retrieval_attn.attention.layer_uploads import LayerUploads
-from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.attention.upload import least_positions
+from retrieval_attn.attention.retrieval import SOURCES, RetrievalLayer
+from retrieval_attn.attention.source import SourcePlan, TokenRange
 from retrieval_attn.compile.jobs import Compilation, missing, wait_until_compiled
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
@@ -56,23 +54,23 @@ from retrieval_attn.gpu.decode.kernels import (
     stage_queries,
     window_partials,
 )
-from retrieval_attn.gpu.products import rms_norm
+from retrieval_attn.gpu.products import ROW_CLASSES, rms_norm
 from retrieval_attn.gpu.shared.partials import empty_pages, plan_shape, shared_partials
 from retrieval_attn.gpu.shared.plan import SharedPlan
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.model.fused.layers import load_layer_kernels
+from retrieval_attn.model.fused.layers import load_layer_kernels, load_question_kernels
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.codes import beside, load_coder
 from retrieval_attn.offload.staging import TORCH_DTYPE, host_format, pack, unpack
 from retrieval_attn.offload.threads import ThreadPool
-from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.offload.work import overlaps
 from retrieval_attn.runner.full_attention import forms_for_all
 from retrieval_attn.runner.graph.host import code_shape, split_microbatches
 from retrieval_attn.runner.graph.host_row_gather import device_reads, estimated_logits_of
-from retrieval_attn.runner.graph.registry import bind, has_captured, runtime_for, unbind
 from retrieval_attn.runner.graph.slot import window_of
+from retrieval_attn.runner.graph.support import runtime_for
+from retrieval_attn.runner.graph_pool import acquire, release, waits_for
 
 THREADS = 3
 """Pieces of work at the same time. Compiling, and loading, run outside Python's lock for the most part."""
@@ -90,6 +88,11 @@ class Preparation:
     def begin(self, what: str, work: Callable[[], object]) -> None:
         """Have a thread do this. what: in the log."""
         self._futures.append(self._pool.submit(self._do, what, work))
+
+    def begin_first(self, what: str, work: Callable[[], object], device: torch.device, *key: object) -> None:
+        """Have a thread do this on a device, unless it was begun in this process for `key`."""
+        if _is_first((what, device, *key)):
+            self.begin(what, functools.partial(_on, device, work))
 
     def __enter__(self) -> Preparation:
         return self
@@ -136,11 +139,17 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
 
 
 @contextlib.contextmanager
-def compiling_early(config: Config, dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
-    """Meanwhile, while weights load, other processes begin to compile what a read of any length needs.
+def compiling_early(config: Config, dtype: torch.dtype | None, device: torch.device, text: Any) -> Iterator[None]:
+    """While weights load, compile host kernels in other processes, and load device kernels in threads.
 
-    dtype: of the model that is loaded; None: not known, and nothing begins. What is not done at the end goes on, and a
-    read waits for it (`compilation`); an error ends the processes.
+    What other processes have not compiled at the end goes on, and a read waits for it (`compilation`); an error ends
+    the processes. Kernels of the device that depend on weights or on the chosen index are loaded by `prepared`.
+
+    Args:
+        config: options of the reads.
+        dtype: dtype of the model that is loaded; None: unknown, and nothing begins.
+        device: device of the model.
+        text: text config of the model, for its sizes.
     """
     if dtype is None:
         yield
@@ -150,7 +159,13 @@ def compiling_early(config: Config, dtype: torch.dtype | None, device: torch.dev
     jobs = early_jobs(fmt, spec, retrieve_all=config.retrieve == "all", serves_graphs=serves_graphs)
     compiling = Compilation(jobs, progress=False)
     try:
-        yield
+        with Preparation() as preparation:
+            if overlaps(device):
+                for what, work in _early_preparations(config, device, dtype, fmt, text):
+                    preparation.begin_first(what, work, device, dtype, fmt)
+                if not compiling.jobs:  # else it would wait for other processes
+                    preparation.begin("the host's kernels", functools.partial(load_kernels, fmt, spec, {spec.kind}))
+            yield
     except BaseException:
         compiling.close()
         raise
@@ -168,9 +183,11 @@ def prepared(model: PreTrainedModel, cache: RetrievalCache, compiling: Compilati
         return
     with Preparation() as preparation:
         fmt = host_format(cache.config.host_dtype, model.dtype)
+        text = model.config.get_text_config(decoder=True)
+        for what, work in _early_preparations(cache.config, device, model.dtype, fmt, text):
+            preparation.begin_first(what, work, device, model.dtype, fmt)
         for what, work in _preparations(model, cache, compiling, device):
-            if _is_first((what, device, model.dtype, fmt, cache.index.spec)):
-                preparation.begin(what, functools.partial(_on, device, work))
+            preparation.begin_first(what, work, device, model.dtype, fmt, cache.index.spec)
         watch, before = _LayerWatch(preparation, model, cache, _processors(device)), cache.on_layer
         cache.on_layer = functools.partial(watch, before)
         try:
@@ -182,30 +199,41 @@ def prepared(model: PreTrainedModel, cache: RetrievalCache, compiling: Compilati
 def _preparations(
     model: PreTrainedModel, cache: RetrievalCache, compiling: Compilation, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield preparations that do not depend on a layer's shape, with their names."""
-    config, spec = cache.config, cache.index.spec
-    fmt = host_format(config.host_dtype, model.dtype)
-    yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, _sizes(model)[0])
-    stored = {fmt, Format.INT8} if spec.host_reads.rows else {fmt}
-    yield "kernels of each layer", functools.partial(_load_layers, device, model.dtype, fmt, stored, *_sizes(model))
+    """Yield preparations that depend on weights or on the index, but not on a layer's shape, with their names."""
+    spec, fmt = cache.index.spec, host_format(cache.config.host_dtype, model.dtype)
+    head_dim, _ = _sizes(model.config.get_text_config(decoder=True))
+    yield "the kernels that code keys", functools.partial(load_coder, device, model.dtype, spec, head_dim)
     yield "the host's kernels", functools.partial(_load_compiled, compiling, fmt, spec)
-    if config.graph is not False:
+    if cache.config.graph is not False:
         yield "kernels of a step", functools.partial(load_layer_kernels, model)
+    for rows in ROW_CLASSES:
+        yield f"kernels of questions of {rows} tokens", functools.partial(load_question_kernels, model, rows)
+    if spec.host_reads.rows:
+        yield "the kernel of int8 rows", functools.partial(_pack_zeros, device, model.dtype, Format.INT8, head_dim)
+
+
+def _early_preparations(
+    config: Config, device: torch.device, dtype: torch.dtype, fmt: Format, text: Any
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield preparations that depend on sizes in the model's text config only, with their names."""
+    sizes = _sizes(text)
+    yield f"kernels of each layer of {sizes}", functools.partial(_load_layers, device, dtype, fmt, *sizes)
     if config.graph is not False:
         yield "the exchange with the host", functools.partial(_load_exchange, device)
 
 
-def _load_layers(
-    device: torch.device, dtype: torch.dtype, fmt: Format, stored: Iterable[Format], head_dim: int, width: int
-) -> None:
-    """Merge partials, normalise hidden states, pack rows as they are stored, unpack the host's: all over zeros."""
+def _load_layers(device: torch.device, dtype: torch.dtype, fmt: Format, head_dim: int, width: int) -> None:
+    """Merge partials, normalise hidden states, pack rows for the host and unpack them: all over zeros."""
     part = empty_partial(torch.zeros(1, 1, 1, head_dim, device=device), head_dim)
     merge([part, part])
     weight = torch.zeros(width, dtype=dtype, device=device)
     rms_norm(weight[None], weight, 1e-5)
-    for one in stored:
-        pack(torch.zeros(1, head_dim, dtype=dtype, device=device), one)
+    _pack_zeros(device, dtype, fmt, head_dim)
     unpack(torch.zeros(1, fmt.width(head_dim), dtype=TORCH_DTYPE[fmt], device=device), fmt, dtype)
+
+
+def _pack_zeros(device: torch.device, dtype: torch.dtype, fmt: Format, head_dim: int) -> None:
+    pack(torch.zeros(1, head_dim, dtype=dtype, device=device), fmt)
 
 
 def _load_compiled(compiling: Compilation, fmt: Format, spec: IndexSpec) -> None:
@@ -221,9 +249,8 @@ def _load_exchange(device: torch.device) -> None:
     compile_server()
 
 
-def _sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the sizes of a head and of a hidden state."""
-    text = model.config.get_text_config(decoder=True)
+def _sizes(text: Any) -> tuple[int, int]:
+    """Return the sizes of a head and of a hidden state, of a text config."""
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads), int(text.hidden_size)
 
 
@@ -288,13 +315,13 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
         return
     try:
         runtime = runtime_for(model)
-        if runtime is None or has_captured(model, cache, runtime):
+        if runtime is None or waits_for(model, cache, runtime):
             return
-        launcher = bind(model, cache, runtime)
+        pool = acquire(model, cache, runtime)
         try:
-            launcher.rehearse()
+            pool.rehearse(cache)
         finally:
-            unbind(model, launcher)
+            release(model, pool)
     except (CaptureError, BackendError, ContextLengthError, torch.OutOfMemoryError) as error:
         logger.info("no step was captured while reading: %s", error)
 
@@ -317,13 +344,13 @@ def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:
         shape = layer.q_heads, key.shape, value.shape, key.device, tuple(held.ranges)
         if shape not in rehearsed:
             rehearsed.add(shape)
-            uploads = LayerUploads(layer.batch, layer.number, key.device)
             for tokens in question_lengths(layer, held):
                 query = key.new_ones(key.shape[0], layer.q_heads, tokens, key.shape[3])
-                part = HostAttention(held, query, Scoring(1.0, None), layer.index.spec, uploads)
-                part.begin(layer.config)
-                part.attend(layer.config, value.shape[3], LayerStats())
-            uploads.clear()
+                for source in SourcePlan(layer.request(held, tokens, exact=False), SOURCES).sources:
+                    if source.retrieves:
+                        source.begin(query, Scoring(1.0))
+                        source.finish()
+            held.uploads.clear()
 
 
 _searched: weakref.WeakKeyDictionary[PreTrainedModel, set[Any]] = weakref.WeakKeyDictionary()
@@ -333,12 +360,10 @@ def question_lengths(layer: RetrievalLayer, held: LayerKV) -> list[int]:
     """Tokens of questions, one for each way that they take through the codes of a layer."""
     host, (start, stop) = held.hosts[0], held.ranges[0]
     k = layer.config.retrieve_count(stop - start)
-    over = (
-        None
-        if k is None or stop <= start
-        else coded_range(host, start, stop, k, layer.index.spec, layer.config.estimates)
-    )
-    return [2] if over is None else [2, least_positions(over, layer.q_heads)]
+    if k is None or stop <= start:
+        return [2]
+    over = CodedRange.of(TokenRange(host, [0], start, stop), k, layer.index.spec, layer.config.estimates)
+    return [2] if over is None else [2, over.least_positions(layer.q_heads)]
 
 
 REHEARSALS: tuple[Rehearsal, ...] = (capture_step, search_codes)

@@ -34,8 +34,9 @@ from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import forward
+from retrieval_attn.runner.graph_slot import StepClock
 
-__all__ = ["RowsCache", "RowsFailedError", "RowsLayer", "StepClock", "position_groups", "require_rows", "step"]
+__all__ = ["RowsCache", "RowsFailedError", "RowsLayer", "position_groups", "require_rows", "step"]
 
 
 class RowsState(LinearAttentionLayer):
@@ -80,25 +81,6 @@ class RowsFailedError(BackendError):
 
 
 _plans: weakref.WeakKeyDictionary[PreTrainedModel, StepPlans] = weakref.WeakKeyDictionary()
-
-
-class StepClock:
-    """Measures parts of a step for the thread that runs it.
-
-    Attributes:
-        host: seconds in which the host searched and attended.
-        device: seconds of forwards and graph replays, `host` included. A device computes its part of a layer while
-            the host works, so `host` is an upper bound of the time that the device waited.
-    """
-
-    def __init__(self) -> None:
-        self.host = self.device = 0.0
-
-    def take(self) -> tuple[float, float]:
-        """Return `host` and `device`, and reset both to 0."""
-        shown = self.host, self.device
-        self.host = self.device = 0.0
-        return shown
 
 
 @torch.no_grad()

@@ -128,8 +128,8 @@ def _logits(model: PreTrainedModel, ids: Tensor, tokens: int, cache: object) -> 
     return torch.cat(parts, dim=1)
 
 
-# Compared with eager full attention: same logits to 1e-5 with retrieve="all". tests/test_models.py, test_hybrid.py and
-# test_multimodal.py do so.
+# Compared with eager full attention: same logits to 1e-5 with retrieve="all". tests/model/test_models.py,
+# test_hybrid.py and test_multimodal.py do so.
 TESTED = frozenset(
     {
         "gemma2",
@@ -151,7 +151,7 @@ TESTED = frozenset(
         "qwen3_vl_text",
     }
 )
-# Models for text and images around such a decoder, compared in tests/test_multimodal.py.
+# Models for text and images around such a decoder, compared in tests/model/test_multimodal.py.
 TESTED_WITH_IMAGES = frozenset({"gemma3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
 
 _LATENT = "its cache holds latents that are expanded after the cache (multi-head latent attention)"

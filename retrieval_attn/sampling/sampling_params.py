@@ -1,4 +1,4 @@
-"""Ranges of the options that choose a token, shared by `Sampling` and `SamplingParams`. Imports no torch."""
+"""Options that choose tokens: `SamplingParams` of a row, `Sampling` of an answer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import numbers
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any
 
 from retrieval_attn.errors import ConfigError
 
@@ -19,9 +19,9 @@ __all__ = [
     "Bias",
     "ChoiceOptions",
     "GivenBias",
+    "Sampling",
     "SamplingParams",
     "bias_pairs",
-    "check",
 ]
 
 LEAST_TEMPERATURE = 1e-5
@@ -45,35 +45,16 @@ GivenBias = Mapping[int, float] | Mapping[str, float] | Bias
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
-class ChoiceOptions(Protocol):
-    """The options that `Sampling` and `SamplingParams` have in common."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-
-
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one row chooses its tokens.
+class ChoiceOptions:
+    """Options that choose tokens, of `SamplingParams` and `Sampling`.
 
-    temperature: 0, or less than 1e-5, takes the likeliest token (greedy), and so does top_p=0; top_k, top_p and min_p
-    are without effect then. top_k: 0 keeps every token. top_p: [0, 1], 1 keeps every token. min_p: [0, 1], share of the
-    likeliest token's probability below which a token is left out; 0 keeps every token. seed: 64 bits. logprobs: how
-    many of the likeliest tokens are returned with their log-probabilities, besides the chosen one, 0 to 20; 0: none,
-    the chosen one's neither.
-    repetition_penalty: [0.01, 100], of the tokens of prompt and answer; presence_penalty, frequency_penalty: [-2, 2],
-    of the answer's tokens, see `penalized`. logit_bias: a mapping from token ids to [-100, 100], added to their scores;
-    stored as sorted pairs. These act first, then filters in the order temperature, top-k, top-p, min-p, as in
+    temperature: 0, or less than 1e-5, selects the likeliest token (greedy), and so does top_p=0; top_k, top_p and min_p
+    have no effect then. top_k: 0 keeps every token. top_p: [0, 1], 1 keeps every token. min_p: [0, 1], share of the
+    likeliest token's probability below which a token is excluded; 0 keeps every token. repetition_penalty: [0.01, 100],
+    of tokens of prompt and answer; presence_penalty, frequency_penalty: [-2, 2], of the answer's tokens, see
+    `penalized`. logit_bias: a mapping from token ids to [-100, 100], added to their scores; stored as sorted pairs.
+    Penalties and bias act first, on greedy rows too, then filters in the order temperature, top-k, top-p, min-p, as in
     transformers. Tokens with equal scores stay or go together. Raises ConfigError for a value of the wrong type or out
     of range.
     """
@@ -82,26 +63,23 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
-    logprobs: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: GivenBias = ()
 
     def __post_init__(self) -> None:
-        check(self)
+        if not is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature must be a number >= 0 (0 is greedy), got {self.temperature!r}.")
+        for name, limits in _RANGES.items():
+            _require(name, getattr(self, name), *limits)
         if not is_int(self.top_k) or not 0 <= self.top_k < 2**31:
             raise ConfigError(f"top_k must be an integer >= 0 (0 keeps every token), got {self.top_k!r}.")
-        if not is_int(self.seed) or not -(2**63) <= self.seed < 2**64:
-            raise ConfigError(f"seed must be an integer of 64 bits, got {self.seed!r}.")
-        if not is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ConfigError(f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}.")
         object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the likeliest token is selected."""
         return self.temperature < LEAST_TEMPERATURE or self.top_p == 0
 
     @property
@@ -121,12 +99,85 @@ class SamplingParams:
         return penalties or bool(self.logit_bias)
 
 
-def check(options: ChoiceOptions) -> None:
-    """Raise ConfigError for an option of the wrong type or out of its range."""
-    if not is_number(options.temperature) or not 0 <= options.temperature < math.inf:
-        raise ConfigError(f"temperature must be a number >= 0 (0 is greedy), got {options.temperature!r}.")
-    for name, limits in _RANGES.items():
-        _require(name, getattr(options, name), *limits)
+@dataclass(frozen=True)
+class SamplingParams(ChoiceOptions):
+    """How one row of a batch chooses its tokens.
+
+    seed: 64 bits. logprobs: number of likeliest tokens returned with their log-probabilities, in addition to the chosen
+    one's, 0 to 20; 0: none, not even the chosen one's.
+    """
+
+    seed: int = 0
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_seed(self.seed)
+        if not is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}.")
+
+
+@dataclass(frozen=True)
+class Sampling(ChoiceOptions):
+    """How the tokens of an answer are chosen, and when it ends. The options are the server's; give them by keyword.
+
+    The defaults are neutral: greedy, without penalties. The sampling values of the model's generation config are not
+    used; `retrieval_attn.server` uses them. max_new_tokens: most tokens of the answer. seed: the same seed gives a
+    question the same answer, alone and in any batch; None: one for each answer from torch's global generator. stop:
+    strings that end an answer when they appear in it. min_tokens: tokens before which neither an end token nor a stop
+    string ends the answer. ignore_eos: no end token ends it.
+    """
+
+    max_new_tokens: int = 128
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_int(self.max_new_tokens) or self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be an integer >= 1, got {self.max_new_tokens!r}.")
+        if self.seed is not None:
+            _require_seed(self.seed)
+        if isinstance(self.stop, str):
+            raise ConfigError(f"stop must be a tuple of strings, got the string {self.stop!r}; write ({self.stop!r},).")
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(one, str) and one for one in self.stop):
+            raise ConfigError(f"stop must be a tuple of non-empty strings, got {self.stop!r}; write () for none.")
+        if not all(map(is_encodable, self.stop)):
+            raise ConfigError(f"stop must have valid Unicode, got a lone surrogate in {self.stop!r}.")
+        if not is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise ConfigError(
+                f"min_tokens must be an integer in [0, max_new_tokens={self.max_new_tokens}], got {self.min_tokens!r}."
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
+        object.__setattr__(self, "stop", tuple(self.stop))
+
+    @classmethod
+    def of(cls, sampling: Sampling | None, options: Mapping[str, Any]) -> Sampling:
+        """Return `sampling`, or one of keyword `options`. Raises ConfigError for both at once and unknown names."""
+        if sampling is None:
+            known = [one.name for one in fields(cls)]
+            unknown = sorted(set(options) - set(known))
+            if unknown:
+                raise ConfigError(f"Unknown sampling option {', '.join(unknown)}; the options are {', '.join(known)}.")
+            return cls(**options)
+        if not isinstance(sampling, Sampling):
+            raise ConfigError(
+                f"sampling must be a retrieval_attn.Sampling, got {sampling!r}; give one, or its fields as keywords "
+                "such as max_new_tokens=64."
+            )
+        if options:
+            raise ConfigError(
+                f"A Sampling and the keyword {', '.join(sorted(options))} were given; put all of them into one or the "
+                "other."
+            )
+        return sampling
+
+    def params(self, seed: int) -> SamplingParams:
+        """Return the parameters of a row with this seed."""
+        return SamplingParams(**{one.name: getattr(self, one.name) for one in fields(ChoiceOptions)}, seed=seed)
 
 
 def bias_pairs(given: object) -> Bias:
@@ -170,6 +221,11 @@ def is_int(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Return whether `value` is a real number and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _require_seed(seed: object) -> None:
+    if not is_int(seed) or not -(2**63) <= seed < 2**64:  # type: ignore[operator]  # an integer
+        raise ConfigError(f"seed must be an integer of 64 bits, got {seed!r}.")
 
 
 def _require(name: str, value: Any, low: float, high: float, note: str) -> None:

@@ -70,7 +70,7 @@ class Marks(NamedTuple):
 
     def of_another(self) -> Marks:
         """For a node of the same tokens by another writer: what its clusters know is not known here."""
-        return Marks({number: mark._replace(clusters=None) for number, mark in self.paths.items()})
+        return Marks({number: mark._replace(replicas={}) for number, mark in self.paths.items()})
 
 
 def marks_of(cache: RetrievalCache) -> Marks:

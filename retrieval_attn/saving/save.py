@@ -247,6 +247,11 @@ class Saved:
         return self.done
 
     @property
+    def runs_here(self) -> bool:
+        """Whether the thread that writes is the current one."""
+        return self._thread is threading.current_thread()
+
+    @property
     def done(self) -> bool:
         """Whether all of it is on the disk, or has failed."""
         return self._thread is None or not self._thread.is_alive()

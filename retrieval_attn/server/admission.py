@@ -23,11 +23,10 @@ UNPACED = 16
 class Pace:
     """Rate at which one queue is served, measured while it is not empty. Used in one event loop."""
 
-    def __init__(self, now: Callable[[], float], token_seconds: float | None = None) -> None:
-        """now: seconds of a clock that does not go back. token_seconds: to read one token of a prompt, used until a
-        request was served; None: not known.
-        """
-        self._now, self._token_seconds = now, token_seconds
+    def __init__(self, now: Callable[[], float]) -> None:
+        """now: seconds of a clock that does not go back."""
+        self._now = now
+        self.token_seconds: float | None = None  # see `Admission.expect`
         self._requests = self._tokens = 0  # that wait
         self._busy, self._since = 0.0, 0.0  # seconds in which a request waited, up to a time
         self._served: deque[tuple[float, int]] = deque([(0.0, 0)], REMEMBERED + 1)  # busy seconds then, tokens
@@ -67,10 +66,10 @@ class Pace:
         served = len(self._served) - 1
         if not self._requests:
             return 0.0
-        if not served and self._token_seconds is None:
+        if not served and self.token_seconds is None:
             return self._busy if self._requests < UNPACED else math.inf
         if not served:
-            return max(self._busy, self._tokens * (self._token_seconds or 0.0))
+            return max(self._busy, self._tokens * (self.token_seconds or 0.0))
         spent = self._busy - self._served[0][0]
         by_requests = spent * self._requests / served
         if not self._served_tokens:
@@ -116,17 +115,21 @@ class Admission:
     """
 
     def __init__(
-        self, requests: int, tokens: int, seconds: float = math.inf, now: Callable[[], float] = time.monotonic,
-        token_seconds: float | None = None,
-    ) -> None:  # fmt: skip
+        self, requests: int, tokens: int, seconds: float = math.inf, now: Callable[[], float] = time.monotonic
+    ) -> None:
         """requests, tokens: maximum queued. seconds: maximum expected time to first token, estimated by `Pace`.
 
-        An empty queue accepts one request of any length. now: clock in seconds. token_seconds: see `Pace`.
+        An empty queue accepts one request of any length. now: clock in seconds.
         """
         self._most_requests, self._most_tokens, self._most_seconds = requests, tokens, seconds
         self.requests = self.tokens = 0
-        self._paces = {is_long: Pace(now, token_seconds) for is_long in (False, True)}
+        self._paces = {is_long: Pace(now) for is_long in (False, True)}
         self._queued: dict[Hashable, list[QueuedRequest]] = {}  # by key, those that may share a prefill
+
+    def expect(self, token_seconds: float) -> None:
+        """Estimate waits by these prefill seconds per token until requests were served; 0: accept all meanwhile."""
+        for pace in self._paces.values():
+            pace.token_seconds = token_seconds
 
     def expected_seconds(self, tokens: int) -> float:
         """Return the seconds until all queued requests of this length class have their first token."""

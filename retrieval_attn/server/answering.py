@@ -21,16 +21,18 @@ from starlette.types import Scope
 from retrieval_attn.engine.ids import int32_row
 from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.server.admission import Admission, QueuedPrompt, QueuedRequest
+from retrieval_attn.server.answer_bodies import ERRORS, ChatAnswer, TextAnswer
+from retrieval_attn.server.answer_parts import AnswerReader
 from retrieval_attn.server.client import EngineClient, Item, Submitted
 from retrieval_attn.server.failure import ApiError, failure_of, text_from
-from retrieval_attn.server.formatting import DONE, ChatForm, EchoedPrompt, EchoForm, Form, TextForm, usage_of
+from retrieval_attn.server.formatting import ChatForm, EchoedPrompt, EchoForm, Form, TextForm, usage_of
 from retrieval_attn.server.permissions import UserRoute
 from retrieval_attn.server.prompts import Extras, Parts, forked
-from retrieval_attn.server.protocol import ERRORS, ChatAnswer, ChatBody, CompletionBody, SampledBody, TextAnswer
+from retrieval_attn.server.protocol import ChatBody, CompletionBody, NamedTool, SampledBody
 from retrieval_attn.server.service import Service, caller_of, service_of
 from retrieval_attn.server.streaming import StreamReply, WholeReply
 
-__all__ = ["Choices", "router"]
+__all__ = ["Choices", "EVENTS", "answer_chat", "chat_prompt", "router"]
 
 MAX_UNREAD = 8192
 """Maximum tokens of a request that its client has not read, besides those in the socket's buffer."""
@@ -180,20 +182,51 @@ EVENTS: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
 )
 async def chat(body: ChatBody, request: HttpRequest) -> Response:
     """Answer a conversation, or questions about a saved context."""
+    service, top = service_of(request), body.top_logprobs or 0
+
+    def form(requests: Sequence[Request], make_reader: Callable[[], AnswerReader]) -> Form:
+        return ChatForm(body.model, service.texts, top, make_reader, requests[0].visible)
+
+    return await answer_chat(body, request, form)
+
+
+async def answer_chat(
+    body: ChatBody, request: HttpRequest, make_form: Callable[[Sequence[Request], Callable[[], AnswerReader]], Form]
+) -> Response:
+    """Answer a chat request. make_form: return its form for the engine's requests and a maker of parsers."""
     service = service_of(request)
     context = service.context_of(body.model, body.context)
-    turns = [message.turn for message in body.messages]
-    prompts = service.prompts
-    extras = Extras(body.read_tools, body.chat_template_kwargs or {})
-    of_turns = prompts.of_messages if context is None else prompts.of_question
-    make: Callable[[], Parts] = partial(of_turns, turns, extras)
-    top = body.top_logprobs or 0
-    logprobs = max(top, 1) if body.logprobs else 0
-    form = ChatForm(body.model, service.texts, top)
+    prompts, answer_format = service.prompts, service.answer_format
+    prompt = chat_prompt(service, body, context)
+    opening = ""
+    if body.tool_choice == "required":
+        opening = answer_format.opening(None)
+    elif isinstance(body.tool_choice, NamedTool):
+        opening = answer_format.opening(body.tool_choice.function.name)
+
+    def make() -> Parts:
+        parts = prompt()
+        if not opening:
+            return parts
+        return prompts.continued(parts, answer_format.thinking_end(prompts.end_of(parts)) + opening)
+
+    stops = () if body.ignore_eos else prompts.stops
+    logprobs = max(body.top_logprobs or 0, 1) if body.logprobs else 0
     requests = await _requests(
-        service, request, body, [make], context=context, most=body.most_tokens, logprobs=logprobs
+        service, request, body, [make], context=context, most=body.most_tokens, logprobs=logprobs, stops=stops
     )
-    return await _answer(service, request, body, requests, form)
+    requests = [replace(one, visible=answer_format.visible) for one in requests]
+    end = prompts.end_of(requests[0].parts)
+    make_reader = partial(answer_format.reader, body.read_tools, end, opening, body.most_calls)
+    return await _answer(service, request, body, requests, make_form(requests, make_reader))
+
+
+def chat_prompt(service: Service, body: ChatBody, context: str | None) -> Callable[[], Parts]:
+    """Return a function that makes the prompt of a chat request. context: saved context that it continues."""
+    prompts = service.prompts
+    options = prompts.thinking_options(body.reasoning_effort, body.enable_thinking) | (body.chat_template_kwargs or {})
+    of_turns = prompts.of_messages if context is None else prompts.of_question
+    return partial(of_turns, [message.turn for message in body.messages], Extras(body.read_tools, options))
 
 
 @router.post("/v1/completions", response_model=None, responses=ERRORS | {200: {"model": TextAnswer, "content": EVENTS}})
@@ -238,12 +271,12 @@ def _require_few_scores(count: int) -> None:
 
 async def _requests(
     service: Service, http: HttpRequest, body: SampledBody, makes: Sequence[Callable[[], Parts]], *,
-    context: str | None, most: int | None, logprobs: int,
+    context: str | None, most: int | None, logprobs: int, stops: Sequence[str] = (),
 ) -> list[Request]:  # fmt: skip
     """Make a request of the engine for each choice of each prompt.
 
     makes: return the parts of a prompt. context: saved context that the prompts continue. most: maximum tokens of an
-    answer; None: the server's default. Raises ApiError, and exceptions of `makes`.
+    answer; None: the server's default. stops: further stop strings. Raises ApiError, and exceptions of `makes`.
     """
     answers = body.n or 1
     if len(makes) * answers > service.settings.choices:
@@ -270,7 +303,7 @@ async def _requests(
                     asked,
                     tokens,
                     draw,
-                    body.stops,
+                    (*body.stops, *stops),
                     frozenset() if body.ignore_eos else None,
                     caller.namespace,
                     caller.name,
@@ -303,9 +336,8 @@ async def _answer(
     wanted = requests[0].draw.logprobs > 0
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return StreamReply(
-            _chunks(choices, form, len(requests), body.n or 1, logprobs=wanted, usage=usage), end, choices.seconds_left
-        )
+        chunks = _chunks(choices, form, len(requests), body.n or 1, logprobs=wanted, usage=usage)
+        return StreamReply(chunks, form.failure, end, choices.seconds_left)
     return WholeReply(lambda: _whole(choices, form, body.n or 1, logprobs=wanted), end, choices.seconds_left)
 
 
@@ -319,15 +351,14 @@ async def _chunks(
         chunks = []
         for index, item in items:
             if not isinstance(item, Event):
-                chunks.append(form.closing(index, item.reason))
+                chunks.append(form.closing(index, item))
                 continue
             told = (item,) if logprobs and item.token >= 0 else ()
             if item.text or told:
                 chunks.append(form.chunk(index, item.text, told))
         if any(chunks):
             yield b"".join(chunks)
-    ending = form.usage(usage_of(_ordered(choices), answers)) if usage else b""
-    yield ending + DONE
+    yield form.ending(usage_of(_ordered(choices), answers), wanted=usage)
 
 
 async def _whole(choices: Choices, form: Form, answers: int, *, logprobs: bool) -> bytes:

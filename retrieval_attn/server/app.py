@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -11,24 +12,29 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from transformers import PreTrainedTokenizerBase
 
 import retrieval_attn
-from retrieval_attn.server import answering, context_routes
+from retrieval_attn.server import answering, context_routes, messages
+from retrieval_attn.server.answer_bodies import (
+    ERRORS,
+    Detokenized,
+    ErrorAnswer,
+    Health,
+    MessagesModelList,
+    ModelList,
+    ModelRecord,
+    Props,
+    Tokens,
+    Version,
+)
+from retrieval_attn.server.answer_parts import template_text
 from retrieval_attn.server.failure import ApiError, failure_of, invalid, text_from
 from retrieval_attn.server.middleware import Edge
 from retrieval_attn.server.page import page_router, status_router
 from retrieval_attn.server.permissions import AdminRoute, OpenRoute, Permission, UserRoute, authorize
 from retrieval_attn.server.prompts import Extras
-from retrieval_attn.server.protocol import (
-    ERRORS,
-    ErrorAnswer,
-    Health,
-    ModelList,
-    ModelRecord,
-    TokenizeBody,
-    Tokens,
-    Version,
-)
+from retrieval_attn.server.protocol import DetokenizeBody, TokenizeBody
 from retrieval_attn.server.service import Service, service_of
 from retrieval_attn.server.streaming import FailureReply, noted
 
@@ -41,14 +47,25 @@ admin_router = APIRouter(tags=["server"], route_class=AdminRoute)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@router.get("/v1/models", response_model=None, responses=ERRORS | {200: {"model": ModelList}})
+@router.get("/v1/models", response_model=None, responses=ERRORS | {200: {"model": ModelList | MessagesModelList}})
 async def models(request: Request) -> Response:
-    """List the model, and every saved context as a model MODEL@NAME."""
+    """List the model by all its names, and every saved context as a model MODEL@NAME."""
     service = service_of(request)
-    found = [_record(service, service.settings.name, service.created)]
+    found = [_record(service, name, service.created) for name in service.settings.names]
     for one in await service.contexts.listed():
         found.append(_record(service, f"{service.settings.name}@{one.name}", int(one.created)))
+    if "anthropic-version" in request.headers:
+        listed = [_messages_record(one) for one in found]
+        ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]}
+        return JSONResponse({"data": listed, "has_more": False, **ends})
     return JSONResponse({"object": "list", "data": found})
+
+
+def _messages_record(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's record in Anthropic's form."""
+    created = datetime.datetime.fromtimestamp(record["created"], datetime.UTC).isoformat()
+    name, most = record["id"], record["max_model_len"]
+    return {"type": "model", "id": name, "display_name": name, "created_at": created, "max_input_tokens": most}
 
 
 @router.get("/v1/models/{name:path}", response_model=None, responses=ERRORS | {200: {"model": ModelRecord}})
@@ -113,7 +130,47 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 
     with text_from("prompt" if body.messages is None else "messages"):
         ids = [token for part in await asyncio.to_thread(parts) for token in part]
-    return JSONResponse({"count": len(ids), "max_model_len": prompts.positions, "tokens": ids})
+    answer = {"count": len(ids), "max_model_len": prompts.positions, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [_word(prompts.tokenizer, token) for token in ids]
+    return JSONResponse(answer)
+
+
+def _word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    word = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+    return word if isinstance(word, str) else ""
+
+
+@router.post("/detokenize", response_model=None, responses=ERRORS | {200: {"model": Detokenized}})
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    """Return the text of token ids, special tokens included."""
+    service = service_of(request)
+    if body.model is not None:
+        service.context_of(body.model, None)
+    tokenizer = service.prompts.tokenizer
+    if (most := max(body.tokens, default=0)) >= len(tokenizer):
+        raise ApiError(400, f"The tokenizer has {len(tokenizer)} tokens, got the id {most}.", param="tokens")
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return JSONResponse({"prompt": text})
+
+
+@router.get("/props", response_model=None, responses=ERRORS | {200: {"model": Props}})
+async def props(request: Request) -> Response:
+    """Return facts of the model, as llama.cpp's server does."""
+    service = service_of(request)
+    tokenizer, calls = service.prompts.tokenizer, service.answer_format.calls
+    return JSONResponse(
+        {
+            "model_alias": service.settings.name,
+            "default_generation_settings": {"n_ctx": service.prompts.positions, "params": dict(service.sampling)},
+            "chat_template": template_text(tokenizer),
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "modalities": {"vision": False, "audio": False},
+            "tool_format": None if calls is None else calls.name,
+            "build_info": f"retrieval-attn {retrieval_attn.__version__}",
+        }
+    )
 
 
 @admin_router.get(
@@ -154,7 +211,10 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
     )  # fmt: skip
     app.state.service = service
-    routers = answering.router, context_routes.router, page_router, status_router, router, open_router, admin_router
+    routers = (
+        answering.router, messages.router, context_routes.router, page_router, status_router, router, open_router,
+        admin_router,
+    )  # fmt: skip
     for one in routers:
         app.include_router(one)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -11,20 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from retrieval_attn.engine.ids import int32_row
 from retrieval_attn.server.admission import QueuedPrompt
+from retrieval_attn.server.answer_bodies import ERRORS, ContextList, ContextRecord, Deleted
 from retrieval_attn.server.contexts import ContextState
 from retrieval_attn.server.failure import ApiError, document_from
 from retrieval_attn.server.permissions import AdminRoute
-from retrieval_attn.server.protocol import (
-    ERRORS,
-    NAME_PATTERN,
-    ContextList,
-    ContextRecord,
-    Deleted,
-    ForkBody,
-    KeepBody,
-    Message,
-    MoreBody,
-)
+from retrieval_attn.server.protocol import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody
 from retrieval_attn.server.service import Service, caller_of, service_of
 
 __all__ = ["router"]

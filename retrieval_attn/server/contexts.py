@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -95,7 +94,11 @@ class Contexts:
     async def listed(self) -> list[ContextState]:
         """Return the contexts that requests can use, sorted by name."""
         unsaved = {one.name: ContextState.unsaved(one) for one in await self._unsaved()}
-        stored = [one for one in await self._in_thread(self._store.list) if one.plain.get("template") == self._template]
+        stored = [
+            one
+            for one in await self._in_thread(self._store.list)
+            if one.plain.get("template") == self._template and not one.is_automatic
+        ]
         found = {one.name: ContextState.stored(one) for one in stored} | unsaved
         return [found[name] for name in sorted(found)]
 
@@ -123,10 +126,8 @@ class Contexts:
         """Return the bytes of all contexts as "used", and as "limit" these plus what the file system has free."""
 
         def measured() -> dict[str, int]:
-            folder, used = self._store.folder, self._store.nbytes()
-            while not folder.exists():
-                folder = folder.parent
-            return {"used": used, "limit": used + shutil.disk_usage(folder).free}
+            used = self._store.nbytes()
+            return {"used": used, "limit": used + self._store.free_bytes()}
 
         return await self._in_thread(measured)
 
@@ -135,7 +136,7 @@ class Contexts:
         for one in await self._unsaved():
             if one.name == name:
                 return ContextState.unsaved(one)
-        return ContextState.stored(await self._in_thread(lambda: self._store.resolve(name)))
+        return ContextState.stored(await self._in_thread(lambda: self._resolved(name)))
 
     async def make(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str) -> ContextState:
         """Prefill a text, from the start or after a saved context, and begin to save it.
@@ -158,7 +159,7 @@ class Contexts:
         used = {one.name for one in await self._unsaved()}
 
         def fork() -> ContextState:
-            found = self._store.resolve(name)
+            found = self._resolved(name)
             if new in used or new in {one.name for one in self._store.list()}:
                 raise ApiError(
                     409, f"There is a context {new!r} already; delete it, or give another name.", param="name"
@@ -176,6 +177,7 @@ class Contexts:
 
         def remove() -> None:
             try:
+                self._resolved(name)
                 self._store.remove(name)
             except UnknownContextError:
                 if not cancelled:
@@ -183,6 +185,13 @@ class Contexts:
             self._store.gc()
 
         await self._in_thread(remove)
+
+    def _resolved(self, name: str) -> NamedContext:
+        """Return the context of a name. Raises UnknownContextError, also for an idle text that the engine saved."""
+        found = self._store.resolve(name)
+        if found.is_automatic:
+            raise UnknownContextError(f"no context {name!r} in the store {self._store.folder}", context=name)
+        return found
 
     async def _unsaved(self) -> list[SaveState]:
         """Return the contexts that are not durable; none without an engine."""

@@ -1,22 +1,29 @@
-"""Process of the engine: `python -m retrieval_attn.server.engine_process FD`, started by `Child.start`.
+"""Process of the engine: `python -m retrieval_attn.server.engine_process FD SPEC`, started by `Child.start`.
 
-It reads frames from the socket FD: an `EngineSpec`, then commands for `Worker`. It ends when the socket is closed.
-Importing this module is fast: the process starts before the server's own imports.
+It loads the model of SPEC, an `EngineSpec` as JSON, then reads commands for `Worker` as frames from the socket FD. It
+ends when the socket is closed. Importing this module is fast: the process starts before the server's own imports.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from typing import NamedTuple
+import threading
+from dataclasses import asdict
+from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval_attn.compile.gc_pause import no_gc
 from retrieval_attn.imports import quiet, skip_unused
+
+if TYPE_CHECKING:
+    from retrieval_attn.server.settings import EngineSpec
 
 __all__ = ["Child", "main", "set_allocator"]
 
@@ -42,50 +49,74 @@ def set_allocator() -> bool:
 
 
 class Child(NamedTuple):
-    """process: imports, then waits for an `EngineSpec` through sock; it ends when sock is closed."""
+    """process: loads a model, then serves commands through sock; it ends when sock is closed."""
 
     process: subprocess.Popen[bytes]
     sock: socket.socket
 
     @classmethod
-    def start(cls) -> Child:
+    def start(cls, spec: EngineSpec) -> Child:
         """Spawned, never forked: CUDA and threads do not survive a fork."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            command = [sys.executable, "-m", "retrieval_attn.server.engine_process", str(theirs.fileno())]
+            module = "retrieval_attn.server.engine_process"
+            command = [sys.executable, "-m", module, str(theirs.fileno()), json.dumps(asdict(spec))]
             return cls(subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL), ours)
 
 
-def main(number: int) -> int:
-    """Load what the first frame says, tell that it is ready, and work. 0: it was closed; 1: it could not start."""
+def _open_device(name: str) -> None:
+    """Create the CUDA context of a device, which takes seconds, while other threads import. Raises nothing: errors of
+    the device are raised when the model is loaded.
+    """
+    import torch
+
+    with contextlib.suppress(Exception):
+        device = torch.device("cuda" if name == "auto" else name)
+        if device.type == "cuda" and torch.cuda.is_available():
+            torch.cuda.synchronize(device)
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    """Whether the other process has ended."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
+def main(number: int, given: str) -> int:
+    """Load the model of a spec, send that it is ready, and work. 0: the socket was closed; 1: it could not start."""
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)  # they come to the whole group; the server says when this ends
     quiet()
     set_allocator()
+    fields = json.loads(given)
     with no_gc():  # all that the engine needs, while the server still imports what it needs itself
+        import torch  # noqa: F401  before the thread: two threads must not import it at once
+
+        threading.Thread(target=_open_device, args=(fields["loading"].get("device", "auto"),), daemon=True).start()
         skip_unused()
-        from retrieval_attn.server.ipc import frame_of, plain_error, receive_frame
+        from retrieval_attn.server.ipc import frame_of, plain_error
         from retrieval_attn.server.logs import log_to
         from retrieval_attn.server.settings import EngineSpec
         from retrieval_attn.server.worker import Worker
 
     log_to()
     with socket.socket(fileno=number) as sock:
-        first = receive_frame(sock)
-        if first is None:
+        if _is_closed(sock):
             return 1
         try:
-            spec = EngineSpec(**first)
+            spec = EngineSpec(**fields)
             llm, engine = spec.load()
         except Exception as error:
             sock.sendall(frame_of({"error": plain_error(error)}))
             return 1
         gc.freeze()  # modules and model live to the end: no collection visits them while answers wait
-        facts = list(spec.facts(llm, engine))
+        facts = list(spec.facts(llm))
         sock.sendall(frame_of({"ready": facts, "warming": engine.warming}))
         Worker(sock, engine).run()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]))

@@ -22,7 +22,16 @@ from retrieval_attn.errors import (
     UnknownContextError,
 )
 
-__all__ = ["ApiError", "EngineLostError", "document_from", "ended_error", "failure_of", "invalid", "text_from"]
+__all__ = [
+    "ApiError",
+    "EngineLostError",
+    "document_from",
+    "ended_error",
+    "failure_of",
+    "has_messages_form",
+    "invalid",
+    "text_from",
+]
 
 TYPES = {
     400: "invalid_request_error",
@@ -38,6 +47,19 @@ TYPES = {
     504: "timeout_error",
 }
 """OpenAI's error type by status; "server_error" for any other status."""
+
+
+MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's error type by status; "invalid_request_error" for other errors of the client, "api_error" for others."""
+MESSAGES_PATH = "/v1/messages"
+"""Errors of this path and those below it have Anthropic's form."""
 
 
 class EngineLostError(RetrievalAttentionError):
@@ -67,16 +89,32 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def messages_body(self, request_id: str) -> dict[str, Any]:
+        """Return the response's body in Anthropic's form."""
+        kind = MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        too_long = "prompt is too long: " if self.code == "context_length_exceeded" else ""  # clients look for it
+        error = {"type": kind, "message": too_long + self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
+
     @property
     def encoded(self) -> bytes:
         """The body in ASCII: a message may quote a lone surrogate, which UTF-8 cannot encode."""
         return json.dumps(self.body).encode("ascii")
+
+    def encoded_for(self, path: str, request_id: str) -> bytes:
+        """Return the body in the form of the API that a path belongs to."""
+        return json.dumps(self.messages_body(request_id)).encode("ascii") if has_messages_form(path) else self.encoded
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers of this error."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def has_messages_form(path: str) -> bool:
+    """Return whether errors of a path have Anthropic's form."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 class _Answer(NamedTuple):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from retrieval_attn.engine.request import Event, Finished
+from retrieval_attn.server.answer_parts import AnswerPart, AnswerReader, message_of
+from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.token_texts import AnswerToken, AnswerTokens, TokenTexts
 
-__all__ = ["ChatForm", "DONE", "EchoForm", "EchoedPrompt", "Form", "TextForm", "usage_of"]
+__all__ = ["ChatForm", "EchoForm", "EchoedPrompt", "Form", "TextForm", "encoded", "usage_of"]
 
 Value = dict[str, Any]
 
@@ -36,6 +39,11 @@ def usage_of(ends: Sequence[Finished], answers_per_prompt: int) -> Value:
     }
 
 
+def failure_event(failure: ApiError) -> bytes:
+    """Return the end of an OpenAI stream that failed."""
+    return b"data: " + failure.encoded + b"\n\n" + DONE
+
+
 def finite(logprob: float | None) -> float:
     """Return a number that JSON can express."""
     return LEAST_LOGPROB if logprob is None else max(float(logprob), LEAST_LOGPROB)
@@ -55,11 +63,14 @@ class Form(Protocol):
         events: of the tokens, if the request has log-probabilities; they are sent with their text.
         """
 
-    def closing(self, index: int, reason: str) -> bytes:
+    def closing(self, index: int, end: Finished) -> bytes:
         """Return the last chunk of a choice."""
 
-    def usage(self, usage: Value) -> bytes:
-        """Return the chunk with the token counts."""
+    def ending(self, usage: Value, *, wanted: bool) -> bytes:
+        """Return the end of the stream. usage: token counts, which the client asked for if `wanted`."""
+
+    def failure(self, failure: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
         """Return the whole answer. events: of each choice, as in `chunk`."""
@@ -88,11 +99,23 @@ class Head:
 class ChatForm:
     """A `Form` of POST /v1/chat/completions."""
 
-    def __init__(self, model: str, texts: TokenTexts, top: int) -> None:
-        """top: number of most likely tokens whose log-probabilities are returned besides the sampled one's."""
+    def __init__(
+        self,
+        model: str,
+        texts: TokenTexts,
+        top: int,
+        make_reader: Callable[[], AnswerReader] = AnswerReader,
+        visible: frozenset[int] = frozenset(),
+    ) -> None:
+        """top: number of most likely tokens whose log-probabilities are returned besides the sampled one's.
+
+        make_reader: return a parser of one choice. visible: special tokens that the text keeps.
+        """
         self._head = Head("chatcmpl", model, whole="chat.completion", chunk="chat.completion.chunk")
         self.id, self._texts, self._top = self._head.id, texts, top
-        self._tokens = AnswerTokens(texts)
+        self._tokens = AnswerTokens(texts, visible)
+        self._readers: defaultdict[int, AnswerReader] = defaultdict(make_reader)
+        self._called: set[int] = set()  # choices with a tool call
 
     def opening(self, index: int) -> bytes:
         """See `Form`."""
@@ -101,28 +124,56 @@ class ChatForm:
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
         """See `Form`."""
         tokens = self._tokens.take(index, text, events)
-        return self._chunk(index, {"content": text}, logprobs=self._logprobs(tokens or None)) if text or tokens else b""
+        delta = self._delta(index, self._readers[index].feed(text))
+        if not delta and not tokens:
+            return b""
+        return self._chunk(index, delta or {"content": ""}, logprobs=self._logprobs(tokens or None))
 
-    def closing(self, index: int, reason: str) -> bytes:
+    def closing(self, index: int, end: Finished) -> bytes:
         """See `Form`."""
-        return self._chunk(index, {}, reason, self._logprobs(self._tokens.end(index) or None))
+        delta = self._delta(index, self._readers.pop(index).end() if index in self._readers else ())
+        return self._chunk(index, delta, self._reason(index, end), self._logprobs(self._tokens.end(index) or None))
 
-    def usage(self, usage: Value) -> bytes:
+    def ending(self, usage: Value, *, wanted: bool) -> bytes:
         """See `Form`."""
-        return self._head.chunk([], usage)
+        return (self._head.chunk([], usage) if wanted else b"") + DONE
+
+    def failure(self, failure: ApiError) -> bytes:
+        """See `Form`."""
+        return failure_event(failure)
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
         """See `Form`."""
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": end.text, "refusal": None},
+                "message": self._message(index, end.text),
                 "logprobs": self._logprobs(_all_tokens(self._tokens, index, end, events)),
-                "finish_reason": end.reason,
+                "finish_reason": self._reason(index, end),
             }
             for index, end in sorted(ends.items())
         ]
         return self._head.whole(choices, usage)
+
+    def _message(self, index: int, text: str) -> Value:
+        reader = self._readers[index]
+        delta = self._delta(index, [*reader.feed(text), *reader.end()])
+        calls = delta.get("tool_calls", ())
+        message = {"role": "assistant", "content": delta.get("content", None if calls else ""), "refusal": None}
+        if "reasoning_content" in delta:
+            message["reasoning_content"] = delta["reasoning_content"]
+        if calls:
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+        return message
+
+    def _delta(self, index: int, parts: Sequence[AnswerPart]) -> Value:
+        delta = message_of(parts)
+        if "tool_calls" in delta:
+            self._called.add(index)
+        return delta
+
+    def _reason(self, index: int, end: Finished) -> str:
+        return "tool_calls" if index in self._called and end.reason == "stop" else end.reason
 
     def _chunk(self, index: int, delta: Value, reason: str | None = None, logprobs: Value | None = None) -> bytes:
         return self._head.chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
@@ -160,13 +211,17 @@ class TextForm:
         tokens = self._tokens.take(index, text, events)
         return self._chunk(index, text, logprobs=self._logprobs(tokens or None)) if text or tokens else b""
 
-    def closing(self, index: int, reason: str) -> bytes:
+    def closing(self, index: int, end: Finished) -> bytes:
         """See `Form`."""
-        return self._chunk(index, "", reason, self._logprobs(self._tokens.end(index) or None))
+        return self._chunk(index, "", end.reason, self._logprobs(self._tokens.end(index) or None))
 
-    def usage(self, usage: Value) -> bytes:
+    def ending(self, usage: Value, *, wanted: bool) -> bytes:
         """See `Form`."""
-        return self._head.chunk([], usage)
+        return (self._head.chunk([], usage) if wanted else b"") + DONE
+
+    def failure(self, failure: ApiError) -> bytes:
+        """See `Form`."""
+        return failure_event(failure)
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
         """See `Form`."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from retrieval_attn import errors
 from retrieval_attn.engine.request import Event, Finished, Request
-from retrieval_attn.runner.decode import TokenScore
+from retrieval_attn.sampling.sampler import TokenScore
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server.failure import EngineLostError
 
@@ -113,6 +113,7 @@ def request_of(request: Request) -> Plain:
         "context": request.context,
         "min_tokens": request.min_tokens,
         "prompt_logprobs": request.prompt_logprobs,
+        "visible": sorted(request.visible),
     }
 
 
@@ -124,6 +125,7 @@ def request_from(plain: Plain) -> Request:
         "draw": SamplingParams(**plain["draw"]),
         "stop": tuple(plain["stop"]),
         "stop_ids": None if stop_ids is None else frozenset(stop_ids),
+        "visible": frozenset(plain["visible"]),
     }
     return Request(**{**plain, **changed})
 

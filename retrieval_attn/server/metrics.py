@@ -41,6 +41,12 @@ ENGINE = {
     ),
     "content_hits": ("saved_context_hits", "Requests that continue a saved context without naming it"),
     "content_hit_tokens": ("saved_context_hit_tokens", "Prompt tokens of saved contexts that were not named"),
+    "disk_saves": ("prefix_cache_disk_saves", "Prefix-cache entries written to the disk"),
+    "disk_saved_bytes": ("prefix_cache_disk_saved_bytes", "Bytes of prefix-cache entries written to the disk"),
+    "disk_evictions": ("prefix_cache_disk_evictions", "Evicted prefix-cache entries that the disk had"),
+    "disk_removals": ("prefix_cache_disk_removals", "Prefix-cache entries removed from the disk"),
+    "disk_loads": ("prefix_cache_disk_loads", "Prefix-cache entries opened from the disk"),
+    "disk_loaded_bytes": ("prefix_cache_disk_loaded_bytes", "Bytes of prefix-cache entries opened from the disk"),
     "window_evictions": ("window_evictions", "Evictions of a full window's oldest block to the host"),
 }
 TIERS = {
@@ -90,6 +96,7 @@ class Metrics:
         self._engine = {key: Following(self._counter(name, text)) for key, (name, text) in ENGINE.items()}
         self._damaged = Following(self._counter("damaged_blocks", "Blocks of saved contexts with a wrong checksum"))
         self._saves = self._gauge("context_saves_running", "Contexts whose files are not durable yet")
+        self._disk = self._gauge("prefix_cache_disk_bytes", "Bytes of prefix-cache entries on the disk")
         self._saves_failed = Following(self._counter("context_save_failures", "Failed writes of saved contexts"))
         tiers = {key: self._counter(name, text, "tier") for key, (name, text) in TIERS.items()}
         self._tiers = {
@@ -140,6 +147,7 @@ class Metrics:
             self._damaged.follow(stats["damaged_blocks"])
             self._saves.set(stats["saves_running"])
             self._saves_failed.follow(stats["saves_failed"])
+            self._disk.set(stats["disk_nbytes"])
             for name, counter in self._engine.items():
                 counter.follow(stats[name])
             for (name, tier), counter in self._tiers.items():

@@ -9,7 +9,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.failure import ApiError, has_messages_form
 from retrieval_attn.server.logs import REQUEST_ID
 from retrieval_attn.server.service import Service
 from retrieval_attn.server.streaming import FailureReply, noted
@@ -47,7 +47,8 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                names = (b"x-request-id", b"request-id") if has_messages_form(scope["path"]) else (b"x-request-id",)
+                message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in names)]
             await send(message)
 
         try:

@@ -20,10 +20,10 @@ from starlette.responses import JSONResponse, Response
 
 import retrieval_attn
 from retrieval_attn.server.access import Caller
+from retrieval_attn.server.answer_bodies import ERRORS, StatusRecord
 from retrieval_attn.server.contexts import ContextState
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.permissions import OpenRoute, UserRoute
-from retrieval_attn.server.protocol import ERRORS, StatusRecord
 from retrieval_attn.server.service import Service, caller_of, service_of
 
 __all__ = ["page_response", "page_router", "status_router"]

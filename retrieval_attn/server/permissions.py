@@ -37,10 +37,15 @@ def authorize(keys: Keys, scope: Scope, permission: Permission) -> None:
     """Put the caller into the scope of a request. Raises ApiError 401, 403."""
     if permission is Permission.OPEN:
         return
-    given = next((value for name, value in reversed(scope["headers"]) if name == b"authorization"), None)
-    caller = keys.caller(None if given is None else given.decode("latin-1"))
+    given = {name: value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")}
+    if b"authorization" not in given and b"x-api-key" in given:  # Anthropic's clients
+        given[b"authorization"] = b"Bearer " + given[b"x-api-key"]
+    authorization = given.get(b"authorization")
+    caller = keys.caller(None if authorization is None else authorization.decode("latin-1"))
     if caller is None:
-        raise ApiError(401, "This server needs a key: Authorization: Bearer KEY.", code="invalid_api_key")
+        raise ApiError(
+            401, "This server needs a key: Authorization: Bearer KEY, or x-api-key: KEY.", code="invalid_api_key"
+        )
     scope["caller"] = caller
     NAMESPACE.set(caller.namespace)
     if permission is Permission.ADMIN and not caller.admin:

@@ -8,6 +8,7 @@ shares all of the previous turn except the answer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from retrieval_attn.errors import ContextLengthError, InputDataError
 from retrieval_attn.prompt.encode import Encoded, Escapes, stand_in
 from retrieval_attn.prompt.render import cut_at, render, within_limit
+from retrieval_attn.server.answer_parts import PROMPT_END_TOKENS, template_text
+from retrieval_attn.server.tool_formats import format_of
 from retrieval_attn.template import PromptTemplate, checked_ids, checked_text, continued_span
 
 __all__ = ["ChatRenderer", "Extras", "NO_EXTRAS", "Parts", "Prompts", "Turn", "forked"]
@@ -52,8 +55,11 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Turn], extras: Extras) -> str:
         """Render messages and extras. Raises InputDataError for those that the template does not take."""
-        if any("tool_calls" in message for message in messages) and self._arguments_are_text:
-            messages = [_with_text_arguments(message) for message in messages]
+        if any("tool_calls" in message for message in messages):
+            if self._arguments_are_text:
+                messages = [_with_text_arguments(message) for message in messages]
+            if (calls := format_of(template_text(self._tokenizer))) is not None:
+                messages = [calls.turn(message) for message in messages]
         tools = list(extras.tools) or None
         return render(self._tokenizer, messages, tools, answering=extras.answering, options=extras.options)
 
@@ -154,6 +160,11 @@ class Prompts:
         self._template, self._renderer = PromptTemplate.of(tokenizer), ChatRenderer(tokenizer)
         self._vocabulary, self._parse_special = vocabulary, parse_special
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end an answer to messages, besides a request's own; see `PromptTemplate`."""
+        return self._template.stops
+
     def of_messages(self, messages: Sequence[Turn], extras: Extras = NO_EXTRAS) -> Parts:
         """A conversation, up to where the answer starts. Messages: role, content, and what the template knows.
 
@@ -197,6 +208,36 @@ class Prompts:
             return text
 
         return self._parts(within_limit(text_of), cuts, escapes, begins=False)
+
+    def continued(self, parts: Parts, text: str) -> Parts:
+        """Return a prompt with more text of the template, in which words of special tokens are these tokens."""
+        *before, last = parts
+        return (*before, (*last, *self._template.plain_ids(text, self._template.encoder.escapes())))
+
+    def end_of(self, parts: Parts) -> str:
+        """Return the text of a prompt's last `PROMPT_END_TOKENS` tokens, special tokens included."""
+        ids: tuple[int, ...] = ()
+        for part in reversed(parts):
+            ids = (*part[-PROMPT_END_TOKENS:], *ids)
+            if len(ids) >= PROMPT_END_TOKENS:
+                break
+        return str(self.tokenizer.decode(list(ids[-PROMPT_END_TOKENS:]), skip_special_tokens=False))
+
+    def thinking_options(self, effort: str | None, thinking: bool | None) -> dict[str, Any]:
+        """Return variables of the chat template for a request's effort of reasoning, and whether the model thinks.
+
+        effort: "none" for no thinking; None: not given. thinking: None: not given, by the effort then. Only variables
+        that the chat template mentions are returned.
+        """
+        if thinking is None and effort is not None:
+            thinking = effort != "none"
+        given = {"reasoning_effort": effort, "enable_thinking": thinking, "thinking": thinking}
+        template = template_text(self.tokenizer)
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None and re.search(rf"(?<![\w.'\"\]]){name}\b(?![\w'\"])", template)
+        }
 
     def of_text(self, text: str, *, begins: bool = True) -> Parts:
         """A raw text, with the special tokens that the model expects at a start if it `begins`; cut before its last

@@ -1,4 +1,4 @@
-"""Bodies of requests and responses of the HTTP API, as pydantic models."""
+"""Bodies of requests of the HTTP API, as pydantic models."""
 
 from __future__ import annotations
 
@@ -19,21 +19,15 @@ from retrieval_attn.sampling.sampling_params import (
 )
 
 __all__ = [
-    "ChatAnswer",
     "ChatBody",
     "CompletionBody",
-    "ContextList",
-    "ContextRecord",
-    "ErrorAnswer",
+    "DetokenizeBody",
     "ForkBody",
-    "Health",
     "KeepBody",
     "Message",
-    "ModelList",
-    "ModelRecord",
     "MoreBody",
+    "NamedTool",
     "SampledBody",
-    "StatusRecord",
     "TokenizeBody",
 ]
 
@@ -226,21 +220,38 @@ class SampledBody(Body):
         return SamplingParams(**{"temperature": 1.0, **defaults, **given, "seed": seed, "logprobs": logprobs})
 
 
+class FunctionName(Body):
+    """A function that must be called."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+
+
+class NamedTool(Body):
+    """A tool_choice that forces a call of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatBody(SampledBody):
-    """POST /v1/chat/completions. Tools go to the chat template, and calls come back as text."""
+    """POST /v1/chat/completions.
+
+    Tools go to the chat template, and so do reasoning_effort and enable_thinking if it has such variables.
+    """
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     service_tier: str | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = Field(None, max_length=64)
+    enable_thinking: bool | None = None
     verbosity: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -250,6 +261,22 @@ class ChatBody(SampledBody):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         return self
+
+    @model_validator(mode="after")
+    def _choice_is_a_tool(self) -> ChatBody:
+        choice = self.tool_choice
+        if (choice == "required" or isinstance(choice, NamedTool)) and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(choice, NamedTool):
+            names = [tool.get("function", {}).get("name") for tool in self.tools or ()]
+            if choice.function.name not in names:
+                raise ValueError(f"tool_choice names {choice.function.name!r}, which is none of the tools")
+        return self
+
+    @property
+    def most_calls(self) -> int | None:
+        """Maximum tool calls of an answer, None for any number."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def read_tools(self) -> list[dict[str, Any]]:
@@ -276,8 +303,15 @@ class CompletionBody(SampledBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     echo: bool | None = None
-    suffix: Literal[""] | None = None
+    suffix: str | None = None
     best_of: int | None = Field(None, ge=1, le=128)
+
+    @field_validator("suffix")
+    @classmethod
+    def _without_suffix(cls, value: str) -> str:
+        if value:
+            raise ValueError("text cannot be inserted before a suffix; leave suffix out")
+        return value
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionBody:
@@ -311,6 +345,7 @@ class CompletionBody(SampledBody):
 class TokenizeBody(Body):
     """POST /tokenize: one of prompt and messages, and vLLM's other fields.
 
+    return_token_strs: return the tokenizer's words of the tokens, too.
     add_special_tokens: those that the model expects at a start; by default, unless a chat template writes them.
     """
 
@@ -321,6 +356,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
@@ -329,6 +365,13 @@ class TokenizeBody(Body):
         if self.messages is None and (self.tools or self.chat_template_kwargs or self.add_generation_prompt):
             raise ValueError("tools, chat_template_kwargs and add_generation_prompt need messages")
         return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize: token ids of the tokenizer, as in vLLM."""
+
+    model: str | None = Field(None, max_length=512)
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 class MoreBody(Body):
@@ -356,286 +399,3 @@ class ForkBody(Body):
     """POST /v1/contexts/{name}/fork: another name for what is saved under the first; nothing is copied."""
 
     name: ContextName
-
-
-class AnswerBody(BaseModel):
-    """Nothing is in an answer that is not named here."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ErrorWords(AnswerBody):
-    """message: what was needed, what was given, what to do. code: a word for programs."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(AnswerBody):
-    """Body of an error response."""
-
-    error: ErrorWords
-
-
-class CachedTokens(AnswerBody):
-    """Prompt tokens found in the prefix cache."""
-
-    cached_tokens: int
-
-
-class UsageBody(AnswerBody):
-    """Tokens of the prompt, with those of a saved context, and of all choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class TopLogprob(AnswerBody):
-    """bytes: of the token alone, also of a part of a character; None if the tokenizer does not tell them."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """The chosen token, and the likeliest."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(AnswerBody):
-    """Log-probabilities of the tokens of the answer."""
-
-    content: list[TokenLogprob]
-    refusal: None
-
-
-class AnswerMessage(AnswerBody):
-    """The message of an answer."""
-
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class ChatChoice(AnswerBody):
-    """One of `n` answers."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
-
-
-class ChatAnswer(AnswerBody):
-    """Response of POST /v1/chat/completions without stream."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageBody
-
-
-class TextLogprobs(AnswerBody):
-    """Log-probabilities of the tokens of the answer, and with `echo` of the prompt (null for its first token)."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class TextChoice(AnswerBody):
-    """One of `n` answers to one of the prompts."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"]
-
-
-class TextAnswer(AnswerBody):
-    """Response of POST /v1/completions without stream."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: UsageBody
-
-
-class ModelRecord(AnswerBody):
-    """The model, or a saved context as a model, MODEL@NAME."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(AnswerBody):
-    """Response of GET /v1/models."""
-
-    object: Literal["list"]
-    data: list[ModelRecord]
-
-
-class ContextRecord(AnswerBody):
-    """A saved context.
-
-    bytes: size of its files, shared ones included; until it is durable, bytes written so far. created: seconds since
-    1970. durable: its files are synced to the disk and its name is committed. error: reason why its write failed.
-    """
-
-    id: str
-    object: Literal["context"]
-    model: str
-    tokens: int
-    bytes: int
-    created: int
-    durable: bool
-    error: str | None = None
-
-
-class ContextList(AnswerBody):
-    """Response of GET /v1/contexts."""
-
-    object: Literal["list"]
-    data: list[ContextRecord]
-
-
-class RequestCounts(AnswerBody):
-    """Requests by state: queued, in prefill, prefilled without a slot, in the running batch, without their slot."""
-
-    waiting: int
-    reading: int
-    ready: int
-    decoding: int
-    preempted: int
-
-
-class PrefillRecord(AnswerBody):
-    """A prefill in progress: tokens of the prompt, completed share, saved context that the prompt continues."""
-
-    tokens: int
-    done: float
-    context: str | None
-
-
-class CachedTextRecord(AnswerBody):
-    """An entry of the prefix cache.
-
-    text: first words after `start` tokens. tokens: tokens of the whole text. key: name of the API key; None: no key, or
-    shared. context: saved context that it is or continues. Bytes shared with the entry that it continues are not
-    counted.
-    """
-
-    number: int
-    text: str
-    start: int
-    tokens: int
-    key: str | None
-    context: str | None
-    gpu_bytes: int
-    host_bytes: int
-    in_use: bool
-    idle_seconds: float
-
-
-class SavedTextRecord(AnswerBody):
-    """A saved context. Without an admin's key only name and time are given."""
-
-    name: str
-    created: int
-    text: str | None
-    tokens: int | None
-    disk_bytes: int | None
-
-
-class TierMemory(AnswerBody):
-    """Bytes in use and their limit, and those of the prefix cache; None: no limit, or no prefix cache there."""
-
-    used: int
-    limit: int
-    cache: int | None
-    cache_limit: int | None
-
-
-class MemoryRecord(AnswerBody):
-    """Memory by tier. gpu: missing for a model on the CPU."""
-
-    gpu: TierMemory | None = None
-    host: TierMemory
-    disk: TierMemory
-
-
-class StatusRecord(AnswerBody):
-    """Response of GET /status. warming: see `Health`; null: all are. memory, counts: null without an admin's key."""
-
-    model: str
-    version: str
-    warming: str | None
-    max_model_len: int
-    caller: str
-    admin: bool
-    requests: RequestCounts
-    prefills: list[PrefillRecord]
-    texts: list[CachedTextRecord]
-    contexts: list[SavedTextRecord]
-    contexts_total: int
-    memory: MemoryRecord | None
-    counts: dict[str, Any] | None
-
-
-class Deleted(AnswerBody):
-    """Response of DELETE /v1/contexts/{name}."""
-
-    id: str
-    object: Literal["context"]
-    deleted: Literal[True]
-
-
-class Tokens(AnswerBody):
-    """Response of POST /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-
-
-class Health(AnswerBody):
-    """Response of GET /health. warming: graphs that are captured so far, such as "4 of 15 graphs"; absent: all are."""
-
-    status: Literal["ok"]
-    warming: str = ""
-
-
-class Version(AnswerBody):
-    """Response of GET /version."""
-
-    version: str
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": text}
-    for status, text in {
-        400: "Bad request",
-        401: "No key, or an unknown one",
-        403: "The key is not an admin's",
-        404: "Unknown model or context",
-        409: "A context of another model, or a name that is taken",
-        413: "Too large a body",
-        503: "Too many wait, or the engine is lost; Retry-After says when to come again",
-        504: "Not answered within the deadline",
-    }.items()
-}
-"""What every request may be told."""

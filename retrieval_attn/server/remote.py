@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import subprocess
-from dataclasses import asdict
 from typing import Any
 
 from retrieval_attn.engine.background_saves import SAVE_SECONDS, SaveState
@@ -53,13 +52,12 @@ class _EngineChild:
         self.warming: WarmUpProgress | None = None
 
     @classmethod
-    async def start(cls, spec: EngineSpec, begun: Child) -> tuple[_EngineChild, Facts]:
-        """Let a started process load the model. Raises its exception, or EngineLostError."""
+    async def start(cls, begun: Child) -> tuple[_EngineChild, Facts]:
+        """Wait until a process has loaded its model. Raises its exception, or EngineLostError."""
         child = begun.process
         reader, writer = await asyncio.open_connection(sock=begun.sock, limit=READ_BYTES)
         process = cls(child, reader, writer)
         try:
-            writer.write(frame_of(asdict(spec)))
             first = await async_frame(reader)
             if first is None:
                 raise EngineLostError(f"The engine process ended with status {child.wait()} while loading.")
@@ -170,7 +168,7 @@ class RemoteEngine:
     async def start(self) -> Facts:
         """Load the model. Raises as `EngineSpec.load`, and EngineLostError."""
         begun, self._begun = self._begun, None
-        process, facts = await _EngineChild.start(self._spec, begun or Child.start())
+        process, facts = await _EngineChild.start(begun or Child.start(self._spec))
         self._running = asyncio.create_task(self._run(process))
         self._process, self._lost = process, None
         return facts
@@ -264,7 +262,7 @@ class RemoteEngine:
         wait = FIRST_WAIT_SECONDS
         while True:
             try:
-                return (await _EngineChild.start(self._spec, Child.start()))[0]
+                return (await _EngineChild.start(Child.start(self._spec)))[0]
             except Exception as error:
                 self._lost = "it could not be started, see the server's log"
                 log.error("cannot start the engine process", exc_info=error)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import logging
+import random
 import signal
 import socket
 import time
@@ -19,13 +20,16 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.model.loading import load
 from retrieval_attn.saving.save import template_digest
 from retrieval_attn.server.access import AllowedHosts, Keys
 from retrieval_attn.server.admission import Admission
+from retrieval_attn.server.answer_parts import AnswerFormat
 from retrieval_attn.server.app import make_app
 from retrieval_attn.server.bodies import Bodies
-from retrieval_attn.server.client import EngineClient, LocalEngine
+from retrieval_attn.server.client import EngineClient, Item, LocalEngine
 from retrieval_attn.server.connections import Connections, LimitedProtocol, max_connections
 from retrieval_attn.server.contexts import Contexts
 from retrieval_attn.server.engine_process import Child
@@ -40,12 +44,13 @@ from retrieval_attn.server.settings import EngineSpec, Facts, Settings
 from retrieval_attn.server.streaming import FailureReply
 from retrieval_attn.server.token_texts import TokenTexts
 from retrieval_attn.store import ContextStore
-from retrieval_attn.template import PromptTemplate
+from retrieval_attn.template import NO_TEMPLATE, PromptTemplate
 
 __all__ = ["Started", "http_config", "serve", "service_for", "started"]
 
 log = logging.getLogger(__name__)
 
+PACE_TOKENS = 2048
 KEEP_ALIVE_SECONDS = 75
 END_SECONDS = 10
 """Time after the drain for the engine's last step and the last responses."""
@@ -64,8 +69,7 @@ async def started(spec: EngineSpec, child: Child | None = None) -> Started:
     """Load the model and start the engine. child: its process; None: this one. Raises as `EngineSpec.load`."""
     if child is None:
         llm, engine = await asyncio.to_thread(spec.load)
-        facts = await asyncio.to_thread(spec.facts, llm, engine)
-        return Started(LocalEngine(engine), llm.tokenizer, facts)
+        return Started(LocalEngine(engine), llm.tokenizer, spec.facts(llm))
     remote = RemoteEngine(spec, child)
     facts, tokenizer = await asyncio.gather(remote.start(), asyncio.to_thread(load, AutoTokenizer, spec.model))
     return Started(remote, tokenizer, facts)
@@ -74,8 +78,13 @@ async def started(spec: EngineSpec, child: Child | None = None) -> Started:
 def service_for(started: Started, settings: Settings, keys: Keys, store: str | Path | None) -> Service:
     """Make the state of the routes. store: folder of saved contexts, the same as the engine's."""
     tokenizer, client = started.tokenizer, started.client
+    answer_format = AnswerFormat.of(tokenizer)
+    if tokenizer.chat_template:
+        log.info(answer_format.description)
     template = PromptTemplate.of(tokenizer)
     digest = template_digest(template.opening, template.middle, template.closing)
+    if template.stops:
+        log.warning("%s", NO_TEMPLATE)
     return Service(
         settings,
         keys,
@@ -89,17 +98,13 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
         TokenTexts(tokenizer),
         client,
         Contexts(ContextStore(store), client, digest),
-        Admission(
-            settings.waiting_requests,
-            settings.waiting_tokens,
-            settings.wait_seconds,
-            token_seconds=started.facts.token_seconds,
-        ),
+        Admission(settings.waiting_requests, settings.waiting_tokens, settings.wait_seconds),
         Metrics(),
         int(time.time()),
         Bodies(settings.body_bytes, settings.held_body_bytes, max(MAX_MESSAGES, started.facts.positions)),
         AllowedHosts(settings.allowed_hosts, settings.cors) if settings.allowed_hosts or not keys else None,
         started.facts.sampling,
+        answer_format,
     )
 
 
@@ -124,6 +129,31 @@ def http_config(app: ASGIApp, settings: Settings, metrics: Callable[[], Metrics 
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(settings.drain_seconds) + END_SECONDS,
     )
+
+
+async def measure_pace(client: EngineClient, admission: Admission, vocabulary: int, tokens: int) -> None:
+    """Time a prefill of random tokens, which requests overtake: by it waits are estimated until some were served."""
+    admission.expect(0.0)
+    ids = tuple(random.Random(0).choices(range(vocabulary), k=tokens))
+    ended: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+
+    def put(item: Item) -> None:
+        if isinstance(item, Finished) and not ended.done():
+            ended.set_result(item)
+
+    began = time.perf_counter()
+    try:
+        submitted = await client.submit(Request((ids,), 1, namespace="pace", priority="batch"), put)
+        try:
+            error = (await ended).error
+        finally:
+            submitted.cancel()
+    except RetrievalAttentionError as refusal:
+        error = refusal
+    if error is None:
+        admission.expect((time.perf_counter() - began) / tokens)
+    else:
+        log.warning("the time of a prefill was not measured: %s", error)
 
 
 class _Server(uvicorn.Server):
@@ -200,8 +230,15 @@ async def serve(
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = _Server(settings)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    measuring: asyncio.Task[None] | None = None
     try:
-        server.open(service_for(await started(spec, child), settings, keys, spec.store))
+        service = service_for(found := await started(spec, child), settings, keys, spec.store)
+        server.open(service)
+        if spec.warm_tokens:
+            tokens = max(1, min(PACE_TOKENS, spec.warm_tokens, found.facts.positions - 1))
+            measuring = asyncio.create_task(
+                measure_pace(found.client, service.admission, found.facts.vocabulary, tokens)
+            )
         gc.freeze()  # modules and model live to the end; garbage collection skips them
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -211,6 +248,8 @@ async def serve(
         await serving
     finally:
         began = time.perf_counter()
+        if measuring is not None:
+            measuring.cancel()
         server.should_exit = True
         await serving
         await server.closed()

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 
 from retrieval_attn.server.access import AllowedHosts, Caller, Keys
 from retrieval_attn.server.admission import Admission
+from retrieval_attn.server.answer_parts import AnswerFormat
 from retrieval_attn.server.bodies import Bodies
 from retrieval_attn.server.client import EngineClient
 from retrieval_attn.server.contexts import Contexts
@@ -27,7 +28,7 @@ class Service:
     """State that all routes share.
 
     created: Unix time in seconds when the model was loaded. hosts: allowed host names; None if there are API keys.
-    sampling: default fields of `SamplingParams`.
+    sampling: default fields of `SamplingParams`. answer_format: of the model's chat answers.
     """
 
     settings: Settings
@@ -42,6 +43,7 @@ class Service:
     bodies: Bodies
     hosts: AllowedHosts | None
     sampling: Mapping[str, Any]
+    answer_format: AnswerFormat
 
     def context_of(self, model: str, context: str | None) -> str | None:
         """Return the saved context of a request, from MODEL@NAME or its `context` field; None without one.
@@ -49,7 +51,7 @@ class Service:
         Raises ApiError for another model, or two different contexts.
         """
         name, at, behind = model.partition("@")
-        if name != self.settings.name:
+        if name not in self.settings.names and not self.settings.any_name:
             raise ApiError(
                 404, f"There is no model {model[:80]!r}; this server has {self.settings.name!r}.", param="model",
                 code="model_not_found",

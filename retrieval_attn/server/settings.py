@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.imports import FIRST_IMPORT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,10 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineSpec", "Facts", "GENERATION_CONFIGS", "Settings"]
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Settings:
-    """name: of the model, as clients know it. body_bytes: of a request, at most. waiting_requests, waiting_tokens: that
+    """name: of the model, as clients know it. aliases: its other names. any_name: serve it under every name.
+
+    body_bytes: of a request, at most. waiting_requests, waiting_tokens: that
     may wait for their first token; more are told to come again. wait_seconds: that one may have to wait for its first
     token, as expected from the pace of late; who had to wait longer is told to come again. deadline_seconds: from a
     request to its last token. drain_seconds: for answers under way when the server is told to end. answer_tokens: of an
@@ -47,12 +52,15 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
     parse_special: bool = False
+    aliases: tuple[str, ...] = ()
+    any_name: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name or "@" in self.name:
-            raise ConfigError(
-                f'A model\'s name must not be empty or have "@", got {self.name!r}: MODEL@CONTEXT names a context.'
-            )
+        for name in self.names:
+            if not name or "@" in name:
+                raise ConfigError(
+                    f'A model\'s name must not be empty or have "@", got {name!r}: MODEL@CONTEXT names a context.'
+                )
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and not value >= 1:
@@ -61,6 +69,11 @@ class Settings:
             scheme, _, rest = origin.partition("://")
             if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest):
                 raise ConfigError(f"--cors needs an origin, SCHEME://HOST or SCHEME://HOST:PORT, or *; got {origin!r}.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model."""
+        return (self.name, *self.aliases)
 
     @property
     def held_body_bytes(self) -> int:
@@ -73,19 +86,14 @@ GENERATION_CONFIGS = ("auto", "none", "vllm")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Values of a generation config that requests get by default, as in vLLM."""
 
-PACE_TOKENS = 2048
-"""Read once at the start: admission estimates waits by it until requests were served."""
-
 
 class Facts(NamedTuple):
-    """Facts of a loaded model. vocabulary: number of embeddings.
-    positions: maximum tokens of a prompt with its answer. token_seconds: prefill time per token; None: not
-    measured. sampling: default fields of `SamplingParams`. positions_reason: see `ContextLimit`.
+    """Facts of a loaded model. vocabulary: number of embeddings. positions: maximum tokens of a prompt with its answer.
+    sampling: default fields of `SamplingParams`. positions_reason: see `ContextLimit`.
     """
 
     vocabulary: int
     positions: int
-    token_seconds: float | None = None
     sampling: Mapping[str, Any] = MappingProxyType({})
     positions_reason: str = ""
 
@@ -93,7 +101,8 @@ class Facts(NamedTuple):
 @dataclass(frozen=True)
 class EngineSpec:
     """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, prefix_cache_bytes,
-    prefix_cache_device_bytes: None: as the engine chooses. store: folder of saved contexts; None: the user's.
+    prefix_cache_device_bytes, prefix_cache_disk_bytes: None: as the engine chooses. store: folder of saved contexts and
+    of idle texts that host memory has no room for; None: the user's.
     warm_tokens: of `Engine.warm_up`; 0: none. generation_config: one of GENERATION_CONFIGS.
     """
 
@@ -103,6 +112,7 @@ class EngineSpec:
     rows: int | None = None
     prefix_cache_bytes: int | None = None
     prefix_cache_device_bytes: int | None = None
+    prefix_cache_disk_bytes: int | None = None
     paged_prefix_tokens: int = 0
     store: str | None = None
     warm_tokens: int = 0
@@ -116,13 +126,16 @@ class EngineSpec:
             )
 
     def load(self) -> tuple[LLM, Engine]:
-        """Load the model and start its engine, warm for one row. Raises as `LLM` and `Engine`."""
+        """Load the model and start its engine, warm for one row; log the seconds. Raises as `LLM` and `Engine`."""
         from retrieval_attn.config import Config
         from retrieval_attn.engine.engine import Engine, default_limits
         from retrieval_attn.llm import LLM
         from retrieval_attn.model.rope import ContextLimit, limit_context
+        from retrieval_attn.store import ContextStore
 
+        began = time.perf_counter()
         llm = LLM(self.model, **self.loading, config=Config.from_dict(self.config))
+        loaded = time.perf_counter()
         if self.loading.get("max_context") is not None:
             reason, cure = "--max-context of this server", "start it with a larger one"
             limit_context(llm.model, ContextLimit(llm.max_context, reason, cure))
@@ -134,31 +147,29 @@ class EngineSpec:
             llm,
             limits=limits,
             prefix_cache_bytes=self.prefix_cache_bytes,
-            store=self.store,
+            prefix_cache_disk_bytes=self.prefix_cache_disk_bytes,
+            store=ContextStore(self.store),
             paged_prefix_tokens=self.paged_prefix_tokens,
             cache_generated=self.cache_generated,
         )
+        started = time.perf_counter()
         threading.Thread(target=engine.clean_store, name="retrieval_attn-gc", daemon=True).start()
         if self.warm_tokens:
             engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False, background=True)
+        ready = time.perf_counter()
+        log.info(
+            "ready after %.1f s: imports %.1f, model %.1f, engine %.1f, first graphs %.1f",
+            ready - FIRST_IMPORT, began - FIRST_IMPORT, loaded - began, started - loaded, ready - started,
+        )  # fmt: skip
         return llm, engine
 
-    def facts(self, llm: LLM, engine: Engine) -> Facts:
-        """Return the facts of the loaded model. Times a prefill of PACE_TOKENS tokens if the engine is warm."""
+    def facts(self, llm: LLM) -> Facts:
+        """Return the facts of the loaded model."""
         from retrieval_attn.answer_loop import AnswerLoop
-        from retrieval_attn.engine.request import Request
         from retrieval_attn.model.rope import context_limit
 
         vocabulary = AnswerLoop(llm.model, llm.tokenizer).vocabulary
-        token_seconds = None
-        if self.warm_tokens:
-            count = max(1, min(PACE_TOKENS, self.warm_tokens, llm.max_context - 1))
-            ids = tuple(random.Random(0).choices(range(vocabulary), k=count))
-            began = time.perf_counter()
-            engine.submit(Request((ids,), 1, namespace="pace")).result()
-            token_seconds = (time.perf_counter() - began) / count
-        reason = context_limit(llm.model).reason
-        return Facts(vocabulary, llm.max_context, token_seconds, self._sampling(llm.model), reason)
+        return Facts(vocabulary, llm.max_context, self._sampling(llm.model), context_limit(llm.model).reason)
 
     def _sampling(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the values that the model's generation config sets. Raises ConfigError for one out of its range."""

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.server.failure import ApiError, failure_of
+from retrieval_attn.server.logs import REQUEST_ID
 
 __all__ = ["FailureReply", "Reply", "StreamReply", "WholeReply"]
 
@@ -26,13 +27,20 @@ EVENTS = "text/event-stream; charset=utf-8"
 
 
 class FailureReply(Response):
-    """An error in OpenAI's form."""
+    """An error in the form of the API that the request's path belongs to."""
 
     media_type = JSON
 
     def __init__(self, failure: ApiError) -> None:
         """failure: status, headers and body."""
         super().__init__(failure.encoded, failure.status, failure.headers)
+        self._failure = failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, as an ASGI app."""
+        self.body = self._failure.encoded_for(scope["path"], REQUEST_ID.get())
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 class Reply(Response):
@@ -93,10 +101,12 @@ class WholeReply(Reply):
 class StreamReply(Reply):
     """Server-sent events. An error after the first event is an event too and ends the stream."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], end: End, seconds: float) -> None:
-        """chunks: one or more events each, with the final one."""
+    def __init__(
+        self, chunks: AsyncIterator[bytes], failure: Callable[[ApiError], bytes], end: End, seconds: float
+    ) -> None:
+        """chunks: one or more events each, with the final one. failure: return the events of an error."""
         super().__init__(end, seconds)
-        self._chunks = chunks
+        self._chunks, self._failure = chunks, failure
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", EVENTS.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -109,8 +119,7 @@ class StreamReply(Reply):
         except Exception as error:
             failed = noted(error)
             scope.setdefault("fields", {})["failed"] = failed.code or failed.status
-            event = b"data: " + failed.encoded + b"\n\ndata: [DONE]\n\n"
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": self._failure(failed), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

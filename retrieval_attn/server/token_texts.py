@@ -124,8 +124,10 @@ class TokenReader:
     completes it. Of a stop string, which is not part of the answer, no token is returned.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts, self._stream = texts, TextStream(texts.tokenizer)
+    def __init__(self, texts: TokenTexts, visible: frozenset[int]) -> None:
+        """visible: special tokens that are part of the text."""
+        self._texts, self._visible = texts, visible
+        self._stream = TextStream(texts.tokenizer, visible=visible)
         self._run: list[tuple[Event, bool]] = []  # `<0xF0>` tokens, whose text is known when the run ends
         self._waiting: deque[AnswerToken] = deque()
         self._read = self._sent = 0  # characters
@@ -134,7 +136,7 @@ class TokenReader:
     def add(self, event: Event) -> None:
         """Read the next token."""
         piece = self._stream.add(event.token)
-        first, has_text = self._first, self._texts.has_text(event.token)
+        first, has_text = self._first, event.token in self._visible or self._texts.has_text(event.token)
         self._first = first and not has_text
         if self._texts.is_byte(event.token) or (self._run and not has_text):
             self._run.append((event, first))
@@ -187,15 +189,16 @@ class TokenReader:
 class AnswerTokens:
     """One `TokenReader` for each choice of a request that wants log-probabilities."""
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
+    def __init__(self, texts: TokenTexts, visible: frozenset[int] = frozenset()) -> None:
+        """visible: see `TokenReader`."""
+        self._texts, self._visible = texts, visible
         self._readers: dict[int, TokenReader] = {}
 
     def take(self, index: int, text: str, events: Sequence[Event]) -> list[AnswerToken]:
         """Return the tokens whose text is sent with `text`, of a choice that was ever given events."""
         if not events and index not in self._readers:
             return []
-        reader = self._readers.setdefault(index, TokenReader(self._texts))
+        reader = self._readers.setdefault(index, TokenReader(self._texts, self._visible))
         for event in events:
             reader.add(event)
         return reader.take(len(text))

@@ -70,6 +70,9 @@ class Disk(Protocol):
     def stat(self, path: Path) -> os.stat_result:
         """Return the status of a file, or of a link and not its target."""
 
+    def touch(self, path: Path) -> None:
+        """Set the modification time of a file to now."""
+
     def read(self, path: Path, limit: int) -> bytes:
         """A file's bytes. Raises OddFileError for a file of more than `limit` bytes."""
 
@@ -131,6 +134,9 @@ class OsDisk:
 
     def stat(self, path: Path) -> os.stat_result:
         return os.lstat(path)
+
+    def touch(self, path: Path) -> None:
+        os.utime(path)
 
     def read(self, path: Path, limit: int) -> bytes:
         with os.fdopen(open_regular(path), "rb") as file:

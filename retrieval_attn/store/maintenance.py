@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.store.disk import Disk, guarded
 from retrieval_attn.store.layout import StoreLayout, read_record
-from retrieval_attn.store.names import read_name, stored_names
+from retrieval_attn.store.names import last_use, read_name, readable_names, remove_name, stored_names
 from retrieval_attn.store.node import DAMAGED, IDS, RECORD, SUFFIX, SavedNode, read_node
 from retrieval_attn.store.record import is_digest, is_list_of
 
@@ -53,6 +54,35 @@ def sweep(layout: StoreLayout) -> Freed:
         with guarded("remove", path):
             nbytes += remove_tree(layout.disk, path)
     return Freed(len(nodes), len(stale), nbytes)
+
+
+class Trimmed(NamedTuple):
+    """Result of `trim`. names: removed contexts, oldest use first. nbytes: of the nodes of those that stay."""
+
+    names: tuple[str, ...]
+    nbytes: int
+
+
+def trim(layout: StoreLayout, nbytes: int) -> Trimmed:
+    """Remove names of automatic contexts, the least recently used first, until their nodes have `nbytes` or less.
+
+    `sweep` then removes nodes without a name. Raises StoreError.
+    """
+    if not layout.exists():
+        return Trimmed((), 0)
+    with layout.locked():
+        found = [one for one in readable_names(layout, {}) if one.is_automatic]
+        users = Counter(digest for one in found for digest in one.chain)
+        sizes = {digest: _size(layout, digest) for digest in users}
+        held, removed = sum(sizes.values()), list[str]()
+        for one in sorted(found, key=lambda one: last_use(layout, one.name)):
+            if held <= nbytes:
+                break
+            remove_name(layout, one.name)
+            removed.append(one.name)
+            users.subtract(one.chain)
+            held -= sum(sizes[digest] for digest in one.chain if not users[digest])
+    return Trimmed(tuple(removed), held)
 
 
 def _named(layout: StoreLayout) -> set[str]:

@@ -15,6 +15,9 @@ from retrieval_attn.store.disk import damaged, guarded
 from retrieval_attn.store.layout import FORMAT, StoreLayout, read_record, write_file
 from retrieval_attn.store.record import Check, encode, is_count, is_digest, is_fields, is_list_of, is_text
 
+AUTOMATIC = "automatic"
+"""Field of `NamedContext.plain` of contexts that a prefix cache saved."""
+
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_SECONDS = 1 << 37
 """Since 1970, of a date that Python can print: in the year 6325."""
@@ -24,6 +27,7 @@ _DESCRIBED: dict[str, Check] = {
     "read_seconds": lambda value: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,
     "model": is_text,
     "owner": is_text,
+    AUTOMATIC: lambda value: type(value) is bool,
 }
 """What lists of contexts show, where it was saved."""
 _FIELDS: dict[str, Check] = {
@@ -51,6 +55,11 @@ class NamedContext(NamedTuple):
     plain: dict[str, Any]
     saved_at: float
     nbytes: int
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether a prefix cache saved it: no request names it, and it is removed if the disk has no room."""
+        return self.plain.get(AUTOMATIC) is True
 
 
 def check_name(name: str) -> str:
@@ -109,17 +118,62 @@ def stored_names(layout: StoreLayout) -> list[str]:
     return [name.removesuffix(".json") for name in layout.listed(layout.contexts) if name.endswith(".json")]
 
 
-def readable_names(layout: StoreLayout) -> list[NamedContext]:
-    """All names that can be read; a damaged one is logged, and `verify` names it."""
-    found = []
+class KnownName(NamedTuple):
+    """A name that was read. stamp: inode, time in ns and size of its file, which is replaced as a whole."""
+
+    stamp: tuple[int, int, int]
+    context: NamedContext
+
+
+def readable_names(layout: StoreLayout, known: dict[str, KnownName]) -> list[NamedContext]:
+    """All names that can be read; a damaged one is logged, and `verify` names it.
+
+    known: names that were read before, and are not read again; updated.
+    """
+    found: dict[str, KnownName] = {}
     for name in stored_names(layout):
         try:
-            found.append(read_name(layout, name))
+            stamp = _stamp(layout, name)
+            before = known.get(name)
+            is_same = before is not None and before.stamp == stamp
+            found[name] = before if is_same and before is not None else KnownName(stamp, read_name(layout, name))
         except UnknownContextError:  # removed meanwhile
             continue
         except StoreError as error:
             logger.warning("skipping a context that cannot be read: %s", error)
-    return found
+    known.clear()
+    known.update(found)
+    return [one.context for one in found.values()]
+
+
+def _stamp(layout: StoreLayout, name: str) -> tuple[int, int, int]:
+    path = _file(layout, name)
+    with guarded("read", path):
+        try:
+            status = layout.disk.stat(path)
+        except FileNotFoundError:
+            raise _unknown(layout, name) from None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def last_use(layout: StoreLayout, name: str) -> float:
+    """Return the time of the last use of a name in seconds since 1970; 0 if it was removed. Raises StoreError."""
+    path = _file(layout, name)
+    with guarded("read", path):
+        try:
+            return layout.disk.stat(path).st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+
+def note_use(layout: StoreLayout, name: str) -> None:
+    """Set the time of the last use of a name to now. Raises UnknownContextError, StoreError."""
+    path = _file(layout, name)
+    with guarded("write", path):
+        try:
+            layout.disk.touch(path)
+        except FileNotFoundError:
+            raise _unknown(layout, name) from None
 
 
 def remove_name(layout: StoreLayout, name: str) -> None:

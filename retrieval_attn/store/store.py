@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,8 +16,17 @@ import numpy.typing as npt
 from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
 from retrieval_attn.store.disk import OS_DISK, Disk, guarded
 from retrieval_attn.store.layout import Pin, StoreLayout, default_folder
-from retrieval_attn.store.maintenance import Damage, Freed, stored_bytes, sweep, verify
-from retrieval_attn.store.names import NamedContext, check_name, read_name, readable_names, remove_name, write_name
+from retrieval_attn.store.maintenance import Damage, Freed, Trimmed, stored_bytes, sweep, trim, verify
+from retrieval_attn.store.names import (
+    KnownName,
+    NamedContext,
+    check_name,
+    note_use,
+    read_name,
+    readable_names,
+    remove_name,
+    write_name,
+)
 from retrieval_attn.store.node import SUFFIX, SavedNode, chain_of, check_identity
 from retrieval_attn.store.writer import NodeWriter, is_marked, is_whole
 
@@ -47,6 +57,7 @@ class ContextStore:
         self.folder = default_folder() if folder is None else _absolute(folder)
         self._layout = StoreLayout(self.folder, disk)
         self._pins: builtins.list[Pin] = []
+        self._known: dict[str, KnownName] = {}
         self._lock = threading.Lock()
 
     def writer(
@@ -141,7 +152,7 @@ class ContextStore:
     def list(self) -> builtins.list[NamedContext]:
         """All names, sorted; one whose file is damaged is left out and logged, `verify` tells more."""
         self._layout.exists()
-        return readable_names(self._layout)
+        return readable_names(self._layout, self._known)
 
     @property
     def names_version(self) -> int | None:
@@ -169,6 +180,25 @@ class ContextStore:
     def gc(self) -> Freed:
         """Remove nodes that no name reaches, and what dead saves left. Raises StoreDamagedError for a damaged name."""
         return sweep(self._layout)
+
+    def note_use(self, name: str) -> None:
+        """Make a context the most recently used one. Raises UnknownContextError, StoreError."""
+        note_use(self._layout, name)
+
+    def trim(self, nbytes: int) -> Trimmed:
+        """Remove automatic contexts, the least recently used first, until the others have `nbytes` of files or less.
+
+        `gc` then frees their files. Raises StoreError.
+        """
+        return trim(self._layout, nbytes)
+
+    def free_bytes(self) -> int:
+        """Free bytes of the file system that the folder is, or will be, in. Raises StoreError."""
+        folder = self.folder
+        while not folder.exists():
+            folder = folder.parent
+        with guarded("read", folder):
+            return shutil.disk_usage(folder).free
 
     def nbytes(self) -> int:
         """Bytes of all nodes, and of saves under way."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import select
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.preloaded import CLI, ROOT, PreloadedProcess
+
 WAIT_SECONDS = 120.0
 CTRL_C, CTRL_D = "\x03", "\x04"
 
@@ -21,8 +19,8 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 class Terminal:
     """seen: all that was shown so far, without colours and cursor moves."""
 
-    def __init__(self, pid: int, file: int) -> None:
-        self.pid, self._file = pid, file
+    def __init__(self, process: PreloadedProcess, file: int) -> None:
+        self._process, self._file = process, file
         self.seen = ""
 
     def type(self, keys: str) -> None:
@@ -38,7 +36,7 @@ class Terminal:
             try:
                 return self.wait_for(pattern, behind=behind, seconds=WAIT_SECONDS / 6)
             except TimeoutError:
-                if attempt == 6 or not self.pid:
+                if attempt == 6 or self._ended():
                     raise
         raise AssertionError("not reached")
 
@@ -58,10 +56,9 @@ class Terminal:
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             self._read(0.1)
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.pid = 0
-                return os.waitstatus_to_exitcode(status)
+            status = self._process.poll()
+            if status is not None:
+                return status
         raise TimeoutError(f"it has not ended: {self.seen!r}")
 
     def require_success(self) -> None:
@@ -83,25 +80,26 @@ class Terminal:
         return bool(data)
 
     def _ended(self) -> bool:
-        if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
-            self.pid = 0
-        return not self.pid
+        return self._process.poll() is not None
 
 
 @contextmanager
-def chatting(*arguments: str, **variables: str) -> Iterator[Terminal]:
-    """`retrieval-attn chat` with these arguments and environment variables, killed at the end if it still runs."""
-    pid, file = pty.fork()
-    if pid == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background starts what it runs with it ignored
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200", **variables}
-        command = [sys.executable, "-m", "retrieval_attn.cli", "chat", *arguments]
-        os.execve(sys.executable, command, environment)
-    terminal = Terminal(pid, file)
+def in_terminal(*arguments: str, **variables: str) -> Iterator[Terminal]:
+    """`retrieval-attn ARGUMENTS` with these environment variables, killed at the end if it still runs."""
+    environment = {**os.environ, "TERM": "dumb", "COLUMNS": "200", **variables}
+    file, terminal = os.openpty()
     try:
-        yield terminal
+        process = PreloadedProcess([*CLI, *arguments], environment, ROOT, dict.fromkeys(range(3), terminal))
     finally:
-        if terminal.pid:
-            os.kill(terminal.pid, signal.SIGKILL)
-            os.waitpid(terminal.pid, 0)
+        os.close(terminal)
+    try:
+        yield Terminal(process, file)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.close()
         os.close(file)
+
+
+def chatting(*arguments: str, **variables: str) -> AbstractContextManager[Terminal]:
+    """`retrieval-attn chat` in a terminal."""
+    return in_terminal("chat", *arguments, **variables)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from retrieval_attn.cli.chat.loop import HELP
 from retrieval_attn.cli.chat.terminal import wrapped
 from tests.cli.terminal import CTRL_C, CTRL_D, chatting
 from tests.cli.test_local_talk import BERGEN, DOCUMENT, OSLO
+from tests.preloaded import CLI, run_preloaded
 
 FEW = ("--max-new-tokens", "12", "--window", "64", "--index", "flat")
 
@@ -143,10 +142,8 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(document: str) -> None:
 @pytest.mark.slow
 def test_in_a_pipe(document: str) -> None:
     """Answers alone on the standard output, no prompts; the end of the input ends it."""
-    command = [sys.executable, "-m", "retrieval_attn.cli", "chat", "--document", document, *FEW]
-    asked = subprocess.run(
-        command, input=f"{BERGEN}\n/stats\n{OSLO}", capture_output=True, text=True, timeout=300, check=True
-    )
+    asked = run_preloaded([*CLI, "chat", "--document", document, *FEW], given=f"{BERGEN}\n/stats\n{OSLO}")
+    assert asked.returncode == 0, asked.stderr
     assert asked.stdout.split() == ["7391846", "1234567"] and ">>>" not in asked.stderr + asked.stdout
     assert "1 question answered" in asked.stderr
 

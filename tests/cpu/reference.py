@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from retrieval_attn.index.formats import Format, from_float32
-from retrieval_attn.index.sketch import fit
+from retrieval_attn.index.sketch import front as fit
 from retrieval_attn.index.sketch import index as sketch_index
 from retrieval_attn.index.threads import kernel_threads
 

@@ -53,9 +53,12 @@ def test_sums_are_those_of_the_tokens(fmt: Format) -> None:
     np.testing.assert_allclose(own[2], chosen @ to_float32(values, fmt)[:, 5:280], atol=1e-4)
     assert changed[:, :-1].all() and not changed[:, -1].any()
     table = tuple(np.full(shape, 7, np.float32) for shape in ((HEADS, 16), (HEADS, DIM, 16), (HEADS, 16, VALUE_DIM)))
-    fill_table(changed, own, table)  # type: ignore[arg-type]
+    shifts = np.arange(16, dtype=np.float32)[:, None] * np.ones((HEADS, 1, VALUE_DIM), np.float32)
+    fill_table(changed, own, shifts, table)  # type: ignore[arg-type]
     means = (own[1] / own[0].clip(1)[:, :, None]).transpose(0, 2, 1)
     np.testing.assert_array_equal(table[1][:, :, :-1], means[:, :, :-1])
+    shifted = own[2] + own[0][:, :, None] * np.arange(16)[:, None]
+    np.testing.assert_allclose(table[2][:, :-1], shifted[:, :-1], rtol=1e-6)
     assert (table[0][:, -1] == 7).all() and (table[1][:, :, -1] == 7).all() and (table[2][:, -1] == 7).all()
     count_tokens(keys, values, members, (5, 280), -1, fmt, own)
     assert not own[0].any() and np.abs(own[1]).max() < 1e-4

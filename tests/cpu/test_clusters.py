@@ -5,12 +5,13 @@ import pytest
 
 from retrieval_attn.cpu.cluster_sums import SampledKeys
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters
-from retrieval_attn.cpu.host_attend import HostPartial, attend_apart, attend_path
+from retrieval_attn.cpu.host_attend import HostPartial, attend_path
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
+from tests.cpu.apart import attend_apart
 
 KV_HEADS, GROUP, DIM, VALUE_DIM, CLUSTERS = 2, 3, 32, 48, 16
 SCALE = 0.2
@@ -59,7 +60,10 @@ def reference(
     start, stop = span
     keys, values = (to_float32(array, path.fmt).astype(np.float64) for array in path.read(start, stop))
     assert path.clusters is not None
-    owners = path.clusters.shared.assign(keys.astype(np.float32))
+    shared = path.clusters.shared
+    parts = path.parts(start, stop)
+    owners = np.concatenate([shared.members(one, low, high, path.fmt)[:, low:high] for one, low, high, _ in parts], 1)
+    shifts = np.zeros((KV_HEADS, shared.clusters, VALUE_DIM)) if shared.value_shifts is None else shared.value_shifts
     outs, lses = [], []
     for head in range(KV_HEADS):
         for query in queries[head * GROUP : (head + 1) * GROUP].reshape(-1, DIM).astype(np.float64):
@@ -82,7 +86,11 @@ def reference(
                     inside = np.clip((logits[kept].min() - sampled) * 10, 0, 1)
                     weight, count = weight + inside @ np.exp(sampled), count + inside.sum()
                 estimated.append(weight / count)
-            means = [values[head][rest][own[rest] == c].mean(axis=0) for c in own[rest]]
+            means = [
+                (values[head][rest][own[rest] == c].sum(axis=0) + shifts[head][c] * (own == c).sum())
+                / (own[rest] == c).sum()
+                for c in own[rest]
+            ]
             weights = np.concatenate([np.exp(logits[kept]), estimated])
             rows = np.concatenate([values[head][kept], np.reshape(means, (-1, VALUE_DIM))])
             outs.append(weights @ rows / weights.sum())
@@ -103,14 +111,14 @@ def test_the_rest_is_estimated_as_defined(fmt: Format, n: int, sampled: int) -> 
     path, queries = make_path(700, fmt, sampled=sampled), make_queries(n)
     expected = reference(path, queries, (4, 690), 20)
     check(attend_path(path, queries, 4, 690, 20, scale=SCALE), expected)
-    check(attend_apart(path, queries, 4, 690, 20, SCALE, None, None), expected)
+    check(attend_apart(path, queries, 4, 690, 20, SCALE), expected)
 
 
 def test_soft_capped_scores() -> None:
     path, queries = make_path(300, sampled=3), make_queries()
     expected = reference(path, queries, (4, 290), 20, 1.5)
     check(attend_path(path, queries, 4, 290, 20, scale=SCALE, softcap=1.5), expected)
-    check(attend_apart(path, queries, 4, 290, 20, SCALE, 1.5, None), expected)
+    check(attend_apart(path, queries, 4, 290, 20, SCALE, 1.5), expected)
 
 
 def test_the_estimate_comes_nearer_to_full_attention() -> None:
@@ -188,6 +196,19 @@ def test_forks_share_clusters_and_keep_their_own_tokens() -> None:
     check(attend_path(path, queries, 4, 500, 10, scale=SCALE), reference(path, queries, (4, 500), 10))
 
 
+def test_a_copied_segment_keeps_its_clusters() -> None:
+    """A fork copies a short segment before it appends: clusters of keys and values cannot be found again by keys."""
+    path = make_path(200)
+    assert path.clusters is not None
+    members = np.random.default_rng(6).integers(CLUSTERS, size=(KV_HEADS, 200)).astype(np.uint8)
+    path.clusters.shared.take(path.segments[0], 0, members)
+    fork = path.fork()
+    append(fork, 50, np.random.default_rng(5), path.clusters.shared.probes)
+    (copy,) = fork.segments
+    assert copy is not path.segments[0]
+    assert np.array_equal(path.clusters.shared.members(copy, 0, 250, fork.fmt)[:, :200], members)
+
+
 @pytest.mark.parametrize("length", [690, 500, 3])
 def test_after_a_crop_other_tokens_take_the_place(length: int) -> None:
     path, queries = make_path(700), make_queries()
@@ -238,7 +259,7 @@ def test_a_plan_is_for_a_path_as_it_is() -> None:
     assert is_new()
     other = path.fork()
     assert other.clusters is not None and path.clusters is not None
-    path.clusters = other.clusters.renewed(*span, path.parts)
+    path.forget(*span)
     assert is_new()
     path.set_spans(path.spans[:1])
     assert is_new()
@@ -253,5 +274,5 @@ def test_members_of_others_tokens_are_others() -> None:
     for segment, tokens in ((own, 10), (forks, 7)):
         segment.append(*np.zeros((2, 2, tokens, 8), np.float32))
         shared.take(segment, 0, np.zeros((2, tokens), np.uint8))
-    assert shared.nbytes([own, forks]) - shared.nbytes([own]) == 2 * 7
-    assert shared.nbytes([own]) - shared.nbytes([]) == 2 * 10
+    held = [shared.memory(segments).host for segments in ([], [own], [own, forks])]
+    assert (held[1] - held[0], held[2] - held[1]) == (2 * 10, 2 * 7)

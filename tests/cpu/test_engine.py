@@ -21,14 +21,16 @@ from retrieval_attn.cpu.step.run import entry_at
 from retrieval_attn.cpu.step.tables import SearchRange
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
-from retrieval_attn.index import flat_task
+from retrieval_attn.index.auto import notes
 from retrieval_attn.index.flat import FlatIndex
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.roargraph import index as graph_module
 from retrieval_attn.index.sketch import build as sketch_module
 from retrieval_attn.index.sketch import task as sketch_task
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.index.task import scans
 from retrieval_attn_eval.bench.synthetic import SyntheticHead, synthetic_head
+from tests.cpu.apart import attend_apart
 from tests.cpu.reference import attention, best_ids, in_threads, look_at_share, normal, whole_numbers
 from tests.cpu.test_pool import resident_bytes
 
@@ -133,7 +135,7 @@ def graph_path(pool: Pool, heads: list[SyntheticHead]) -> SequenceKV:
 
 def apart(path: SequenceKV, queries: npt.NDArray[np.float32], stop: int, top_k: int) -> HostPartial:
     """The way of kinds that have no compiled search."""
-    return host_attend.attend_apart(path, queries, SINKS, stop, top_k, SCALE, None, None)
+    return attend_apart(path, queries, SINKS, stop, top_k, SCALE)
 
 
 def assert_close(one: HostPartial, other: HostPartial) -> None:
@@ -163,7 +165,7 @@ def test_coded_scan_finds_what_the_index_finds(
     results = []
     for threads in (1, 5):
         with Pool(threads, cpus=()) as pool, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flat_task if kind == "flat" else sketch_task, "CODED_TOKENS", 300)
+            patch.setattr(scans if kind == "flat" else sketch_task, "CODED_TOKENS", 300)
             path = trained_path(pool, heads, kind, options)
             assert path.index_kinds == {kind: 2}
             results += [attend_path(path, queries, SINKS, stop, top_k, scale=SCALE) for stop in (TOKENS - 500, TOKENS)]
@@ -278,10 +280,8 @@ def test_heads_of_different_kinds(pool: Pool, heads: list[SyntheticHead]) -> Non
     path, exact = graph_path(pool, heads), trained_path(pool, heads, "flat", {})
     graph = graph_path(pool, heads)
     segment = path.segments[0]
-    index = segment._index
-    assert index is not None
     flat = FlatIndex(segment.keys[0, SINKS : TOKENS - 500], BF16)
-    segment._index = type(index)(SINKS, (flat, *index.heads[1:]))
+    segment.take_index(SINKS, (flat, *segment.indexes[1:]))
     assert path.index_kinds == {"flat": 1, "roargraph": 1}
     queries = np.concatenate([head.decode for head in heads])[:, :1]
     got = attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE)
@@ -294,7 +294,7 @@ def test_notes_and_extension(pool: Pool, heads: list[SyntheticHead]) -> None:
     """Notes of indexes are collected once each; `extend_index` inserts ahead of time."""
     path = graph_path(pool, heads)
     for index in path.segments[0].indexes:
-        setattr(index, "note", "because")  # noqa: B010  (no attribute of the class)
+        notes[index] = "because"
     assert path.index_notes == ["because"]
     before = path.index_seconds
     path.extend_index(TOKENS - 100)
@@ -400,20 +400,33 @@ def test_bad_plans_are_named(pool: Pool) -> None:
         step.plan([[]], 4, 1, 5, scale=1.0)
 
 
-def test_what_a_step_cannot_hold_takes_the_other_way(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates of too many queries, or more memory than allowed: the same answer by the earlier path."""
+def test_what_a_step_cannot_hold_takes_several(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates of too many queries, or more memory than allowed: the same answer by smaller steps."""
     path = filled(pool, 2, 3000, 16, F32)
-    rng = np.random.default_rng(8)
-    for n in (1, 40):
-        queries = whole_numbers(rng, (4, n, 16))
-        expected = attend_path(path, queries, 0, 3000, 9, scale=SCALE)
-        monkeypatch.setattr(engine_module, "MAX_LISTS_BYTES", 100)
-        path.steps.clear()
-        assert_close(attend_path(path, queries, 0, 3000, 9, scale=SCALE), expected)
-        monkeypatch.undo()
-        monkeypatch.setattr(host_attend, "MAX_STEP_QUERIES", 1)
-        assert_close(attend_path(path, queries, 0, 3000, 9, scale=SCALE), expected)
-        monkeypatch.undo()
+    queries = whole_numbers(np.random.default_rng(8), (4, 40, 16))
+    expected = attend_path(path, queries, 0, 3000, 9, scale=SCALE)
+    ran: list[int] = []
+    run = LayerStep.run
+
+    def counted(step: LayerStep) -> Any:
+        ran.append(step.out.shape[2])
+        return run(step)
+
+    monkeypatch.setattr(LayerStep, "run", counted)
+    for module, name, value, most in (
+        (engine_module, "MAX_LISTS_BYTES", 20_000, 20),
+        (host_attend, "MAX_STEP_QUERIES", 1, 1),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            path.steps.clear()
+            assert_close(attend_path(path, queries, 0, 3000, 9, scale=SCALE), expected)
+        assert max(ran) <= most and sum(ran) == 40
+        ran.clear()
+    monkeypatch.setattr(engine_module, "MAX_LISTS_BYTES", 100)
+    path.steps.clear()
+    with pytest.raises(ConfigError, match="retrieve fewer keys"):
+        attend_path(path, queries, 0, 3000, 9, scale=SCALE)
 
 
 def test_paths_in_two_threads_share_a_pool(pool: Pool) -> None:

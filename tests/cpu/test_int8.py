@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrieval_attn.cpu.attend import attend_ids_heads, attend_range_heads
-from retrieval_attn.cpu.host_attend import attend_apart, attend_path
-from retrieval_attn.cpu.store import SequenceKV, held_bytes
+from retrieval_attn.cpu.host_attend import attend_path
+from retrieval_attn.cpu.store import SequenceKV, held_memory
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index import FlatIndex
 from retrieval_attn.index.formats import MIN_STEP, Format, from_float32, row_steps, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn_eval.bench.synthetic import synthetic_head
+from tests.cpu.apart import attend_apart
 from tests.cpu.reference import EPS, attention, strided
+from tests.index.building import built
 
 INT8 = Format.INT8
 
@@ -120,10 +122,10 @@ def test_stored_keys_are_their_own_codes() -> None:
         path.append(keys[:, :15_000], values[:, :15_000])
         path.build_index(4, 15_000)
         path.append(keys[:, 15_000:], values[:, 15_000:])
-    assert held_bytes(paths[1:]) == 2 * n * (68 + 68) and paths[1].index_nbytes == 0
+    assert held_memory(paths[1:]).host == paths[1].nbytes == 2 * n * (68 + 68)
     for stop in (9000, 15_000, 16_000, n):
         exact, coded = (attend_path(path, asked, 4, stop, 50, scale=0.125) for path in paths)
-        apart = attend_apart(paths[1], asked, 4, stop, 50, 0.125, None, None)
+        apart = attend_apart(paths[1], asked, 4, stop, 50, 0.125)
         np.testing.assert_allclose(coded.lse, exact.lse, atol=2e-4)  # one key of 50 may be another
         np.testing.assert_allclose(coded.lse, apart.lse, atol=2e-6)
         assert np.median(np.abs(coded.out - exact.out)) < 1e-6
@@ -141,7 +143,7 @@ def test_a_graph_over_int8_keys() -> None:
     scan = SequenceKV(2, 64, 64, INT8).reserve(n)
     scan.append(keys, values)
     found, exact = (attend_path(one, asked, 4, n, 50, scale=0.125) for one in (path, scan))
-    apart = attend_apart(path, asked, 4, n - 500, 50, 0.125, None, None)
+    apart = attend_apart(path, asked, 4, n - 500, 50, 0.125)
     step = attend_path(path, asked, 4, n - 500, 50, scale=0.125)
     np.testing.assert_allclose(step.out, apart.out, atol=2e-6)
     assert found.keys_scanned < exact.keys_scanned / 2
@@ -158,7 +160,7 @@ def test_numbers_that_are_not_finite() -> None:
     keys[0, 7, 3], keys[0, 90, 15] = np.nan, -np.inf
     stored = from_float32(keys, INT8)
     assert np.isnan(row_steps(stored)[0, [7, 90]]).all()
-    index = FlatIndex.build(stored[0], INT8, None)
+    index = built(FlatIndex, stored[0], INT8, None)
     queries = rng.standard_normal((1, 2, 16), dtype=np.float32)
     assert not {7, 90} & set(index.search(queries[0], 2998).ids.ravel().tolist())
     path = SequenceKV(1, 16, 16, INT8).reserve(3000)
@@ -166,8 +168,8 @@ def test_numbers_that_are_not_finite() -> None:
     assert np.isfinite(attend_path(path, queries, 0, 3000, 50, scale=0.25).out).all()
     assert np.isnan(attend_path(path, queries, 0, 3000, None, scale=0.25).out).all()
     with pytest.raises(ShapeError, match="2 with NaN or infinity, the first at id 7"):
-        FlatIndex.build(stored[0], INT8, None, codes="int8")
-    coded = FlatIndex.build(stored[0, :7], INT8, None, codes="int8")
+        built(FlatIndex, stored[0], INT8, None, codes="int8")
+    coded = built(FlatIndex, stored[0, :7], INT8, None, codes="int8")
     with pytest.raises(ShapeError, match="1 with NaN or infinity, the first at id 7"):
         coded.insert(stored[0, 7:9])
     coded.insert(stored[0, 8:80])
@@ -179,9 +181,9 @@ def test_an_index_comes_back_from_its_state(codes: str) -> None:
     """Over the same keys; the answers are the same to the bit."""
     keys = from_float32(np.random.default_rng(1).standard_normal((5000, 24), dtype=np.float32), INT8)
     queries = np.random.default_rng(2).standard_normal((3, 24), dtype=np.float32)
-    index = FlatIndex.build(keys, INT8, None, codes=codes)
+    index = built(FlatIndex, keys, INT8, None, codes=codes)
     loaded = FlatIndex.from_state(keys, INT8, index.state())
-    assert isinstance(loaded, FlatIndex) and loaded.scans_stored == (codes == "int8") and loaded.head_dim == 24
+    assert isinstance(loaded, FlatIndex) and loaded.scans_stored == (codes == "int8")
     found, right = loaded.search(queries, 20), index.search(queries, 20)
     np.testing.assert_array_equal(found.ids, right.ids)
     np.testing.assert_array_equal(found.scores, right.scores)

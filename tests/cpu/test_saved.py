@@ -16,7 +16,7 @@ from retrieval_attn.cpu.cluster_sums import SampledKeys
 from retrieval_attn.cpu.clusters import KeyClusters, PathClusters, largest_clusters, mean_values
 from retrieval_attn.cpu.host_attend import attend_paths
 from retrieval_attn.cpu.segment import HeadCoders
-from retrieval_attn.cpu.store import SequenceKV, cluster_table, held_bytes
+from retrieval_attn.cpu.store import SequenceKV, cluster_table, held_memory
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.spec import IndexSpec
@@ -250,7 +250,7 @@ def test_paths_that_shared_segments_share_them_again(tmp_path: Path) -> None:
         assert other.clusters is not None and back.clusters is not None
         assert other.clusters.shared is back.clusters.shared
         assert_same(fork, other)
-    assert held_bytes([back, *others]) < held_bytes([back]) * 1.4
+    assert held_memory([back, *others]).host < held_memory([back]).host * 1.4
 
 
 def test_clusters_and_indexes_that_were_made_anew_are_told_anew(tmp_path: Path) -> None:

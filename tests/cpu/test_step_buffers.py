@@ -21,7 +21,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.index.task import descriptor as words
+from retrieval_attn.index.task import tasks as words
 from tests.cpu.test_engine import filled
 
 HEADS, Q_HEADS, DIM, VALUE_DIM = 2, 6, 16, 19

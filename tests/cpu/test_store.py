@@ -22,7 +22,7 @@ from retrieval_attn.cpu import segment as segment_module
 from retrieval_attn.cpu import store as store_module
 from retrieval_attn.cpu.ahead import kernel_jobs
 from retrieval_attn.cpu.host_attend import attend_path
-from retrieval_attn.cpu.store import SequenceKV, held_bytes
+from retrieval_attn.cpu.store import SequenceKV, held_memory
 from retrieval_attn.errors import ConfigError, MemoryPlanError, ShapeError
 from retrieval_attn.index import FlatIndex, register
 from retrieval_attn.index import memory as memory_module
@@ -35,7 +35,7 @@ HEADS, DIM, VALUE_DIM = 2, 8, 5
 F32, INT8 = Format.FLOAT32, Format.INT8
 
 
-@register
+@register()
 class CopyingIndex(FlatIndex):
     """An index that keeps its own copy and cannot forget: stale keys show, as they would in a graph."""
 
@@ -48,7 +48,7 @@ class CopyingIndex(FlatIndex):
         return False
 
 
-@register
+@register()
 class SlowIndex(CopyingIndex):
     """Another thread gets its turn in the middle of every insertion."""
 
@@ -231,7 +231,7 @@ def test_forks_hold_memory_once() -> None:
     forks = [path.fork() for _ in range(3)]
     for fork in (path, *forks):
         fork.append(*tokens(rng, 10))
-    assert held_bytes([path, *forks]) == (2000 + 4 * 10) * token_bytes
+    assert held_memory([path, *forks]).host == (2000 + 4 * 10) * token_bytes
     assert [fork.nbytes for fork in forks] == [2010 * token_bytes] * 3
     assert np.shares_memory(path.read(0, 2000)[0], forks[2].read(0, 2000)[0])
     assert not np.shares_memory(path.read(2000, 2010)[0], forks[2].read(2000, 2010)[0])
@@ -397,7 +397,7 @@ def test_empty_paths_and_ranges() -> None:
     path.build_index(0, 0)
     keys, values = path.read(0, 0)
     path.append(keys, values)
-    assert len(path) == 0 and path.nbytes == path.index_nbytes == 0 and path.segments == ()
+    assert len(path) == 0 and path.nbytes == held_memory([path]).host == 0 and path.segments == ()
     for top_k in (5, None):
         got = attend_path(path, queries, 0, 0, top_k, scale=1.0)
         assert (got.out == 0).all() and got.out.shape == (4, 3, VALUE_DIM) and np.isneginf(got.lse).all()

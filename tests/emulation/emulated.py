@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.gpu.decode.kernels import replaced_kernels
-from retrieval_attn.runner.graph.registry import replaced_runtime
+from retrieval_attn.runner.graph.support import replaced_runtime
 from tests.emulation.runtime import EmulatedRuntime
 from tests.reference.kernels import reference_kernels
 

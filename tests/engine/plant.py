@@ -9,7 +9,7 @@ from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.errors import AdmissionError, EngineFullError
-from tests.engine_audit import check_scheduler
+from tests.engine.audit import check_scheduler
 
 END_REASONS = ("tokens", "ended", "failed", "aborted")
 

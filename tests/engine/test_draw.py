@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation import LogitsProcessorList, MinPLogitsWarper
 
 import retrieval_attn as ra
-from retrieval_attn.sampling.choose import Chosen, DrawMode, SamplingState, choose
+from retrieval_attn.sampling import sampler as module
+from retrieval_attn.sampling.sampler import Chosen, DrawMode, History, Sampler
 from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
 
 DRAWS = [
@@ -26,10 +30,9 @@ DRAWS = [
 VOCABULARY = 333
 
 
-def table(draws: Sequence[SamplingParams], device: str = "cpu") -> SamplingState:
-    made = SamplingState(len(draws), device)
-    for slot, draw in enumerate(draws):
-        made.write(slot, draw)
+def sampler(draws: Sequence[SamplingParams], device: str = "cpu") -> Sampler:
+    made = Sampler(len(draws), device)
+    made.assign(dict(enumerate(draws)))
     return made
 
 
@@ -37,7 +40,7 @@ def pick(
     logits: Tensor, draws: Sequence[SamplingParams], positions: Tensor | int, mode: DrawMode | None = None
 ) -> Chosen:
     place = torch.full((len(logits),), positions) if isinstance(positions, int) else positions
-    return choose(logits, table(draws, str(logits.device)), place.to(logits.device), mode)
+    return sampler(draws, str(logits.device)).choose(logits, place.to(logits.device), mode=mode)
 
 
 def warped(logits: Tensor, draw: SamplingParams) -> Tensor:
@@ -54,9 +57,9 @@ def warped(logits: Tensor, draw: SamplingParams) -> Tensor:
 
 def drawn(logits: Tensor, draw: SamplingParams, count: int, rows: int = 4000) -> Tensor:
     """Ids of `count` draws from logits (vocabulary,), at positions 0, 1, ..."""
-    made = table([draw] * rows)
+    made = sampler([draw] * rows)
     starts = range(0, count, rows)
-    return torch.cat([choose(logits.expand(rows, -1), made, torch.arange(at, at + rows)).ids for at in starts])
+    return torch.cat([made.choose(logits.expand(rows, -1), torch.arange(at, at + rows)).ids for at in starts])
 
 
 def chi_square(ids: Tensor, probabilities: Tensor) -> float:
@@ -145,9 +148,25 @@ def test_filters_keep_what_transformers_keeps(ties: bool) -> None:
 
 def kept_by(logits: Tensor, draw: SamplingParams) -> Tensor:
     """Which tokens of logits (1, vocabulary) can be drawn: among equal ones, all, by drawing often."""
-    from retrieval_attn.sampling import choose as module
+    top_p, min_p, top_k = torch.tensor([[draw.top_p, draw.min_p, draw.top_k]]).double().T
+    return module._kept(logits / draw.temperature, top_p, min_p.float(), top_k.long())[0]
 
-    return module._kept(logits / draw.temperature, table([draw]).columns(1))[0]
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_search_for_a_floor_finds_what_a_sort_finds(data: st.DataObject) -> None:
+    """Scores of both signs, zeros of both signs, ties, infinities, and shares up to the whole."""
+    width = data.draw(st.integers(1, 40))
+    score = st.one_of(st.floats(-80, 80, width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0, -math.inf]))
+    rows = data.draw(st.lists(st.lists(score, min_size=width, max_size=width), min_size=1, max_size=3))
+    scaled = torch.tensor(rows)
+    scaled[:, data.draw(st.integers(0, width - 1))] = data.draw(st.floats(-5, 5, width=32))  # one that is finite
+    top_k = torch.tensor([data.draw(st.integers(0, width + 2)) for _ in rows])
+    top_p = torch.tensor([data.draw(st.floats(0, 1)) for _ in rows], dtype=torch.float64)
+    weights = module._weights(scaled, scaled.amax(dim=1))
+    found = module._compiled_floors(scaled, weights, top_k, top_p)
+    expected = module._sorted_floors(scaled, weights, top_k, top_p)
+    assert torch.equal(scaled >= found[:, None], scaled >= expected[:, None])
 
 
 def test_a_top_k_of_more_than_the_vocabulary_keeps_all() -> None:
@@ -166,6 +185,43 @@ def test_a_row_draws_the_same_alone_in_any_batch_at_any_place() -> None:
         assert torch.equal(alone.ids, together.ids[order])
         assert alone.logprobs is not None and together.logprobs is not None
         assert torch.equal(alone.logprobs, together.logprobs[order])
+
+
+row_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 5]),
+    top_p=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 2**64 - 1),
+    logprobs=st.sampled_from([0, 2]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.sampled_from([{}, {3: 2.0}]),
+)
+
+
+@given(st.lists(row_params, min_size=2, max_size=6), st.integers(0, 2**40), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_a_row_gets_its_token_whoever_shares_the_batch(params: list[SamplingParams], start: int, chance: Any) -> None:
+    """Greedy and seeded, with penalties: alone, and with rows that come, go and change places from step to step."""
+    generator = torch.Generator().manual_seed(start % 2**31)
+    together = Sampler(len(params))
+    mine: list[list[int]] = [[] for _ in params]
+    alone: list[list[int]] = [[] for _ in params]
+    histories = [[History(one, [3, 7], out) for one, out in zip(params, outs, strict=True)] for outs in (mine, alone)]
+    for step in range(4):
+        rows = chance.sample(range(len(params)), chance.randint(1, len(params)))
+        logits = torch.randn(len(params), 17, generator=generator)
+        found = together(
+            [params[row] for row in rows], logits[rows].contiguous(), [start + step] * len(rows),
+            [histories[0][row] for row in rows],
+        )  # fmt: skip
+        for row, token in zip(rows, found, strict=True):
+            other = Sampler(1)([params[row]], logits[row : row + 1], [start + step], [histories[1][row]])[0]
+            assert token is not None and token == other
+            mine[row].append(token.token)
+            alone[row].append(token.token)
 
 
 def test_another_seed_or_position_draws_anew() -> None:
@@ -271,28 +327,29 @@ def test_the_logits_stay_as_they_are_and_inference_mode_is_fine() -> None:
     assert torch.equal(inside.ids, pick(logits, DRAWS, 1).ids)
 
 
-def test_a_table_says_what_its_rows_need() -> None:
-    made = SamplingState(3)
-    assert len(made) == 3 and made.mode == DrawMode()
-    made.write(1, SamplingParams(temperature=0.5))
+def test_a_sampler_has_the_mode_that_its_rows_need() -> None:
+    made = Sampler(3)
+    assert made.mode == DrawMode()
+    made.assign({1: SamplingParams(temperature=0.5)})
     assert made.mode == DrawMode(sample=True)
-    made.write(2, SamplingParams(temperature=0.5, top_p=0.9, logprobs=2))
-    made.write(0, SamplingParams(top_k=5, logprobs=1))
+    filtered = SamplingParams(temperature=0.5, top_p=0.9, logprobs=2)
+    made.assign({1: SamplingParams(temperature=0.5), 2: filtered, 0: SamplingParams(top_k=5, logprobs=1)})
     assert made.mode == DrawMode(sample=True, filters=True, logprobs=2)
-    made.clear(2)
+    made.assign({1: SamplingParams(temperature=0.5), 0: SamplingParams(top_k=5, logprobs=1)})
     assert made.mode == DrawMode(sample=True, filters=False, logprobs=1)
 
 
-def test_a_table_is_written_in_place() -> None:
+def test_parameters_are_assigned_in_place() -> None:
     """A captured graph reads the addresses that it saw."""
-    made = SamplingState(2)
-    numbers, words = made.options(2)
-    made.write(1, SamplingParams(temperature=0.5, top_k=9, seed=2**32 + 5))
+    made = Sampler(2)
+    numbers, words = made._numbers, made._words
+    made.assign({1: SamplingParams(temperature=0.5, top_k=9, seed=2**32 + 5)})
+    assert made._numbers is numbers and made._words is words
     assert numbers.tolist() == [[0.0, 1.0, 0.0], [0.5, 1.0, 0.0]]
     assert words.tolist() == [[0, 0, 0], [9, 5, 1]]
-    for slot in (-1, 2):
+    for row in (-1, 2):
         with pytest.raises(IndexError, match="2 rows"):
-            made.write(slot, SamplingParams())
+            made.assign({row: SamplingParams()})
 
 
 @pytest.mark.parametrize(
@@ -320,18 +377,18 @@ def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
         SamplingParams(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_table_without_rows_is_refused() -> None:
+def test_a_sampler_without_rows_is_refused() -> None:
     with pytest.raises(ra.ConfigError, match="at least 1 row"):
-        SamplingState(0)
+        Sampler(0)
 
 
 def test_logits_and_positions_of_another_shape_are_refused() -> None:
-    made, positions = SamplingState(2), torch.zeros(2, dtype=torch.int64)
+    made, positions = Sampler(2), torch.zeros(2, dtype=torch.int64)
     for logits in (torch.randn(2, 0), torch.randn(6), torch.randn(2, 6).double(), torch.randn(6, 2).T):
         with pytest.raises(ra.ShapeError, match="float32 .rows, vocabulary."):
-            choose(logits, made, positions)
+            made.choose(logits, positions)
     for place in (positions[:1], positions.int(), positions[:, None]):
         with pytest.raises(ra.ShapeError, match="positions must be int64"):
-            choose(torch.randn(2, 6), made, place)
+            made.choose(torch.randn(2, 6), place)
     with pytest.raises(ra.ShapeError, match="3 rows of logits"):
-        choose(torch.randn(3, 6), made, torch.zeros(3, dtype=torch.int64))
+        made.choose(torch.randn(3, 6), torch.zeros(3, dtype=torch.int64))

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.sampling import choose as module
-from retrieval_attn.sampling.choose import DrawMode, SamplingState, choose
+from retrieval_attn.sampling import sampler as module
+from retrieval_attn.sampling.sampler import DrawMode, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.gpu.test_decode_kernels import INTERPRETED
 
@@ -42,13 +42,12 @@ def on_cpu(logits: Tensor, draws: list[SamplingParams], positions: Tensor, monke
     """The ids that operations of torch choose on the CPU."""
     with monkeypatch.context() as patch:
         patch.setattr(module, "_kernels", lambda logits: None)
-        return choose(logits, filled(draws, "cpu"), positions).ids
+        return filled(draws, "cpu").choose(logits, positions).ids
 
 
-def filled(draws: list[SamplingParams], device: str) -> SamplingState:
-    made = SamplingState(len(draws), device)
-    for slot, draw in enumerate(draws):
-        made.write(slot, draw)
+def filled(draws: list[SamplingParams], device: str) -> Sampler:
+    made = Sampler(len(draws), device)
+    made.assign(dict(enumerate(draws)))
     return made
 
 
@@ -80,10 +79,10 @@ def test_it_chooses_what_the_cpu_chooses(
         draws = [some_draw(pick) for _ in range(rows)]
         positions = torch.tensor([pick.randrange(2**40) for _ in range(rows)])
         expected = on_cpu(logits, draws, positions, monkeypatch)
-        found = choose(logits.to(device), filled(draws, device), positions.to(device), EVERYTHING)
+        found = filled(draws, device).choose(logits.to(device), positions.to(device), mode=EVERYTHING)
         assert found.ids.tolist() == expected.tolist(), draws
         assert found.failed.tolist() == [kind == "failed" and row == 0 for row in range(rows)]
-        again = choose(logits.to(device), filled(draws, device), positions.to(device), EVERYTHING)
+        again = filled(draws, device).choose(logits.to(device), positions.to(device), mode=EVERYTHING)
         assert torch.equal(found.ids, again.ids)
 
 
@@ -100,7 +99,7 @@ def test_numbers_that_lie_close_or_far_apart_end_the_search(device: str, monkeyp
         logits = row[torch.randperm(len(row), generator=torch.Generator().manual_seed(0))][None].contiguous()
         for draw in (SamplingParams(temperature=1.0, top_k=9), SamplingParams(temperature=1.0, top_p=0.5, top_k=40)):
             position = torch.tensor([3])
-            found = choose(logits.to(device), filled([draw], device), position.to(device))
+            found = filled([draw], device).choose(logits.to(device), position.to(device))
             assert found.ids.tolist() == on_cpu(logits, [draw], position, monkeypatch).tolist()
 
 
@@ -113,19 +112,19 @@ def test_a_captured_graph_serves_rows_that_come_and_go(
     if device == "cpu":
         pytest.skip("a graph needs a GPU; this is the interpreted kernel")
     pick, rows, vocabulary = random.Random(1), 6, 1000
-    table = SamplingState(rows, device)
+    sampler = Sampler(rows, device)
     logits = torch.zeros(rows, vocabulary, device=device)
     positions = torch.zeros(rows, dtype=torch.int64, device=device)
-    choose(logits, table, positions, mode)  # what is made once is made outside
+    sampler.choose(logits, positions, mode=mode)  # what is made once is made outside
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(graph):
-        found = choose(logits, table, positions, mode)
+        found = sampler.choose(logits, positions, mode=mode)
     draws = [SamplingParams()] * rows
     for step in range(12):
         for slot in pick.sample(range(rows), 3):
             draws[slot] = some_draw(pick) if mode.filters else SamplingParams(temperature=float(mode.sample), seed=step)
-            table.write(slot, draws[slot])
+        sampler.assign(dict(enumerate(draws)))
         now = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(step)) * 3
         now[step % rows, 3] = math.nan if step % 2 else 0.0
         place = torch.arange(rows) + step
@@ -152,15 +151,15 @@ def test_a_row_on_a_gpu_chooses_the_same_in_any_batch(device: str) -> None:
     draws = [some_draw(pick) for _ in range(40)]
     logits = torch.randn(40, 128_256, generator=torch.Generator().manual_seed(2)).to(device) * 3
     positions = torch.arange(40, device=device)
-    together = choose(logits, filled(draws, device), positions, EVERYTHING)
+    together = filled(draws, device).choose(logits, positions, mode=EVERYTHING)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
-    shuffled = choose(
-        logits[order.to(device)], filled([draws[row] for row in order.tolist()], device), order.to(device), EVERYTHING
+    shuffled = filled([draws[row] for row in order.tolist()], device).choose(
+        logits[order.to(device)], order.to(device), mode=EVERYTHING
     )
     assert torch.equal(shuffled.ids, together.ids[order.to(device)])
     assert together.logprobs is not None and shuffled.logprobs is not None
     assert torch.equal(shuffled.logprobs, together.logprobs[order.to(device)])
     for row in range(40):
-        alone = choose(logits[row : row + 1], filled([draws[row]], device), positions[row : row + 1], EVERYTHING)
+        alone = filled([draws[row]], device).choose(logits[row : row + 1], positions[row : row + 1], mode=EVERYTHING)
         assert int(alone.ids) == int(together.ids[row])
         assert alone.logprobs is not None and torch.equal(alone.logprobs[0], together.logprobs[row])

@@ -15,7 +15,7 @@ from retrieval_attn.engine.request import Request
 from retrieval_attn.engine.saved_text import ContextPrefetcher
 from retrieval_attn.store import ContextStore, Shelf
 from retrieval_attn.store.mapped import give_up, resident_bytes
-from tests.test_engine_saved import NEVER, ids, llm_of, read
+from tests.engine.test_saved_contexts import NEVER, ids, llm_of, read
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -55,8 +55,11 @@ def soon(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_a_waiting_request_finds_its_files_in_memory(told: list[list[str]], tmp_path: Path) -> None:
-    """One row decodes; the context of the next one, taken out of memory, is there again before it begins."""
+@pytest.mark.parametrize("named", [True, False])
+def test_a_waiting_request_finds_its_files_in_memory(named: bool, told: list[list[str]], tmp_path: Path) -> None:
+    """One row decodes; the context of the next one, taken out of memory, is there again before it begins. The request
+    names it, or begins with its tokens.
+    """
     store, llm = ContextStore(tmp_path), llm_of()
     read(llm, 900, 1).save("other", store=store)
     files = store.files(read(llm, 900, 2).save("wanted", store=store).digest)
@@ -66,11 +69,12 @@ def test_a_waiting_request_finds_its_files_in_memory(told: list[list[str]], tmp_
         assert soon(lambda: engine.stats["steps"] > 0)
         for file in files:
             give_up(file)
-        if any(resident_bytes(file) for file in files):
-            pytest.skip("this disk keeps its files in memory")
-        waiting = [engine.submit(Request((ids(20, seed),), context="wanted", max_tokens=2)) for seed in (5, 6)]
-        assert soon(lambda: all(resident_bytes(file) for file in files)) and told == [["wanted"]]
+        stay = any(resident_bytes(file) for file in files)  # some disks keep their files in memory
+        context, text = ("wanted", ()) if named else (None, (ids(900, 2),))
+        waiting = [engine.submit(Request((*text, ids(20, seed)), 2, context=context)) for seed in (5, 6)]
+        assert soon(lambda: bool(told)) and told == [["wanted"]]
+        assert stay or soon(lambda: all(resident_bytes(file) for file in files))
         assert engine.stats["waiting"] == 2
         long.cancel()
         for one in waiting:
-            one.result()
+            assert one.result().cached_tokens >= 900

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -14,16 +15,19 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
-from retrieval_attn.attention.cache import CodedSegments, RetrievalCache, head_codes_of, offload_windows
+from retrieval_attn.attention.cache import CodedSegments, RetrievalCache, head_codes_of, offload_windows, windows_of
 from retrieval_attn.engine import prefill_worker, prefix_handle, resident_set
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.engine.request import Request
+from retrieval_attn.gpu.codes.host_row_gather import RowShape
 from retrieval_attn.memory.device_room import IndexChoice
+from retrieval_attn.offload import int8_rows
 from retrieval_attn.offload.codes import HeadCodes, load_codes, offload_codes
-from tests.engine_audit import check_engine
-from tests.test_engine import ids, llm_of
+from retrieval_attn.offload.int8_rows import Int8RowMirror
+from tests.engine.audit import check_engine
+from tests.engine.test_engine import ids, llm_of
 from tests.tiny_models import build_model
 
 CONFIG = ra.Config(sink=4, window=32, retrieve=8, index="device", prefill_chunk=256)
@@ -141,12 +145,30 @@ def test_texts_in_turn_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answers == expected * 3 and cached == [0] * 3 + [700] * 6
         shared = engine.stats["shared"]
         assert shared.evicted == 0 and shared.offloaded >= 2 and 0 < shared.device_nbytes <= room
-        assert shared.host_nbytes > whole.host, "the copies count"
+        assert shared.host_nbytes == whole.host, "the copies count, made ahead or not"
         check_engine(engine)
     monkeypatch.setattr(PrefixEntry, "offload", lambda _: None)
     with engine_of(llm, room) as engine:
         answers, cached = ask_in_turn(engine, texts, 2)
         assert answers == expected * 2 and cached == [0] * 6 and engine.stats["shared"].evicted > 0
+
+
+def test_idle_texts_are_copied_before_they_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind their answers, in a thread of its own: an offload then copies no codes."""
+    llm = llm_of(CONFIG)
+    texts = [ids(700, number) for number in range(2)]
+    monkeypatch.setattr(prefix_handle, "on_device", apart)
+    monkeypatch.setattr(resident_set, "LEAST_OFFLOADED", 1 << 10)
+    with engine_of(llm, 1 << 40) as engine:
+        expected, _ = ask_in_turn(engine, texts, 1)
+        tree = engine._tree
+        assert tree is not None and tree.stats.host_nbytes == tree.sizes.host
+        assert sum(node.held.copied for node in tree._residents) >= 2  # type: ignore[union-attr]
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadCodes, "rows", lambda _: pytest.fail("codes are copied again"))
+            assert tree.offload(1 << 40) > 0
+        answers, cached = ask_in_turn(engine, texts, 1)
+        assert answers == expected and cached == [700] * 2
 
 
 def test_entries_count_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +192,50 @@ def test_entries_count_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry.offloaded_bytes == 0 and entry.sizes.device > codes // 2
     entry.offload()
     assert entry.sizes == offloaded
+
+
+def test_what_was_copied_ahead_is_offloaded_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy counts as host memory, and a later offload frees the device without reading it."""
+    monkeypatch.setattr(prefix_handle, "on_device", apart)
+    llm = llm_of(CONFIG)
+    entry = PrefixEntry.beyond(read_text(llm, 700, 4).cache, Sizes())
+    expected, whole = answer(llm, entry.fork()), entry.sizes
+    entry.copy_to_host()
+    codes = sum(one.copied_nbytes for one in entry._own)
+    assert codes > 0 and entry.sizes == whole._replace(host=whole.host + codes + entry._windows)
+    monkeypatch.setattr(HeadCodes, "rows", lambda _: pytest.fail("codes are copied again"))
+    windows = windows_of(entry._cache)
+    copies = [window._copies for window in windows]
+    assert None not in copies
+    entry.offload()
+    assert all(one.offloaded for one in entry._own) and [window.buffers for window in windows] == copies
+    assert answer(llm, entry.fork()) == expected
+
+
+@pytest.mark.parametrize("change", ["none", "write", "write meanwhile"])
+def test_a_copy_of_steps_is_made_again_after_a_write(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    rows = Int8RowMirror(2, RowShape(16, 16), 100, torch.device("cpu"))
+    torch.manual_seed(3)
+    rows.write(torch.randn(2, 50, 16), torch.randn(2, 50, 16))
+    more = torch.randn(2, 7, 16), torch.randn(2, 7, 16)
+    if change == "write meanwhile":
+        beside = int8_rows.beside
+
+        @contextlib.contextmanager
+        def written(device: torch.device) -> Iterator[None]:
+            with beside(device):
+                yield
+            monkeypatch.setattr(int8_rows, "beside", beside)
+            rows.write(*more)
+
+        monkeypatch.setattr(int8_rows, "beside", written)
+    rows.copy_to_host()
+    if change == "write":
+        rows.write(*more)
+    steps = rows._steps[:, : rows.length].clone()
+    monkeypatch.setattr(rows, "_steps", rows._steps if change != "none" else rows._steps.new_empty(0, 0, 2))
+    rows.offload()
+    assert torch.equal(rows._steps[:, : rows.length], steps)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -274,7 +340,9 @@ def test_a_gpu_has_its_memory_back() -> None:
     before, coded = torch.cuda.memory_allocated(), sum(one.device_nbytes for one in codes)
     offload_windows(moved)
     offload_codes(codes)
-    CodedSegments(moved, codes).offload()
+    segments = CodedSegments(moved, codes)
+    segments.copy_to_host()
+    segments.offload()
     gc.collect()
     assert before - torch.cuda.memory_allocated() > coded > 0
     load_codes(codes)

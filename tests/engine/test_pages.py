@@ -11,7 +11,7 @@ import pytest
 from retrieval_attn.engine.node import PrefixCacheError
 from retrieval_attn.engine.paged_prefix import PageCounts, PagePool
 from retrieval_attn.errors import ConfigError, ShapeError
-from tests.engine_audit import check_pages
+from tests.engine.audit import check_pages
 
 
 def test_pages_are_taken_and_freed() -> None:

@@ -13,8 +13,8 @@ from retrieval_attn.engine.inflight_prefills import PrefillClaim
 from retrieval_attn.engine.node import Node, PrefixCacheError, Sizes
 from retrieval_attn.engine.radix_cache import Match, RadixCache
 from retrieval_attn.errors import ConfigError, ShapeError
+from tests.engine.audit import check_tree
 from tests.engine.tree_reference import Bytes
-from tests.engine_audit import check_tree
 
 TEXT = np.arange(100, dtype=np.int32)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrieval_attn.sampling.choose import TOGETHER, WORD, Words, _row_words, gumbels, philox, row_noise, uniforms
+from retrieval_attn.sampling.sampler import TOGETHER, WORD, Words, _row_words, gumbels, philox, row_noise, uniforms
 
 # Random123's kat_vectors: counter, key, answer
 KNOWN = [

@@ -23,7 +23,7 @@ from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.emulation.emulated import emulated
-from tests.engine_audit import check_engine
+from tests.engine.audit import check_engine
 from tests.tiny_models import random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=24, retrieve=6, prefill_chunk=64)

@@ -14,10 +14,10 @@ from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import UnknownContextError
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.store import ContextStore
-from tests.engine_audit import check_engine
-from tests.test_engine_saved import NEVER, damage, ids, llm_of, read
+from tests.engine.audit import check_engine
+from tests.engine.test_saved_contexts import NEVER, damage, ids, llm_of, read
+from tests.fuzz.engine_schedules import CONFIG
 from tests.tiny_models import tiny_model
-from tools.engine_schedules import CONFIG
 
 ALL = CONFIG.replace(retrieve="all")
 
@@ -115,6 +115,19 @@ def test_the_longest_is_used_and_the_prefix_cache_wins(store: ContextStore) -> N
         engine.save("own", own)
         assert asked(engine, own, ids(20, 2)).cached_tokens == 600
         assert engine.stats["content_hits"] == hits + 1, "the prefix cache has it"
+
+
+def test_of_equal_matches_the_one_that_ends_there_is_used(store: ContextStore) -> None:
+    """With retrieval, a longer one that is cropped may lead to another answer than a fresh prefill."""
+    llm, book, tail = llm_of(), ids(300, 3), ids(20, 4)
+    for name, more in (("a", ids(90, 5)), ("b", ()), ("c", ids(40, 6))):
+        context = read(llm, 300, 3)
+        (context.extend(more, progress=False) if more else context).save(name, store=store)
+    with Engine(llm, store=store) as engine:
+        found = asked(engine, book, tail)
+        (text,) = engine.status()["texts"]
+    assert (found.cached_tokens, text["context"], text["tokens"]) == (300, "b", 300)
+    assert found.tokens == alone(llm, book, tail)
 
 
 def test_contexts_of_another_tenant_are_not_used(store: ContextStore) -> None:

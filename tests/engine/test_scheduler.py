@@ -10,8 +10,8 @@ import pytest
 from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.scheduler import SchedulerOutput, StepResult
 from retrieval_attn.errors import AdmissionError, ConfigError, EngineFullError
+from tests.engine.audit import check_scheduler
 from tests.engine.bench import LIMITS, Bench
-from tests.engine_audit import check_scheduler
 
 
 def test_a_job_goes_through_its_states_and_gets_its_tokens() -> None:

@@ -18,9 +18,9 @@ from retrieval_attn.engine.request import Finished
 from retrieval_attn.runner.rows import step
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.emulation.emulated import emulated
+from tests.engine.audit import check_engine
 from tests.engine.test_reuse import CONFIG, SHARED, Session, ids, llm_of, read_counts, request
-from tests.engine_audit import check_engine
-from tests.test_hybrid import new_model
+from tests.model.test_hybrid import new_model
 
 ALL: dict[str, Any] = {"retrieve": "all", "tail": False}
 
@@ -97,7 +97,8 @@ def test_estimates_of_a_cropped_text_are_those_of_a_fresh_read(index: str) -> No
         session.turn((ids(90, 2),), 1)
     found, expected, right = (fed(session, ids(24, 3)) for session in (cropped, fresh, exact))
     assert divergence(found, right) <= 1.5 * divergence(expected, right) + 1e-6
-    assert divergence(found, expected) <= divergence(expected, right)
+    # as two estimates from clusters of different texts: their errors add up
+    assert divergence(found, expected) <= divergence(found, right) + divergence(expected, right)
 
 
 def test_a_generated_answer_is_cropped_too() -> None:
@@ -201,3 +202,20 @@ def test_bytes_of_a_cropped_continuation_are_its_own() -> None:
         assert engine._tree is not None
         whole = engine._tree.sizes.total
     assert 0 < more < whole / 2, f"{more} bytes more, {whole} for all of its tokens"
+
+
+def test_consecutive_short_parts_get_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry has windows of its own: turns of some tokens are cropped from the entry of the turns after them."""
+    monkeypatch.setattr(prefix_handle, "LAST_TOKENS", 210)
+    llm = llm_of(**ALL)
+    turns, long = tuple(ids(20, number) for number in range(1, 7)), ids(100, 9)
+    with Engine(llm, prefix_cache_bytes=SHARED) as engine:
+        answer(engine, (*turns, long, *turns))
+        assert engine._tree is not None
+        found = engine._tree.texts(None, 99, 0)
+        assert sorted(one.end - one.marks for one in found) == [120, 320], "before the long one, up to the last part"
+        following = (*turns[:5], ids(30, 8))
+        done = answer(engine, following)
+        assert done.cached_tokens == 100
+        assert done.tokens == alone(llm, tuple(token for part in following for token in part))
+        check_engine(engine)

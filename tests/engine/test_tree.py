@@ -14,8 +14,8 @@ from retrieval_attn.engine.node import Namespace, Node, Place, PrefixCacheError,
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.resident_set import ResidentSet
 from retrieval_attn.errors import ConfigError, ShapeError
+from tests.engine.audit import check_tree
 from tests.engine.tree_reference import Bytes
-from tests.engine_audit import check_tree
 
 TEXT = np.arange(200, dtype=np.int32)
 
@@ -188,10 +188,17 @@ def test_match_and_lease_leave_no_gap() -> None:
         tree.insert(found, [1], Bytes(1), "a")
 
 
+def full_tree(clock: Callable[[], float] = lambda: 0.0) -> RadixCache:
+    """A cache in which some more nodes are no turnover: uses of the others are not forgotten."""
+    tree = RadixCache(clock=clock)
+    tree.lease(add(tree, np.full(100, 77, np.int32), nbytes=10**8))
+    return tree
+
+
 def test_the_node_with_the_fewest_expected_hits_per_byte_is_evicted() -> None:
     """Expected hits are uses times tokens; of equal nodes, the one used longest ago."""
     now = [0.0]
-    tree = RadixCache(clock=lambda: now[0])
+    tree = full_tree(lambda: now[0])
     dear, large, often, small = (
         add(tree, np.full(tokens, fill, np.int32), nbytes=nbytes)
         for fill, (tokens, nbytes) in enumerate([(100, 1000), (100, 2000), (100, 1000), (50, 1000)])
@@ -207,12 +214,10 @@ def test_the_node_with_the_fewest_expected_hits_per_byte_is_evicted() -> None:
 
 
 def test_of_equal_nodes_the_one_used_longest_ago_is_evicted() -> None:
-    now = [0.0]
-    tree = RadixCache(clock=lambda: now[0])
+    tree = RadixCache(clock=lambda: 0.0)
     first, second = (add(tree, np.full(100, fill, np.int32)) for fill in (1, 2))
-    now[0] = 1.0
-    tree.lease(first).release()
-    tree.match([9, 9], "a")  # neither is the latest used
+    for fill in (2, 1, 9):  # 9: neither is the latest used
+        tree.match(np.full(101, fill), "a")
     assert tree.evict(Sizes(1)) == Sizes(10) and second.gone and not first.gone
 
 
@@ -230,9 +235,35 @@ def is_cached(tree: RadixCache, fill: int) -> bool:
 def test_documents_in_use_outlast_a_scan() -> None:
     """Documents that are asked about once do not evict those that were asked about before."""
     tree = RadixCache()
-    for fill in (1, 2, 1, 2, 1, 2, 10, 11, 12, 13):
+    for fill in (1, 2) * 6 + (10, 11, 12):
         ask(tree, fill)
     assert is_cached(tree, 1) and is_cached(tree, 2)
+
+
+def test_new_documents_in_turn_replace_those_out_of_use() -> None:
+    """Each time one of them is missed, heat decays faster: the uses of the old ones count less."""
+    tree = RadixCache()
+    for fill in (1, 2, 3) * 12 + (4, 5, 6) * 3:
+        ask(tree, fill)
+    assert all(is_cached(tree, fill) for fill in (4, 5, 6))
+
+
+def test_successive_questions_count_once() -> None:
+    """A document that was asked about many times in a row outlasts none that is asked about in turn with others."""
+    tree = RadixCache()
+    for fill in (1,) * 20 + (2, 3, 2, 3, 4):
+        ask(tree, fill)
+    assert not is_cached(tree, 1) and is_cached(tree, 2) and is_cached(tree, 3)
+
+
+def test_a_document_that_returns_after_longer_scans_stays_in_the_end() -> None:
+    """In LRU order it is always missed; each time, heat decays more slowly."""
+    tree, hits = RadixCache(), []
+    for scan in range(20):
+        hits.append(is_cached(tree, 1))
+        for fill in (1, *range(100 + 4 * scan, 104 + 4 * scan)):
+            ask(tree, fill)
+    assert not any(hits[:3]) and all(hits[-3:])
 
 
 def test_a_new_document_stays_for_its_follow_up() -> None:
@@ -254,10 +285,12 @@ def test_documents_out_of_use_are_evicted() -> None:
 
 
 def test_uses_before_an_eviction_count() -> None:
-    tree = RadixCache()
-    for fill in (1, 1, 1):
-        ask(tree, fill)
+    tree = full_tree()
+    used = add(tree, np.full(100, 1, np.int32))
+    tree.match([9, 9], "a")
+    tree.match(np.full(101, 1), "a")
     tree.evict(Sizes(10))
+    assert used.gone
     again, new = (add(tree, np.full(100, fill, np.int32)) for fill in (1, 2))
     tree.match([9, 9], "a")  # neither is the latest used
     assert tree.evict(Sizes(1)) == Sizes(10) and new.gone and not again.gone
@@ -275,14 +308,16 @@ def test_uses_of_few_evicted_nodes_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_new_child_of_a_used_node_outlasts_a_new_document() -> None:
     """A session's next turn is likely. A child of a node in frequent use is not as likely as that node."""
-    tree = RadixCache()
+    tree = full_tree()
     parent = add(tree, TEXT)
     for _ in range(3):
         tree.match(join(TEXT, 0), "a")
+        tree.match([9, 9], "a")  # successive uses would count once
     child = tree.insert(parent, np.full(100, 7), Bytes(10), "a")
     document = add(tree, np.full(100, 8, np.int32))
     often = add(tree, np.full(100, 9, np.int32))
     for _ in range(2):
+        tree.match([9, 9], "a")
         tree.match(np.full(101, 9), "a")
     assert tree.evict(Sizes(1)) == Sizes(10) and document.gone
     assert tree.evict(Sizes(1)) == Sizes(10) and child.gone and not often.gone
@@ -393,3 +428,42 @@ def test_check_finds_what_does_not_add_up() -> None:
     for name in ("refs", "bytes", "count", "start", "held", "namespace"):
         with pytest.raises(AssertionError):
             check_tree(damaged(name))
+
+
+def test_what_waiting_requests_continue_goes_last() -> None:
+    """The last request's first, and before the parents of any; with nothing else, memory still becomes free."""
+    tree = RadixCache()
+    texts = [TEXT + 1000 * number for number in range(5)]
+    nodes = [add(tree, text) for text in texts]
+    for _ in range(4):
+        tree.match(texts[4], "a")
+    tree.match([9, 9], "a")
+    waiting = {nodes[0]: 0, nodes[1]: 1}
+    assert tree.victims(Sizes(30)) == nodes[:3] and tree.victims(Sizes(30), waiting) == nodes[2:]
+    assert tree.victims(Sizes(50), waiting) == [*nodes[2:], nodes[1], nodes[0]] and len(tree) == 5
+    child = add(tree, join(texts[2], 7, 7))
+    assert tree.victims(Sizes(60), {child: 0})[-2:] == [child, nodes[2]], "the parent follows its child"
+    tree.evict(Sizes(10), waiting={**waiting, child: 2})
+    assert nodes[3].gone and not nodes[0].gone and tree.evict(Sizes(99), waiting=waiting) == Sizes(50)
+    check_tree(tree)
+
+
+def test_nodes_that_are_kept_count_as_freed() -> None:
+    """Neither a kept node nor its parent is evicted, and no other one in its place; a pin counts no use."""
+    tree = full_tree()
+    nodes = [add(tree, TEXT), add(tree, join(TEXT, 7, 7)), add(tree, TEXT + 1000), add(tree, TEXT + 2000)]
+    tree.match(join(TEXT, 0), "a")  # other nodes are evicted before it
+    tree.match([9, 9], "a")
+    wanted = tree.victims(Sizes(20))
+    assert tree.evict(Sizes(20), keeps=lambda node: node is wanted[0]) == Sizes(10)
+    assert not wanted[0].gone and wanted[1].gone and len(tree) == 4
+    used, child = nodes[0].used, nodes[1]
+    lease = tree.pin(child)
+    assert lease is not None and child not in tree.victims(Sizes(99)) and nodes[0].used == used
+    lease.release()
+    assert child in tree.victims(Sizes(99)) and nodes[0].used == used
+    assert tree.evict(Sizes(99), keeps=lambda node: node is child) == Sizes(30 - 20)
+    assert not nodes[0].gone, "its child stays"
+    tree.evict(Sizes(99))
+    assert tree.pin(child) is None and len(tree) == 1
+    check_tree(tree)

@@ -6,8 +6,8 @@ import numpy as np
 
 from retrieval_attn.engine.node import Node, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
+from tests.engine.audit import check_tree
 from tests.engine.tree_reference import Bytes
-from tests.engine_audit import check_tree
 
 
 def add(tree: RadixCache, fill: int, sizes: Bytes, uses: int = 1, parent: Node | None = None) -> Node:

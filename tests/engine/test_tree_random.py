@@ -12,8 +12,8 @@ import pytest
 from retrieval_attn.engine.node import Namespace, Node, Place, PrefixCacheError, Sizes
 from retrieval_attn.engine.radix_cache import Lease, Match, RadixCache
 from retrieval_attn.errors import ConfigError
+from tests.engine.audit import check_tree
 from tests.engine.tree_reference import Bytes, Record, Reference
-from tests.engine_audit import check_tree
 
 NAMESPACES: tuple[Namespace, ...] = (None, "a", "b")
 OPERATIONS = 50

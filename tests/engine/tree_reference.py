@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from math import log2
 
 from retrieval_attn.engine.node import Namespace, Node, Sizes
-from retrieval_attn.engine.resident_set import CHILD_HEAT, HALF_LIFE, LATEST_SHARE
+from retrieval_attn.engine.resident_set import (
+    CHILD_HEAT,
+    FIRST_HALF_LIFE,
+    LATEST,
+    LEAST_HALF_LIFE,
+    LONGER,
+    MOST_HALF_LIFE,
+    SHORTER,
+)
 
 
 @dataclass
@@ -46,6 +54,7 @@ class Reference:
     share_tokens: int
     records: list[Record] = field(default_factory=list)
     turnovers: float = 0.0
+    half_life: float = FIRST_HALF_LIFE
     evicted: dict[tuple[tuple[int, ...], Namespace], tuple[float, float]] = field(default_factory=dict)
     latest: Record | None = None
 
@@ -83,19 +92,23 @@ class Reference:
             record.used, record = now, record.parent
 
     def heat(self, record: Record) -> float:
-        """Uses of a record, each halved once per HALF_LIFE turnovers."""
-        return record.heat * 0.5 ** ((self.turnovers - record.heat_at) / HALF_LIFE)
+        """Uses of a record, each halved once per half_life turnovers."""
+        return record.heat * 0.5 ** ((self.turnovers - record.heat_at) / self.half_life)
 
     def count_use(self, record: Record | None) -> None:
+        least = 0.0 if record is None else self.heat(record) + (record is not self.latest)
         self.latest = record
-        least = 0.0 if record is None else self.heat(record) + 1
         while record is not None:
             record.heat, record.heat_at = max(self.heat(record), least), self.turnovers
             least, record = record.heat, record.parent
 
     def add(self, record: Record) -> None:
         """Append a record, as hot as when it was evicted and one use more, or as its parent up to CHILD_HEAT."""
-        record.heat, record.heat_at = self.evicted.pop((record.text, record.namespace), (0.0, self.turnovers))
+        self.turnovers += sum(record.held) / max(1, sum(sum(one.held) for one in (*self.records, record)))
+        if back := self.evicted.pop((record.text, record.namespace), None):
+            factor = SHORTER if self.turnovers - back[1] < 1 else LONGER
+            self.half_life = sorted((LEAST_HALF_LIFE, self.half_life * factor, MOST_HALF_LIFE))[1]
+        record.heat, record.heat_at = back or (0.0, self.turnovers)
         self.records.append(record)
         self.count_use(record)
         if record.parent is not None:
@@ -103,8 +116,6 @@ class Reference:
 
     def evict(self, need: Sizes) -> Sizes:
         freed = Sizes()
-        whole = sum(sum(record.held) for record in self.records)
-        latest = self.latest if self.latest is not None and sum(self.latest.held) <= LATEST_SHARE * whole else None
         while True:
             lacking = [kind for kind in range(3) if freed[kind] < need[kind]]
             candidates = [
@@ -116,9 +127,8 @@ class Reference:
             ]
             if not candidates:
                 return freed
-            victim = min(candidates, key=lambda record: self.order(record, lacking, latest))
+            victim = min(candidates, key=lambda record: self.order(record, lacking))
             freed = Sizes(*(one + more for one, more in zip(freed, victim.held, strict=True)))
-            self.turnovers += sum(victim.held) / sum(sum(record.held) for record in self.records)
             self.evicted[victim.text, victim.namespace] = victim.heat, victim.heat_at
             self.records.remove(victim)
 
@@ -134,8 +144,11 @@ class Reference:
     def bytes_of(record: Record, kinds: list[int]) -> int:
         return sum(record.held[kind] for kind in kinds)
 
-    def order(self, record: Record, lacking: list[int], latest: Record | None) -> tuple[bool, bool, float, float, int]:
+    def order(self, record: Record, lacking: list[int]) -> tuple[bool, float, float, int]:
         nbytes = self.bytes_of(record, lacking)
         tokens = len(record.text) - record.start
-        score = log2(record.heat * tokens / max(nbytes, 1)) + record.heat_at / HALF_LIFE
-        return nbytes == 0, record is latest, score, record.used, record.number
+        score = (
+            log2(record.heat * (LATEST if record is self.latest else 1) * tokens / max(nbytes, 1))
+            + record.heat_at / self.half_life
+        )
+        return nbytes == 0, score, record.used, record.number

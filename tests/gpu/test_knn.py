@@ -79,11 +79,11 @@ def test_real_numbers_agree_with_the_exact_search_of_the_cpu(device: str) -> Non
     got = nearest_keys(queries.to(device), keys.to(device), 50).cpu().numpy()
     stored = keys[0].view(torch.uint16).numpy()
     flat = queries.reshape(120, 64).numpy()
-    exact = search_exact(stored[None], flat[None], 50, Format.BFLOAT16)
+    exact = search_exact(stored, flat, 50, Format.BFLOAT16)
     scores = flat.astype(np.float64) @ keys[0].double().numpy().T
     mine = np.take_along_axis(scores, got.reshape(120, 50).astype(np.int64), axis=1)
-    np.testing.assert_allclose(mine, exact.scores[0], rtol=0, atol=2e-5)
-    assert (got.reshape(120, 50) == exact.ids[0]).mean() > 0.999
+    np.testing.assert_allclose(mine, exact.scores, rtol=0, atol=2e-5)
+    assert (got.reshape(120, 50) == exact.ids).mean() > 0.999
     coded = training_lists(queries.numpy(), stored, Format.BFLOAT16, encode_keys(stored, Format.BFLOAT16), 50)
     shared = [len(set(a) & set(b)) for a, b in zip(got.reshape(120, 50), coded.reshape(120, 50), strict=True)]
     assert np.mean(shared) >= 0.97 * 50

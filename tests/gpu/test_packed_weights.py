@@ -17,7 +17,7 @@ from retrieval_attn.gpu.products import Attending, Gated, LinearWeights, Norm
 from tests.gpu.places import place_of
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_products import parts_of
-from tests.packed_weights import pack, random_weights
+from tests.model.packed_weights import pack, random_weights
 
 TRITON = pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)
 ROWS = [1, 2, 8, 16]
@@ -161,6 +161,25 @@ def test_feed(case: Case, rows: int, dim: int, inner: int, bias: bool, group: in
     fed, before = case.numbers(rows, inner), hidden.clone()
     case.require(products.add_product, (hidden, fed, down), (_exact(hidden), _exact(fed), down_exact))
     assert torch.equal(hidden, before)
+
+
+def multiplied(numbers: Tensor, weights: PackedWeights | LinearWeights) -> Tensor:
+    if isinstance(weights, PackedWeights):
+        return weights.product(numbers)
+    return torch.nn.functional.linear(numbers, weights.weight, weights.bias)
+
+
+@pytest.mark.parametrize("rows", [*ROWS, 17, 40, 64])
+@pytest.mark.parametrize(
+    ("out", "dim", "bias", "group"), [(96, 1024, False, 64), (48, 528, True, 64), (32, 256, False, 32)]
+)
+def test_product(case: Case, rows: int, out: int, dim: int, bias: bool, group: int) -> None:
+    """Blocks of 16 rows, the last one whole or not; nothing is written behind the last row."""
+    own, exact = case.weights(out, dim, bias=bias, group=group)
+    numbers = case.numbers(rows, dim)
+    case.require(multiplied, (numbers, own), (_exact(numbers), exact))
+    whole = multiplied(case.numbers(80, dim), own)
+    assert multiplied(numbers[:0], own).shape == (0, out) and whole.shape == (80, out)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

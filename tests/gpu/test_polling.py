@@ -18,11 +18,11 @@ from retrieval_attn.gpu.capture import cuda as cuda_module
 from retrieval_attn.gpu.capture import polling
 from retrieval_attn.gpu.capture.cuda import CudaRuntime, cuda_runtime
 from retrieval_attn.gpu.capture.exchange import Replay, Runtime
-from retrieval_attn.runner.graph import registry as graph_registry
+from retrieval_attn.runner.graph import support
 from tests.emulation.runtime import EmulatedRuntime
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_graph import Doubling, device_of
-from tests.graph_cases import Decoded, enabled
+from tests.runner.graph_cases import Decoded, enabled
 
 
 class Careless(CallTable):
@@ -200,7 +200,7 @@ def test_without_an_exchange_steps_are_eager_with_one_warning(
     broken_driver: list[int], fresh_decoders: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = enabled("llama")
-    monkeypatch.setattr(graph_registry, "input_device", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr(support, "input_device", lambda model: torch.device("cuda", 0))
     for _ in range(2):
         decoded = Decoded(model, "auto", new=3)
         assert len(decoded.logits) == 4

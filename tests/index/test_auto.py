@@ -26,23 +26,23 @@ def built(head: SyntheticHead, count: int = KEYS, **options: Any) -> Any:
 
 
 def test_few_keys_are_scanned_and_many_get_a_graph(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert built(head, 2000).note == "flat: only 2,000 keys"
+    assert auto.notes[built(head, 2000)] == "flat: only 2,000 keys"
     short = built(head)
-    assert short.kind == "flat" and "up to 262,144" in short.note
+    assert short.kind == "flat" and "up to 262,144" in auto.notes[short]
     monkeypatch.setattr(auto, "SCAN_BELOW", 0)
     graph = built(head, recall=0.5)
-    assert graph.kind == "roargraph" and "held-out recall@100" in graph.note
+    assert graph.kind == "roargraph" and "held-out recall@100" in auto.notes[graph]
     found = graph.search(head.decode[0], 100)
     assert found.keys_scanned < 0.6 * 16 * KEYS
     untrained = create("auto", from_float32(head.keys, Format.BFLOAT16), fmt=Format.BFLOAT16)
-    assert untrained.note == "flat: 8,192 keys and no queries to train on"
+    assert auto.notes[untrained] == "flat: 8,192 keys and no queries to train on"
 
 
 def test_a_graph_that_finds_too_little_is_not_taken(head: SyntheticHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained on other queries than it is judged by: a floor that no graph reaches gives a scan, with the reason."""
     monkeypatch.setattr(auto, "SCAN_BELOW", 0)
     index = built(head, recall=1.0)
-    assert index.kind == "flat" and "below 1.0" in index.note
+    assert index.kind == "flat" and "below 1.0" in auto.notes[index]
     exact = (from_float32(head.keys, Format.BFLOAT16).astype(np.uint32) << 16).view(np.float32)
     best = np.argsort(-(head.decode[0] @ exact.T), axis=1)[:, :10]
     ids = index.search(head.decode[0], 10).ids
@@ -55,11 +55,11 @@ def test_a_scan_of_many_keys_is_one_of_a_sketch(head: SyntheticHead, monkeypatch
     for below, recall, why in ((KEYS + 1, 0.9, "up to 8,193"), (0, 1.0, "below 1.0")):
         monkeypatch.setattr(auto, "SCAN_BELOW", below)
         index = built(head, recall=recall)
-        assert index.kind == "sketch" and why in index.note and "held-out recall@100" in index.note
+        assert index.kind == "sketch" and why in auto.notes[index] and "held-out recall@100" in auto.notes[index]
     monkeypatch.setattr(auto, "MIN_SKETCH_RECALL", 1.01)
     monkeypatch.setattr(auto, "SCAN_BELOW", KEYS + 1)
     index = built(head)
-    assert index.kind == "flat" and "a sketch finds" in index.note
+    assert index.kind == "flat" and "a sketch finds" in auto.notes[index]
 
 
 @pytest.mark.parametrize("options", [{"recall": 2}, {"recall": True}, {"scan_below": 5}])
@@ -72,9 +72,9 @@ def test_held_out_queries_are_not_trained_on(head: SyntheticHead, monkeypatch: p
     shown: list[Any] = []
     graph = auto.RoarGraphIndex.build.__func__  # type: ignore[attr-defined]
 
-    def watched(cls: Any, keys: Any, fmt: Any, queries: Any, **options: Any) -> Any:
-        shown.append(queries)
-        return graph(cls, keys, fmt, queries, **options)
+    def watched(cls: Any, keys: Any, fmt: Any, options: Any, training: Any) -> Any:
+        shown.append(training.queries)
+        return graph(cls, keys, fmt, options, training)
 
     monkeypatch.setattr(auto.RoarGraphIndex, "build", classmethod(watched))
     monkeypatch.setattr(auto, "SCAN_BELOW", 0)

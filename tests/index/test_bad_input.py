@@ -71,7 +71,7 @@ def test_any_size_dtype_and_group_gives_sound_answers(kind: str, data: st.DataOb
     keys = from_float32(normal((n, dim), seed), fmt)
     index = build(kind, keys, fmt, group=data.draw(st.integers(1, 4)), seed=seed)
     queries = normal((count, dim), seed + 9)
-    assert (len(index), index.head_dim) == (n, dim) and index.nbytes >= 0
+    assert len(index) == n and min(index.memory) >= 0
     check_sound(index.search(queries, k, limit=limit), to_float32(keys, fmt), queries, k, limit)
     if kind == "flat":
         stop = n if limit is None else min(n, limit)

@@ -6,21 +6,24 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from retrieval_attn.index.kernels.packed import EMPTY, score_of
-from retrieval_attn.index.sketch import blocks as B
+from retrieval_attn.index.kernels.dots import TILE_QUERIES
+from retrieval_attn.index.kernels.packed import EMPTY, keep_best, score_of
 from retrieval_attn.index.sketch import front as F
+from retrieval_attn.index.sketch import rows as B
 from retrieval_attn.index.sketch import rows as R
 from retrieval_attn.index.sketch.build import no_leaves
+from retrieval_attn.index.sketch.rows import PARTS, spread_planes
 from retrieval_attn.index.sketch.scan import (
     SAMPLED,
     WAITING_ROOM,
+    choose_blocks,
     encode_block_queries,
     project_queries,
     sample_bounds,
     scan_front,
     value_of_rank,
 )
-from retrieval_attn.index.sketch.search import SketchArguments, best_of_blocks
+from retrieval_attn.index.sketch.task import SketchArguments, scratch_floats, wanted_of
 
 RANK = 28  # 12 numbers of 8 bits, 16 of 4
 WIDE = 12
@@ -37,6 +40,66 @@ def coded(n: int, seed: int = 0, wide: int = WIDE, rank: int = RANK) -> tuple[R.
     step = np.where(keys.step > 0, keys.step, 1)  # equal numbers have no step: half the levels
     codes = np.clip(np.floor((numbers.astype("f8") - keys.mean) / step), -half, half - 1) + half
     return keys, codes.astype(np.float32)
+
+
+def _best_of_four(
+    search: SketchArguments, stop: int, queries: npt.NDArray[np.float32], kept: int
+) -> tuple[npt.NDArray[np.int64], int, npt.NDArray[np.bool_]]:
+    """`best_of_blocks` of at most four queries, as a search task scans one part."""
+    keys, front, leaves, count = search.keys, search.front, search.leaves, len(queries)
+    padded = np.zeros((TILE_QUERIES, queries.shape[1]), np.float32)
+    padded[:count] = queries
+    projected = np.zeros((TILE_QUERIES, len(search.query_side)), np.float32)
+    project_queries(padded, search.query_side, projected, np.empty((TILE_QUERIES, 32), np.float32))
+
+    def encoded(step: npt.NDArray[np.float32], split: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+        planes, steps = np.zeros((TILE_QUERIES, len(step)), np.int8), np.zeros((2, TILE_QUERIES), np.float32)
+        encode_block_queries(projected, count, step, split, planes, steps, np.empty(len(step), np.float64))
+        return planes, steps
+
+    row_numbers, row_steps = encoded(keys.step, keys.wide)
+    row_planes = np.empty((TILE_QUERIES, PARTS * keys.rows.shape[1]), np.int8)
+    spread_planes(row_numbers, count, keys.wide, row_planes)
+    planes, steps = encoded(front.step, front.narrow)
+    means = leaves.means
+    leaf_planes, leaf_steps = encoded(means.step, len(means.step))
+    chosen = np.empty(search.total + 1, np.int32)
+    sample = np.empty((TILE_QUERIES, scratch_floats(len(means.blocks))), np.float32)
+    bounds, scores = np.empty(TILE_QUERIES, np.float32), np.empty((8, B.BLOCK), np.float32)
+    share = np.float32(leaves.share)  # as in a step: one specialisation for both
+    looked_at = choose_blocks(
+        means.blocks, leaves.ordered, search.total, share, leaf_planes, leaf_steps, count, chosen, sample,
+        bounds, scores,
+    )  # fmt: skip
+    sample_bounds(
+        front.blocks, search.ids, planes, front.narrow, steps, count, chosen, looked_at, 0, stop,
+        wanted_of(search, kept), sample, bounds, scores,
+    )  # fmt: skip
+    lost = np.isnan(row_steps[0, :count])
+    pool, counts = np.full((count, 2 * kept + 64), EMPTY, np.int64), np.zeros(count, np.int64)
+    floors, waiting = np.empty(TILE_QUERIES, np.float32), np.empty(WAITING_ROOM, np.int64)
+    scan_front(
+        front.blocks, keys.rows, search.ids, planes, front.narrow, steps, row_planes, keys.wide, row_steps, count,
+        chosen, 0, looked_at, search.whole if stop >= search.length else 0, 0, stop, kept, pool, counts, bounds,
+        floors, waiting, scores,
+    )  # fmt: skip
+    for query in range(count):
+        keep_best(pool[query], counts[query], min(kept, counts[query]))
+        pool[query, counts[query] :] = EMPTY
+    lost |= counts < kept
+    leaves_scored = leaves.ordered if looked_at < search.total else 0
+    return pool[:, :kept], count * (looked_at * B.BLOCK + leaves_scored), lost
+
+
+def best_of_blocks(
+    search: SketchArguments, stop: int, queries: npt.NDArray[np.float32], kept: int
+) -> tuple[npt.NDArray[np.int64], int, npt.NDArray[np.bool_]]:
+    """The `kept` keys below `stop` with the largest approximate scores per query: packed, scores computed, and which
+    queries (n,) bool are lost: not finite, or with fewer keys.
+    """
+    groups = [queries[start : start + TILE_QUERIES] for start in range(0, len(queries), TILE_QUERIES)]
+    found, scanned, lost = zip(*[_best_of_four(search, stop, some, kept) for some in groups], strict=True)
+    return np.concatenate(found), sum(scanned), np.concatenate(lost)
 
 
 def front_of(keys: R.KeyRows, n: int, size: int = 4) -> F.Front:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from retrieval_attn.index import cores
+from retrieval_attn.index import threads as cores
 from retrieval_attn.index.threads import kernel_threads
 
 

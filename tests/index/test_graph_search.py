@@ -10,15 +10,7 @@ import pytest
 
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.codes import CodedQueries, Codes, encode_keys, encode_query
-from retrieval_attn.index.roargraph.search import (
-    CELL_KEYS,
-    MAX_OUTSIDE,
-    Graph,
-    fill_pool,
-    make_scratch,
-    search_graph,
-    search_rows,
-)
+from retrieval_attn.index.roargraph.search import CELL_KEYS, MAX_OUTSIDE, Graph, fill_pool, make_scratch, search_graph
 from tests.cpu.reference import strided
 
 DIM = 20
@@ -172,20 +164,3 @@ def test_limit_holds_and_places_stay_empty() -> None:
         assert (ids[:found] < limit).all() and (ids[:found] >= 0).all()
         assert (ids[found:] == -1).all() and np.isneginf(scores[found:]).all()
     assert found > 0
-
-
-def test_rows_equal_single_searches() -> None:
-    """Many queries over any number of workers give what one at a time gives."""
-    case = Case(300, 12)
-    for workers in (1, 2, 5):
-        ids, scores = np.empty((6, 10), np.int32), np.empty((6, 10), np.float32)
-        scratch = make_scratch(60, 12, 300, workers)
-        found, scored, _ = search_rows(
-            case.graph, case.keys[None], case.queries, case.coded.planes, case.coded.step, 10, 60, 40,
-            0, 10**6, scratch, ids, scores,
-        )  # fmt: skip
-        assert (found == 10).all() and scored > 0
-        for query in range(6):
-            one, one_scores, _ = search(case, query, 10)
-            np.testing.assert_array_equal(ids[query], one)
-            np.testing.assert_array_equal(scores[query], one_scores)

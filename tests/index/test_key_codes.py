@@ -1,4 +1,4 @@
-"""Codes of 8, 4 and 2 bits: which numbers get how many, what they tell of scores, and spaces saved before."""
+"""Codes of 8, 4 and 2 bits: which numbers get how many, and what they tell of scores."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.kernels import key_codes
 from retrieval_attn.index.kernels.key_codes import CodeSpace, best_split, code_scores, encode, learn_spaces, splits
 from retrieval_attn.index.sketch.index import learn_projection
+from tests.index.building import built
 
 
 def head(dim: int, key_bytes: int, falls: float = 0.2, count: int = 3000) -> tuple[CodeSpace, np.ndarray[Any, Any]]:
@@ -96,49 +96,10 @@ def test_more_bytes_miss_less() -> None:
     assert learn_spaces(sides, keys, (16,))[0].thin
 
 
-def old_state(index: DeviceIndex) -> dict[str, Any]:
-    """What was saved of an index before 2-bit numbers came, where it has none."""
-    state = index.state()
-    rank = index.space.rank
-    assert not state.pop("thin")
-    variances = np.zeros_like(np.asarray(state["estimate"])[1])
-    variances[:rank] = np.asarray(state["estimate"])[1, :rank]
-    wide, signed = index.space.wide, index.space.narrow // 2
-    codes = np.array(state["codes"])
-    codes[:, wide:] ^= 128
-    offset = np.asarray(state["estimate"])[0] - 8 * np.asarray(state["query_side"])[rank - signed : rank].sum(axis=0)
-    unseen = np.asarray(state["query_side"])[rank:]
-    for name in ("query_side", "key_side", "shift"):
-        state[name] = np.asarray(state[name])[:rank]
-    state["codes"] = codes
-    state["estimate"] = np.concatenate([offset[None], variances[None], unseen])
-    return state
-
-
-@pytest.mark.parametrize("key_bytes,split", [(14, (4, 20, 0)), (18, (4, 28, 0))])
-def test_a_space_that_was_saved_before_is_read_as_it_was(
-    key_bytes: int, split: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where some numbers are not stored, and where all are."""
-    rng = np.random.default_rng(5)
-    keys = (rng.standard_normal((2000, 32)) * np.geomspace(3, 0.3, 32)).astype(np.float32)
-    monkeypatch.setattr(key_codes, "best_split", lambda errors, key_bytes: split)
-    index = DeviceIndex.build(
-        keys, Format.FLOAT32, rng.standard_normal((1, 300, 32)).astype(np.float32), key_bytes=key_bytes
-    )
-    restored = DeviceIndex.from_state(keys, Format.FLOAT32, old_state(index))
-    for own, other in zip(restored.space[:4], index.space[:4], strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-5)
-    np.testing.assert_array_equal(restored.codes.rows().codes, index.codes.rows().codes)
-    assert restored.space[4:] == index.space[4:] == split
-    asked = rng.standard_normal((4, 32)).astype(np.float32)
-    np.testing.assert_array_equal(restored.search(asked, 10).ids, index.search(asked, 10).ids)
-
-
 @pytest.mark.parametrize("name,value", [("thin", 6), ("narrow", 3), ("wide", -1), ("thin", 400), ("shift", None)])
 def test_a_state_that_does_not_fit_is_refused(name: str, value: Any) -> None:
     rng = np.random.default_rng(6)
     keys = rng.standard_normal((500, 32)).astype(np.float32)
-    index = DeviceIndex.build(keys, Format.FLOAT32, rng.standard_normal((1, 300, 32)).astype(np.float32), key_bytes=16)
+    index = built(DeviceIndex, keys, Format.FLOAT32, rng.standard_normal((1, 300, 32)).astype(np.float32), key_bytes=16)
     with pytest.raises(InputDataError):
         DeviceIndex.from_state(keys, Format.FLOAT32, {**index.state(), name: value})

@@ -74,7 +74,7 @@ def test_whole_lists_and_equal_keys() -> None:
     keys = from_float32(uneven(4, 300, 16), Format.BFLOAT16)
     codes = encode_keys(keys, Format.BFLOAT16)
     queries = np.random.default_rng(4).standard_normal((1, 3, 16), dtype=np.float32)
-    exact = search_exact(keys[None], queries, 300, Format.BFLOAT16).ids[0]
+    exact = search_exact(keys, queries[0], 300, Format.BFLOAT16).ids
     for kk in (300, 400):
         lists = training_lists(queries, keys, Format.BFLOAT16, codes, kk)[0]
         np.testing.assert_array_equal(lists[:, :300], exact)

@@ -14,6 +14,7 @@ from retrieval_attn.index.roargraph.index import RoarGraphIndex
 from retrieval_attn.index.roargraph.landmarks import choose_landmarks, make_cells, without_keys
 from retrieval_attn.index.roargraph.search import Cells
 from tests.cpu.reference import at_every_thread_count
+from tests.index.building import built
 
 FMT = Format.FLOAT32
 DIM = 64
@@ -56,7 +57,7 @@ def haystack() -> Haystack:
 @pytest.fixture(scope="module")
 def index(haystack: Haystack) -> RoarGraphIndex:
     # fewer landmarks than there are keys unlike each other: of each needle one becomes a landmark
-    return RoarGraphIndex.build(haystack.keys, FMT, haystack.train, landmarks=60)
+    return built(RoarGraphIndex, haystack.keys, FMT, haystack.train, landmarks=60)
 
 
 def rescaled(keys: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
@@ -73,9 +74,9 @@ def test_needles_that_no_training_query_names_are_found(haystack: Haystack, inde
     assert outside[haystack.places].sum() >= NEEDLES, "the case is one of keys outside of the graph"
     assert index.stats["left_out"] == outside.sum() > index.stats["unreached"] and index.stats["landmarks"] == 60
     assert haystack.lost(index) == 0
-    exact = search_exact(haystack.keys[None], haystack.queries[None], 3, FMT)
+    exact = search_exact(haystack.keys, haystack.queries, 3, FMT)
     found = index.search(haystack.queries, 3)
-    np.testing.assert_array_equal(found.ids, exact.ids[0])
+    np.testing.assert_array_equal(found.ids, exact.ids)
     assert found.keys_scanned < NEEDLES * COPIES / 5
 
 
@@ -91,7 +92,7 @@ def test_needles_are_found_after_saving(haystack: Haystack, index: RoarGraphInde
 
 def test_needles_are_found_among_later_keys(haystack: Haystack) -> None:
     """Keys inserted and forgotten: none is lost, none comes back twice."""
-    made = RoarGraphIndex.build(haystack.keys, FMT, haystack.train, landmarks=60)
+    made = built(RoarGraphIndex, haystack.keys, FMT, haystack.train, landmarks=60)
     made.insert(haystack.keys[:700] + np.float32(0.01))
     assert haystack.lost(made) == 0
     assert made.truncate(COPIES) and haystack.lost(made) == 0

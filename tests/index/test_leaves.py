@@ -8,10 +8,11 @@ import pytest
 
 from retrieval_attn.index import FlatIndex, Format, SketchIndex
 from retrieval_attn.index.formats import from_float32
-from retrieval_attn.index.sketch import leaves as leaves_module
-from retrieval_attn.index.sketch.blocks import BLOCK
-from retrieval_attn.index.sketch.leaves import code_means, leaf_order
+from retrieval_attn.index.sketch import scan as leaves_module
+from retrieval_attn.index.sketch.rows import BLOCK
+from retrieval_attn.index.sketch.scan import code_means, leaf_order
 from tests.cpu.reference import look_at_share, recall
+from tests.index.building import built
 
 N, DIM = 20_000, 32
 
@@ -59,7 +60,7 @@ def test_few_leaves_find_nearly_everything(monkeypatch: pytest.MonkeyPatch) -> N
     stored = from_float32(keys, Format.BFLOAT16)
     train, held = queries[:, :32], np.ascontiguousarray(queries[:, 32:].transpose(1, 0, 2).reshape(-1, DIM))
     look_at_share(monkeypatch, 0.1)
-    index = SketchIndex.build(stored, Format.BFLOAT16, np.ascontiguousarray(train))
+    index = built(SketchIndex, stored, Format.BFLOAT16, np.ascontiguousarray(train))
     assert index.share == 0.1
     exact = FlatIndex(stored, Format.BFLOAT16).search(held, 50)
 
@@ -71,7 +72,7 @@ def test_few_leaves_find_nearly_everything(monkeypatch: pytest.MonkeyPatch) -> N
     assert found_by(index) >= 0.93
     monkeypatch.undo()
     monkeypatch.setattr("retrieval_attn.index.sketch.build.MIN_LEAVES", N)
-    assert found_by(SketchIndex.build(stored, Format.BFLOAT16, np.ascontiguousarray(train))) >= 0.97
+    assert found_by(built(SketchIndex, stored, Format.BFLOAT16, np.ascontiguousarray(train))) >= 0.97
     means = index.search_arguments().leaves.means.blocks
     means[:] = means[::-1].copy()
     assert found_by(index) < 0.6
@@ -83,7 +84,7 @@ def test_keys_that_come_later_are_looked_at_until_all_are_ordered_anew(monkeypat
     last = np.append(np.arange(16_332, N, 333), N - 1)
     keys[last] *= 1.5  # the best keys of their own directions
     stored = from_float32(keys, Format.BFLOAT16)
-    index = SketchIndex.build(stored[:16_000], Format.BFLOAT16, queries)
+    index = built(SketchIndex, stored[:16_000], Format.BFLOAT16, queries)
     ordered = index.search_arguments().leaves.ordered
     held = np.ascontiguousarray(queries[:, 0])
     for start in range(16_000, N, 333):
@@ -110,7 +111,7 @@ def test_blocks_are_chosen_as_plain_arithmetic_does(monkeypatch: pytest.MonkeyPa
 
     keys, queries = clustered(5)
     look_at_share(monkeypatch, 0.05)
-    index = SketchIndex.build(from_float32(keys, Format.BFLOAT16), Format.BFLOAT16, queries)
+    index = built(SketchIndex, from_float32(keys, Format.BFLOAT16), Format.BFLOAT16, queries)
     search = index.search_arguments()
     means = search.leaves.means
     rank = len(means.step)

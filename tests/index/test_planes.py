@@ -10,12 +10,12 @@ import numpy.typing as npt
 import pytest
 
 from retrieval_attn.index import FlatIndex, Format, SketchIndex
-from retrieval_attn.index.sketch import fit
-from retrieval_attn.index.sketch.fit import PASSING, FitQueries, Way, best_way
-from retrieval_attn.index.sketch.front import plan_front
-from retrieval_attn.index.sketch.search import SketchArguments
+from retrieval_attn.index.sketch import front as fit
+from retrieval_attn.index.sketch.front import PASSING, FitQueries, Way, best_way, plan_front
+from retrieval_attn.index.sketch.task import SketchArguments
 from retrieval_attn_eval.bench.synthetic import synthetic_head
 from tests.cpu.reference import recall
+from tests.index.building import built
 
 RANK = 64
 
@@ -81,8 +81,14 @@ def head(level: str, n: int, dim: int, group: int) -> tuple[npt.NDArray[Any], np
     return np.ascontiguousarray(made.keys), made.train_rotated, held_out
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("group", [1, 4, 7])
+SHAPES = [(dim, group) for dim in (64, 128, 256) for group in (1, 4, 7)]
+IN_CI = ((64, 7), (128, 4), (256, 1))
+"""Each dim and each group once."""
+
+
+@pytest.mark.parametrize(
+    ("dim", "group"), [pytest.param(*shape, marks=() if shape in IN_CI else pytest.mark.fuzz) for shape in SHAPES]
+)
 def test_recall_for_heads_and_groups_of_every_size(dim: int, group: int) -> None:
     """The best 50 of 12,000 keys, synthetic "hard" heads; a front whose keys are mixed up finds far less."""
     check_recall("hard", dim, group, lambda search: search.front.blocks)
@@ -95,7 +101,7 @@ def test_rows_that_are_wrong_are_seen() -> None:
 def check_recall(level: str, dim: int, group: int, part: Callable[[SketchArguments], npt.NDArray[Any]]) -> None:
     """Of the best 50 of 12,000 keys .95 are found; with a part of what is searched mixed up far less."""
     keys, train, queries = head(level, 12_000, dim, group)
-    index = SketchIndex.build(keys, Format.FLOAT32, train)
+    index = built(SketchIndex, keys, Format.FLOAT32, train)
     exact = FlatIndex(keys, Format.FLOAT32).search(queries, 50)
     assert recall(index.search(queries, 50).ids, exact.ids) >= 0.95
     mixed = part(index.search_arguments())
@@ -106,39 +112,9 @@ def check_recall(level: str, dim: int, group: int, part: Callable[[SketchArgumen
 @pytest.mark.parametrize("n", [0, 1, 15, 17, 500])
 def test_few_keys_and_none(n: int) -> None:
     keys, train, queries = head("mid", 600, 64, 4)
-    index = SketchIndex.build(keys[:n], Format.FLOAT32, train)
+    index = built(SketchIndex, keys[:n], Format.FLOAT32, train)
     exact = FlatIndex(keys[:n], Format.FLOAT32)
     np.testing.assert_array_equal(index.search(queries, 3).ids, exact.search(queries, 3).ids)
     again = SketchIndex.from_state(keys[:n], Format.FLOAT32, index.state())
     again.insert(keys[n:])
     assert recall(again.search(queries, 20).ids, FlatIndex(keys, Format.FLOAT32).search(queries, 20).ids) >= 0.9
-
-
-def old_state(index: SketchIndex) -> dict[str, Any]:
-    """What was saved before keys were in rows: four bytes of 16 keys, then the next four, and no front."""
-    state: dict[str, Any] = index.state()
-    rows = state.pop("rows")
-    words = (state["wide"] + (len(state["step"]) - state["wide"]) // 2) // 4
-    blocks = np.zeros((len(rows) // 16, words * 64), np.uint8)
-    for place, row in enumerate(rows):
-        for byte in range(4 * words):
-            blocks[place // 16, byte // 4 * 64 + place % 16 * 4 + byte % 4] = row[byte]
-    for name in ("front", "front_step", "front_narrow", "passing", "whole"):
-        del state[name]
-    return {**state, "blocks": blocks}
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_a_state_without_planes_gets_them(trusted: bool) -> None:
-    """Saved before there were any: as good, and good for more keys."""
-    keys, train, queries = head("hard", 10_000, 64, 4)
-    index = SketchIndex.build(keys[:9_900], Format.FLOAT32, train)
-    index.insert(keys[9_900:9_950])
-    state = old_state(index)
-    again = SketchIndex.from_state(keys[:9_950], Format.FLOAT32, state, trusted=trusted)
-    again.insert(keys[9_950:])
-    exact = FlatIndex(keys, Format.FLOAT32).search(queries, 50)
-    assert recall(again.search(queries, 50).ids, exact.ids) >= 0.95
-    np.testing.assert_array_equal(
-        again.search_arguments().keys.rows[:9_900], index.search_arguments().keys.rows[:9_900]
-    )

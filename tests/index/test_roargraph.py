@@ -12,10 +12,11 @@ from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index import FlatIndex, Format, create
 from retrieval_attn.index.formats import from_float32
 from retrieval_attn.index.roargraph import index as graph_module
+from retrieval_attn.index.roargraph.graph import GraphOptions
 from retrieval_attn.index.roargraph.index import RoarGraphIndex
-from retrieval_attn.index.roargraph.options import GraphOptions
 from retrieval_attn_eval.bench.synthetic import synthetic_head
 from tests.cpu.reference import at_every_thread_count, recall
+from tests.index.building import built
 
 FMT = Format.BFLOAT16
 K = 50
@@ -38,7 +39,7 @@ def head() -> Head:
 
 @pytest.fixture(scope="module")
 def index(head: Head) -> RoarGraphIndex:
-    return RoarGraphIndex.build(head.keys, FMT, head.train)
+    return built(RoarGraphIndex, head.keys, FMT, head.train)
 
 
 def exact(head: Head, keys: npt.NDArray[Any] | None = None, k: int = K) -> npt.NDArray[np.int32]:
@@ -50,7 +51,7 @@ def small(keys: npt.NDArray[np.float32], **options: Any) -> RoarGraphIndex:
     queries = np.random.default_rng(5).standard_normal((2, 200, keys.shape[1]), dtype=np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_module, "EXACT_BELOW", 0)
-        return RoarGraphIndex.build(keys, Format.FLOAT32, queries, **options)
+        return built(RoarGraphIndex, keys, Format.FLOAT32, queries, **options)
 
 
 def test_recall_with_few_keys_scored(head: Head, index: RoarGraphIndex) -> None:
@@ -70,7 +71,7 @@ def test_training_by_the_query_heads_pays(head: Head, index: RoarGraphIndex) -> 
     """Lists of one query head only, or of keys as if they were queries, find less: breaks if training is ignored."""
     right = exact(head)
     full = recall(index.search(head.decode, K).ids, right)
-    one = RoarGraphIndex.build(head.keys, FMT, head.train[:1])
+    one = built(RoarGraphIndex, head.keys, FMT, head.train[:1])
     other_head = slice(len(head.decode) // 2, None)
     assert recall(one.search(head.decode, K).ids[other_head], right[other_head]) < full - 0.1
 
@@ -78,20 +79,20 @@ def test_training_by_the_query_heads_pays(head: Head, index: RoarGraphIndex) -> 
 def test_the_same_at_every_thread_count(head: Head) -> None:
     """Graph, answers and counts with one and with two threads, bit for bit."""
 
-    def built() -> tuple[Any, ...]:
-        made = RoarGraphIndex.build(head.keys, FMT, head.train)
+    def answers() -> tuple[Any, ...]:
+        made = built(RoarGraphIndex, head.keys, FMT, head.train)
         made.insert(head.keys[:300].copy())
         return *made.state().values(), *made.search(head.decode, K)
 
-    at_every_thread_count(built)
+    at_every_thread_count(answers)
 
 
 def test_insertion_keeps_recall(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third inserted in pieces, linked and waiting: recall within .03 of a graph made over all keys."""
     monkeypatch.setattr(graph_module, "TAIL", 300)
     start = 8000
-    fresh = RoarGraphIndex.build(head.keys, FMT, head.train)
-    grown = RoarGraphIndex.build(head.keys[:start], FMT, head.train)
+    fresh = built(RoarGraphIndex, head.keys, FMT, head.train)
+    grown = built(RoarGraphIndex, head.keys[:start], FMT, head.train)
     for at in range(start, len(head.keys), 170):
         grown.insert(head.keys[at : at + 170])
     assert len(grown) == len(head.keys) and grown.stats["linked"] < grown.stats["nodes"]
@@ -107,10 +108,10 @@ def test_insertion_keeps_recall(head: Head, monkeypatch: pytest.MonkeyPatch) -> 
 def test_insertion_from_elsewhere_and_truncation(head: Head, index: RoarGraphIndex) -> None:
     """Keys that lie elsewhere are copied; after truncation other keys may take the ids, and old ones never return."""
     made = RoarGraphIndex.from_state(head.keys, FMT, index.state())
-    bytes_before = made.nbytes
+    bytes_before = made.memory.host
     made.insert(head.keys[:700].copy())
     made.insert(head.keys[700:1400].copy())
-    assert made.nbytes > bytes_before + head.keys.nbytes
+    assert made.memory.host > bytes_before + head.keys.nbytes
     everything = np.concatenate([head.keys, head.keys[:1400]])
     assert recall(made.search(head.decode, K).ids, exact(head, everything)) >= 0.85
     for length in (12500, 9000, 5000):
@@ -166,7 +167,7 @@ def test_few_keys(n: int) -> None:
     keys = np.random.default_rng(n).standard_normal((n, 16), dtype=np.float32)
     queries = np.random.default_rng(1).standard_normal((3, 16), dtype=np.float32)
     right = FlatIndex(keys, Format.FLOAT32).search(queries, 200)
-    for made in (small(keys), RoarGraphIndex.build(keys, Format.FLOAT32, None)):
+    for made in (small(keys), built(RoarGraphIndex, keys, Format.FLOAT32, None)):
         found = made.search(queries, 200)
         np.testing.assert_array_equal(found.ids, right.ids)
         np.testing.assert_array_equal(found.scores, right.scores)
@@ -218,7 +219,7 @@ def test_queries_that_are_not_finite(head: Head, index: RoarGraphIndex) -> None:
 def test_given_lists(head: Head, index: RoarGraphIndex) -> None:
     """Lists from elsewhere make the graph that queries make."""
     lists = np.stack([FlatIndex(head.keys, FMT).search(queries, 100).ids for queries in head.train])
-    made = RoarGraphIndex.build(head.keys, FMT, None, lists=lists)
+    made = built(RoarGraphIndex, head.keys, FMT, None, lists=lists)
     assert abs(made.stats["nodes"] - index.stats["nodes"]) < 20
     assert made.stats["left_out"] == 12000 - made.stats["nodes"] > 0
 
@@ -259,7 +260,7 @@ def test_formats_and_strides(fmt: Format, monkeypatch: pytest.MonkeyPatch) -> No
     stored = from_float32(values, fmt)[:, 1]
     queries = rng.standard_normal((2, 400, 20), dtype=np.float32)
     monkeypatch.setattr(graph_module, "EXACT_BELOW", 0)
-    made = RoarGraphIndex.build(stored, fmt, queries)
+    made = built(RoarGraphIndex, stored, fmt, queries)
     asked = queries[:, :5].reshape(10, 20)
     right = FlatIndex(stored, fmt).search(asked, 10)
     found = made.search(asked, 10)

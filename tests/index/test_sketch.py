@@ -11,6 +11,7 @@ from retrieval_attn.index import FlatIndex, Format, SketchIndex
 from retrieval_attn.index.formats import from_float32, to_float32
 from retrieval_attn.index.sketch.index import learn_projection
 from tests.cpu.reference import recall, strided
+from tests.index.building import built
 
 N, DIM, RANK = 12000, 64, 16
 
@@ -54,10 +55,10 @@ def test_finds_what_queries_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few dimensions are enough where queries use few, though the keys vary most in others."""
     keys, queries = make()
     monkeypatch.setattr("retrieval_attn.index.sketch.index.RESCORE", 10)
-    index = SketchIndex.build(strided(keys), Format.BFLOAT16, queries[:, :250], key_bytes=RANK)
+    index = built(SketchIndex, strided(keys), Format.BFLOAT16, queries[:, :250], key_bytes=RANK)
     held = np.ascontiguousarray(queries[:, 250:].reshape(-1, DIM))
     assert recall_of(index, keys, held) >= 0.95
-    blind = SketchIndex.build(keys, Format.BFLOAT16, np.ones((1, 1, DIM), np.float32), key_bytes=RANK)
+    blind = built(SketchIndex, keys, Format.BFLOAT16, np.ones((1, 1, DIM), np.float32), key_bytes=RANK)
     assert recall_of(blind, keys, held) < 0.5
     found = index.search(held, 20)
     exact = np.take_along_axis(held.astype(np.float64) @ to_float32(keys, Format.BFLOAT16).T, found.ids, axis=1)
@@ -68,7 +69,7 @@ def test_finds_what_queries_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_insert_truncate_and_state() -> None:
     """Keys added in parts get the codes that they get at once; a loaded index answers as the saved one."""
     keys, queries = make(1)
-    part = SketchIndex.build(keys[:9000], Format.BFLOAT16, queries, key_bytes=RANK)
+    part = built(SketchIndex, keys[:9000], Format.BFLOAT16, queries, key_bytes=RANK)
     for start in range(9000, N, 701):
         part.insert(keys[start : start + 701])
     assert len(part) == N
@@ -98,7 +99,7 @@ def test_insert_truncate_and_state() -> None:
 def test_exact_where_a_sketch_saves_nothing() -> None:
     """Few keys, many wanted, and queries that are not finite: the answers of the exact index."""
     keys, queries = make(2)
-    index = SketchIndex.build(keys, Format.BFLOAT16, queries, key_bytes=RANK)
+    index = built(SketchIndex, keys, Format.BFLOAT16, queries, key_bytes=RANK)
     held = queries[1, :4].copy()
     held[1, 3], held[2, 0] = np.nan, np.inf
     exact = FlatIndex(keys, Format.BFLOAT16)
@@ -107,9 +108,9 @@ def test_exact_where_a_sketch_saves_nothing() -> None:
         rows = [1, 2] if limit is None and k == 10 else [0, 1, 2, 3]
         np.testing.assert_array_equal(found.ids[rows], right.ids[rows])
         np.testing.assert_array_equal(found.scores[rows], right.scores[rows])
-    empty = SketchIndex.build(keys[:0], Format.BFLOAT16, queries)
+    empty = built(SketchIndex, keys[:0], Format.BFLOAT16, queries)
     empty.insert(keys[:50])
-    grown = SketchIndex.build(keys[:0], Format.BFLOAT16, queries)
+    grown = built(SketchIndex, keys[:0], Format.BFLOAT16, queries)
     for first in range(0, 6000, 1000):
         grown.insert(keys[first : first + 1000])
     assert recall_of(grown, keys[:6000], queries[0, :9]) >= 0.95  # the range of no keys would tell none apart
@@ -123,15 +124,15 @@ def test_bad_input_is_named() -> None:
     keys, queries = make(3)
     for budget in (0, 7, True, 16.0):
         with pytest.raises(ConfigError, match="key_bytes="):
-            SketchIndex.build(keys, Format.BFLOAT16, queries, key_bytes=budget)
+            built(SketchIndex, keys, Format.BFLOAT16, queries, key_bytes=budget)
     for given in (None, queries[:, :0], np.full_like(queries, np.nan)):
         with pytest.raises(ConfigError, match="finite training queries"):
-            SketchIndex.build(keys, Format.BFLOAT16, given)
+            built(SketchIndex, keys, Format.BFLOAT16, given)
     spoilt = to_float32(keys, Format.BFLOAT16)
     spoilt[7, 1] = np.inf
     with pytest.raises(ShapeError, match="finite"):
-        SketchIndex.build(spoilt, Format.FLOAT32, queries)
-    index = SketchIndex.build(keys, Format.BFLOAT16, queries)
+        built(SketchIndex, spoilt, Format.FLOAT32, queries)
+    index = built(SketchIndex, keys, Format.BFLOAT16, queries)
     with pytest.raises(ShapeError, match=r"\(n, 64\)"):
         index.insert(keys[:, :5].copy())
 

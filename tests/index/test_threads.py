@@ -90,6 +90,7 @@ import numba
 import numpy as np
 from retrieval_attn.index import FlatIndex, Format, RoarGraphIndex, SketchIndex
 from retrieval_attn.index.threads import builder_threads, kernel_threads
+from tests.index.building import built
 
 rng = np.random.default_rng(0)
 keys = rng.standard_normal((4, 9000, 32), dtype=np.float32)
@@ -97,8 +98,8 @@ queries = rng.standard_normal((4, 2, 64, 32), dtype=np.float32)
 
 
 def build(head):
-    graph = RoarGraphIndex.build(keys[head], Format.FLOAT32, queries[head])
-    sketch = SketchIndex.build(keys[head], Format.FLOAT32, queries[head])
+    graph = built(RoarGraphIndex, keys[head], Format.FLOAT32, queries[head])
+    sketch = built(SketchIndex, keys[head], Format.FLOAT32, queries[head])
     return [index.search(queries[head, 0, :8], 10).ids.tolist() for index in (graph, sketch)]
 
 

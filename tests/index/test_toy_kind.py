@@ -12,14 +12,16 @@ import numpy.typing as npt
 import pytest
 
 import retrieval_attn as ra
-from retrieval_attn.errors import ConfigError
-from retrieval_attn.index import Format, IndexSpec, SearchResult, register
-from retrieval_attn.index.base import StateValue, Training, check_search
-from retrieval_attn.index.device_task import candidate_search
+from retrieval_attn.cpu.host_attend import attend_path
+from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.errors import BackendError, ConfigError
+from retrieval_attn.index import Format, IndexSpec, KeyIndex, register
+from retrieval_attn.index.base import StateValue, Training
 from retrieval_attn.index.formats import from_float32, to_float32
-from retrieval_attn.index.kernels.packed import EMPTY
-from retrieval_attn.index.runs import KeyRuns, RunsIndex
+from retrieval_attn.index.keys import StoredKeys
+from retrieval_attn.index.task.scans import called_search, candidate_search, compile_candidate_search
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
+from tests.index.building import built
 
 
 @dataclass(frozen=True)
@@ -33,32 +35,25 @@ class LastOptions:
             raise ConfigError(f"skip={self.skip!r} must be a whole number >= 0")
 
 
-@register
-class LastKeys(RunsIndex):
+@register(compile_tasks=lambda options, fmt: compile_candidate_search(fmt))
+class LastKeys(KeyIndex):
     """The last k keys, whatever the query."""
 
     kind: ClassVar[str] = "test-last"
     Options = LastOptions
 
-    def __init__(self, keys: KeyRuns, options: LastOptions) -> None:
+    def __init__(self, keys: StoredKeys, options: LastOptions) -> None:
         self._keys, self._options = keys, options
 
     @classmethod
-    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: LastOptions, training: Training) -> LastKeys:
-        return cls(KeyRuns(keys, fmt), options)
+    def build(cls, keys: npt.NDArray[Any], fmt: Format, options: LastOptions, training: Training) -> LastKeys:
+        return cls(StoredKeys(keys, fmt), options)
 
     def _last(self, k: int, visible: int) -> npt.NDArray[np.int32]:
         stop = visible - self._options.skip if visible >= self._options.skip + k else visible
         return np.arange(max(0, stop - k), stop, dtype=np.int32)
 
-    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
-        queries, k = check_search(queries, self.head_dim, k, limit)
-        last = self._last(k, len(self) if limit is None else min(limit, len(self)))
-        packed = np.full((len(queries), max(1, len(last))), EMPTY, np.int64)
-        packed[:, : len(last)] = 0xFFFFFFFF - last.astype(np.int64)
-        return SearchResult(*self._keys.best(packed, queries, k), len(last) * len(queries))
-
-    def compiled_search(self, request: SearchRequest) -> CompiledSearch:
+    def task(self, request: SearchRequest) -> CompiledSearch:
         last = self._last(request.k, request.visible)
         ids = np.ascontiguousarray(np.broadcast_to(last, (request.queries, len(last))))
         return candidate_search(request, ids, len(last))
@@ -79,21 +74,23 @@ class LastKeys(RunsIndex):
         coder: Any = None,
         trusted: bool = False,
     ) -> LastKeys:
-        return cls(KeyRuns(keys, fmt), LastOptions(int(str(state["skip"]))))
-
-    @property
-    def nbytes(self) -> int:
-        return 0
+        return cls(StoredKeys(keys, fmt), LastOptions(int(str(state["skip"]))))
 
 
-@register
+@register()
 class LastKeysEager(LastKeys):
-    """Without a compiled search, as a first version of a kind would be."""
+    """Searched by Python, as a first version of a kind would be."""
 
     kind: ClassVar[str] = "test-last-eager"
 
-    def compiled_search(self, request: SearchRequest) -> Any:
-        return None
+    def task(self, request: SearchRequest) -> CompiledSearch:
+        return called_search(request, self._keys.head_dim, request.k, lambda *given: self._found(request.k, *given))
+
+    def _found(
+        self, k: int, queries: npt.NDArray[np.float32], limit: int, threads: int
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        last = self._last(k, limit)
+        return np.broadcast_to(last, (len(queries), len(last))), last.size
 
 
 SMALL = ra.Config(sink=4, window=16, retrieve=12, index="test-last", tail=False)
@@ -118,7 +115,7 @@ def test_it_answers_a_context_as_a_longer_window_does(loaded: tuple[Any, Any]) -
 def test_it_decodes_in_graphs(batch: int) -> None:
     """The emulated capture gives the eager logits, and a longer window's; a kind without a compiled search says so."""
     from retrieval_attn.errors import CaptureError
-    from tests.graph_cases import Decoded, enabled
+    from tests.runner.graph_cases import Decoded, enabled
 
     model = enabled("llama")
     try:
@@ -169,10 +166,29 @@ def test_its_scores_are_exact() -> None:
     rng = np.random.default_rng(1)
     for fmt in (Format.FLOAT32, Format.INT8):
         keys = from_float32(rng.standard_normal((60, 16), dtype=np.float32), fmt)
-        index = LastKeys.build(keys[:40], fmt)
+        index = built(LastKeys, keys[:40], fmt)
         index.insert(keys[40:].copy())
         queries = rng.standard_normal((3, 16), dtype=np.float32)
         found = index.search(queries, 8, limit=50)
         exact = np.einsum("qd,qkd->qk", queries, to_float32(keys, fmt)[found.ids])
         np.testing.assert_allclose(found.scores, exact, rtol=1e-4, atol=1e-4)
         assert set(found.ids.ravel().tolist()) == set(range(42, 50))
+
+
+def test_an_error_in_python_is_raised_where_it_is_searched() -> None:
+    """By the index's own search, and by a step, which says where it was."""
+
+    class Broken(LastKeysEager):
+        def _found(self, k: int, *given: Any) -> Any:
+            raise RuntimeError("nothing to find")
+
+    keys = np.random.default_rng(0).standard_normal((2, 90, 16), dtype=np.float32)
+    heads = [Broken(StoredKeys(head, Format.FLOAT32), LastOptions()) for head in keys]
+    with pytest.raises(RuntimeError, match="nothing to find"):
+        heads[0].search(keys[0, :2], 5)
+    path = SequenceKV(2, 16, 16, Format.FLOAT32)
+    path.append(keys, keys)
+    path.segments[0].take_index(0, tuple(heads))
+    with pytest.raises(BackendError, match="key-value head .: the search of its index raised") as raised:
+        attend_path(path, keys[:, :1], 0, 90, 5, scale=1.0)
+    assert isinstance(raised.value.__cause__, RuntimeError)

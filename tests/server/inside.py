@@ -26,22 +26,30 @@ from retrieval_attn.server.service import Service
 from retrieval_attn.server.settings import Facts, Settings
 from retrieval_attn.store import OS_DISK, ContextStore, Disk
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
+from tests.fuzz.engine_schedules import CONFIG
 from tests.tiny_models import tiny_model
-from tools.engine_schedules import CONFIG
 
 
 class Inside:
     """A server in a thread of this process."""
 
     def __init__(
-        self, folder: Path, keys: Keys | None = None, *, send_bytes: int = 0, disk: Disk = OS_DISK, **limits: Any
+        self,
+        folder: Path,
+        keys: Keys | None = None,
+        *,
+        send_bytes: int = 0,
+        disk: Disk = OS_DISK,
+        loaded: tuple[Any, Any] | None = None,
+        **limits: Any,
     ) -> None:
-        """send_bytes: of a connection's buffer in the kernel; 0: the system's. disk: of the engine's store. limits: of
-        `Settings`.
+        """loaded: model and tokenizer; None: a tiny model whose tokens are numbers. send_bytes: of a connection's
+        buffer in the kernel; 0: the system's. disk: of the engine's store. limits: of `Settings`.
         """
         self._keys = keys or Keys(())
-        self.model: Any = tiny_model("llama")
-        tokenizer = number_tokenizer(self.model.get_input_embeddings().weight.shape[0])
+        self.model: Any = tiny_model("llama") if loaded is None else loaded[0]
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        tokenizer = number_tokenizer(vocabulary) if loaded is None else loaded[1]
         llm: Any = SimpleNamespace(model=self.model, tokenizer=tokenizer, config=CONFIG)
         self.engine = Engine(llm, store=ContextStore(folder, disk=disk))
         self.service: Service | None = None
@@ -57,7 +65,7 @@ class Inside:
         self._thread.start()
 
     async def _serve(self) -> None:
-        facts = Facts(97, 4096)
+        facts = Facts(self.model.get_input_embeddings().weight.shape[0], 4096)
         started = Started(LocalEngine(self.engine), self._tokenizer, facts)
         self.service = service_for(started, self._settings, self._keys, self._folder)
         self.app = make_app(self.service)

@@ -12,13 +12,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 
-from tests.preloaded import PreloadedProcess
+from tests.preloaded import CLI, ROOT, PreloadedProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120
 END_SECONDS = 60
 WORDS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -48,9 +47,9 @@ def saved(http: httpx.Client, **body: Any) -> dict[str, Any]:
 class Served:
     """A server that runs. url: without a slash at its end. log: its lines so far."""
 
-    def __init__(self, process: subprocess.Popen[str] | PreloadedProcess) -> None:
+    def __init__(self, process: subprocess.Popen[str] | PreloadedProcess, stderr: TextIO) -> None:
         """Reads its log from now on."""
-        self.process = process
+        self.process, self._stderr = process, stderr
         self.log: list[dict[str, Any]] = []
         self.other: list[str] = []
         self.url = ""
@@ -63,8 +62,7 @@ class Served:
         assert self._listens.wait(seconds) and self.url, "\n".join(self.other)
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._stderr:
             try:
                 found = json.loads(line)
             except ValueError:
@@ -136,21 +134,27 @@ def starting(
     constants: Mapping[str, float] | None = None,
 ) -> Iterator[Served]:
     """Start a server as `serving` does, without waiting until it listens."""
-    command: list[str] = ["serve", "--port", str(port), *arguments]
+    words = [*CLI, "serve", "--port", str(port), *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    process: subprocess.Popen[str] | PreloadedProcess
     assert preloaded or not constants, "constants of a new interpreter cannot be set"
     assert not (preloaded and most_files), "a limit of open files needs a new interpreter"
-    if preloaded:
-        process = PreloadedProcess(command, variables, ROOT, constants or {})
-    else:
-        command = [sys.executable, "-m", "retrieval_attn.cli", *command]
-        if most_files:
-            command = ["/bin/sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh", *command]
-        process = subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
-    with process:
-        served = Served(process)
+    process: subprocess.Popen[str] | PreloadedProcess
+    reading, writing = os.pipe()
+    with os.fdopen(reading, encoding="utf-8") as stderr:
+        try:
+            if preloaded:
+                process = PreloadedProcess(words, variables, ROOT, {2: writing}, constants)
+            else:
+                command = [sys.executable, *words]
+                if most_files:
+                    command = ["/bin/sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh", *command]
+                process = subprocess.Popen(command, cwd=ROOT, env=variables, stderr=writing, text=True)
+        finally:
+            os.close(writing)
+        served = Served(process, stderr)
         try:
             yield served
         finally:
             served.end(signal.SIGKILL)
+            if isinstance(process, PreloadedProcess):
+                process.close()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import math
 import random
+import time
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from retrieval_attn.engine.engine import Engine
 from retrieval_attn.server.admission import (
     MAX_RETRY_SECONDS,
     SHORT_TOKENS,
@@ -20,7 +23,10 @@ from retrieval_attn.server.admission import (
     QueuedPrompt,
     QueuedRequest,
 )
+from retrieval_attn.server.client import LocalEngine
 from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.run import measure_pace
+from tests.engine.test_engine import llm_of
 
 _first = itertools.count(10)
 
@@ -49,7 +55,9 @@ class Line:
     def __init__(self, seconds: float = math.inf, requests: int = 1000, token_seconds: float | None = None) -> None:
         """What admission allows."""
         self.clock = Clock()
-        self.admission = Admission(requests, 1 << 30, seconds, self.clock, token_seconds)
+        self.admission = Admission(requests, 1 << 30, seconds, self.clock)
+        if token_seconds is not None:
+            self.admission.expect(token_seconds)
         self._waiting: deque[QueuedRequest] = deque()
 
     def come(self, tokens: int = 10, times: int = 1) -> None:
@@ -236,6 +244,28 @@ def test_waits_are_bounded_at_any_load(times: float) -> None:
         answered = len(waits) / came / (rows / service)
         assert answered > 0.95, f"{answered:.2f} of what could be answered"
         assert 1 - 1.1 / times < refused / 4_000 and all(1 <= seconds <= 2 * most for seconds in retries)
+
+
+def test_a_pace_is_measured_while_requests_enter(caplog: pytest.LogCaptureFixture) -> None:
+    """Until it is known all are accepted, beyond the number that is without a measure; then waits follow from it."""
+
+    async def measured(engine: Engine) -> tuple[float, float]:
+        admission, client = Admission(1000, 1 << 30, 60.0), LocalEngine(engine)
+        task = asyncio.create_task(measure_pace(client, admission, 97, 500))
+        await asyncio.sleep(0)
+        began = time.perf_counter()
+        admission.enter(*[prompt(100_000)] * (2 * UNPACED))
+        admission.enter(prompt(100_000))
+        before = admission.expected_seconds(100_000)
+        await task
+        after = admission.expected_seconds(100_000)
+        assert (time.perf_counter() - began) * 6_600 > after  # 3.3M tokens, 500 of which were read
+        return before, after
+
+    with Engine(llm_of()) as engine:
+        before, after = asyncio.run(measured(engine))
+        assert before < 1 and after > 1 and not caplog.records
+    assert asyncio.run(measured(engine))[1] < 1 and "was not measured: The engine is closed" in caplog.text
 
 
 def test_more_than_can_be_promised_is_refused_while_no_pace_is_known() -> None:

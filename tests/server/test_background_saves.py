@@ -24,10 +24,10 @@ from retrieval_attn.offload import threads
 from retrieval_attn.saving import layers
 from retrieval_attn.store import ContextStore
 from retrieval_attn.store.disk import OS_DISK
+from tests.fuzz.store_faults import FaultDisk
 from tests.server.inside import Inside
 from tests.server.process import document, processes, runs, serving
 from tests.tiny_models import random_ids
-from tools.store_faults import FaultDisk
 
 LAYER_BYTES = 4096
 """Smallest write of a layer's file: the store's own files are smaller."""
@@ -311,6 +311,7 @@ def test_answers_go_on_while_the_disk_is_slow(inside: Inside, http: httpx.Client
     assert http.get("/v1/contexts/book").status_code == 404
 
 
+@pytest.mark.slow
 def test_kill_9_before_it_is_durable(tmp_path: Path) -> None:
     """The context is absent after a restart, and the remains of its write are removed."""
     store = tmp_path / "store"

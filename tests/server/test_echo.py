@@ -14,8 +14,8 @@ from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.model.bundled import model_path
+from tests.engine.test_engine import ids, llm_of
 from tests.server.process import Served, document
-from tests.test_engine import ids, llm_of
 
 TEXTS = ["The grass is green. The sky is blue. The sun is", "There and back again. Here we"]
 

@@ -28,8 +28,8 @@ from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.engine.warm_up import WarmUpProgress
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.sampling.sampling_params import SamplingParams
+from retrieval_attn.server import engine_process, remote
 from retrieval_attn.server import ipc as frames
-from retrieval_attn.server import remote
 from retrieval_attn.server.client import LocalEngine
 from retrieval_attn.server.settings import EngineSpec
 from retrieval_attn.server.worker import Worker
@@ -40,7 +40,8 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Iterator[Served]:
-    with serving("--store", str(tmp_path / "store"), "--engine", "process", "--warm-up", "0") as found:
+    store = str(tmp_path / "store")
+    with serving("--store", store, "--engine", "process", "--warm-up", "0", preloaded=True) as found:
         yield found
 
 
@@ -113,7 +114,8 @@ def test_it_ends_when_answers_under_way_have(apart: Served) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="No model could be loaded"), serving(str(tmp_path), "--engine", "process"):
+    options = (str(tmp_path), "--engine", "process")
+    with pytest.raises(AssertionError, match="is a folder without a config.json"), serving(*options, preloaded=True):
         pass
 
 
@@ -122,7 +124,7 @@ def test_frames_bring_what_was_sent() -> None:
     request = Request(
         (ids, (5,)),
         7,
-        SamplingParams(0.5, 3, 0.9, 0.1, 2**64 - 1, 4, 1.1, -0.5, 1.5, {5: -100.0, 2**31 - 1: 0.25}),
+        SamplingParams(0.5, 3, 0.9, 0.1, 1.1, -0.5, 1.5, {5: -100.0, 2**31 - 1: 0.25}, 2**64 - 1, 4),
         ("a", "\u2028"),
         frozenset({1}),
         None,
@@ -130,6 +132,7 @@ def test_frames_bring_what_was_sent() -> None:
         "batch",
         "c",
         min_tokens=6,
+        visible=frozenset({4, 7}),
     )
     assert frames.request_from(json.loads(json.dumps(frames.request_of(request)))) == request
     ends = Finished(
@@ -191,7 +194,7 @@ async def _hang(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = remote.RemoteEngine(spec)
     await engine.start()
     monkeypatch.setattr(remote, "PING_SECONDS", 0.05)
-    await asyncio.sleep(6)  # it answers its pings
+    await asyncio.sleep(4)  # longer than MAX_SILENT_PINGS pings take: it answers them
     process = engine._process
     assert process is not None and engine.lost is None
     os.kill(process.child.pid, signal.SIGSTOP)
@@ -281,6 +284,17 @@ def test_a_server_does_not_import_what_it_does_not_use() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
     assert found.stdout == "{'torch'}\n"
+
+
+def test_a_process_whose_server_is_gone_is_seen() -> None:
+    """Before it loads a model for a server that does not exist."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            assert not engine_process._is_closed(theirs)
+            ours.sendall(b"1")
+            assert not engine_process._is_closed(theirs) and theirs.recv(1) == b"1"
+        assert engine_process._is_closed(theirs)
 
 
 def test_a_ping_says_what_is_still_captured() -> None:

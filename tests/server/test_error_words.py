@@ -273,7 +273,7 @@ def test_paths_that_are_not_served_tell_which_are(http: httpx.Client) -> None:
     """Of OpenAI's and of other APIs."""
     for path in (
         "/v1/responses",
-        "/v1/messages",
+        "/v1/complete",
         "/v1/embeddings",
         "/v1/chat/completions/",
         "/chat/completions",

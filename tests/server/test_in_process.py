@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from retrieval_attn.engine import warm_up
-from retrieval_attn.sampling import sampler as chooser
-from tests.engine_audit import check_engine
+from retrieval_attn.sampling.sampler import Sampler
+from tests.engine.audit import check_engine
+from tests.engine.test_warm_up import Gate, wait_until_warm
 from tests.server.inside import Inside, body_of, sent
-from tests.test_warm_up import Gate, wait_until_warm
 
 TRIES = 120
 
@@ -82,7 +82,7 @@ def test_an_engine_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with inside.client() as http:
             headers = {"content-type": "application/json"}
             assert http.post("/v1/completions", content=body_of(5), headers=headers).is_success
-            monkeypatch.setattr(chooser, "choose", lambda *given, **named: 1 // 0)
+            monkeypatch.setattr(Sampler, "__call__", lambda *given, **named: 1 // 0)
             lines = http.post("/v1/completions", content=body_of(5, stream=True), headers=headers).text.split("\n\n")
             assert "error" in json.loads(lines[-3].removeprefix("data: ")) and lines[-2] == "data: [DONE]"
             end = time.monotonic() + 10

@@ -7,7 +7,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 
+from retrieval_attn.engine.background_saves import DiskCounts
 from retrieval_attn.engine.counts import Counts, TierTokens
 from retrieval_attn.server.metrics import PREFIX_CACHE, PREFIX_CACHE_EVENTS, Metrics
 from retrieval_attn.store import ContextStore
@@ -47,6 +49,7 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+@pytest.mark.slow
 def test_steps_spills_and_tiers(tmp_path: Path) -> None:
     """Of a server that saves a context, and of the one that opens it and has prefixes beside the model."""
     store = "--store", str(tmp_path / "store"), "--warm-up", "0"
@@ -80,6 +83,45 @@ def test_steps_spills_and_tiers(tmp_path: Path) -> None:
         assert samples(http)["damaged_blocks_total"] == 0
 
 
+@pytest.mark.slow
+def test_texts_that_memory_has_no_room_for(tmp_path: Path) -> None:
+    """They come back from the disk with equal answers, by the server's own choices; only prompts reach them."""
+    texts = [f"{number} {document(70)}" for number in range(6)]
+    bounded = "--prefix-cache-memory", "32MiB", "--retrieve", "all", "--warm-up", "0"
+    with serving("--store", str(tmp_path / "store"), *bounded, preloaded=True) as served, served.client() as http:
+
+        def told(text: str) -> dict[str, Any]:
+            body = {"model": "bundled", "prompt": f"{text} {QUESTION}", "temperature": 0, "max_tokens": 12}
+            reply = http.post("/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            found: dict[str, Any] = reply.json()
+            return found
+
+        first = [told(text) for text in texts]
+        before = samples(http)
+        again = [told(text) for text in texts]
+        now = samples(http)
+        assert [one["choices"][0]["text"] for one in again] == [one["choices"][0]["text"] for one in first]
+        loads, evictions = now["prefix_cache_disk_loads_total"], now["prefix_cache_disk_evictions_total"]
+        assert before["prefix_cache_disk_loads_total"] == 0 and loads >= 3 and evictions >= 3
+        assert now["prefix_cache_disk_saves_total"] >= evictions and now["prefix_cache_disk_removals_total"] == 0
+        held, written = now["prefix_cache_disk_bytes"], now["prefix_cache_disk_saved_bytes_total"]
+        assert written > now["prefix_cache_disk_loaded_bytes_total"] / 3 > 0
+        # arrays, with the headers of their files, with the records of nodes
+        assert written < held < ContextStore(tmp_path / "store").nbytes() < 1.01 * written
+        assert moved(http, before, "hits")["disk"] == loads and moved(http, before, "hit_tokens")["disk"] > 1000 * loads
+        assert sum(cached(one) > 1000 for one in again) == len(texts), [cached(one) for one in again]
+        name = next(one.name for one in ContextStore(tmp_path / "store").list())
+        assert http.get("/v1/contexts").json()["data"] == []
+        assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["bundled"]
+        body = {"model": f"bundled@{name}", "messages": [{"role": "user", "content": QUESTION}]}
+        replies = http.get(f"/v1/contexts/{name}"), http.delete(f"/v1/contexts/{name}"), http.post(CHAT, json=body)
+        assert [one.status_code for one in replies] == [404] * 3
+        fork = http.post(f"/v1/contexts/{name}/fork", json={"name": "mine"})
+        more = http.post(f"/v1/contexts/{name}/save", json={"name": "mine", "text": "more"})
+        assert (fork.status_code, more.status_code) == (404, 404)
+
+
 def test_the_share_of_waiting() -> None:
     """What the model did not take of a step, and what the host took of the model's time, is waiting."""
     counts = Counts()
@@ -102,6 +144,7 @@ def test_counters_go_on_when_an_engine_begins_anew() -> None:
         "waiting_gpu_memory": 0,
         "shared": dict.fromkeys([*PREFIX_CACHE, *PREFIX_CACHE_EVENTS], 0),
         **Counts().plain,
+        **DiskCounts()._asdict(),
     }
     for evictions, total in ((3, 3), (5, 5), (0, 5), (2, 7)):
         text = metrics.text({**stats, "window_evictions": evictions}, 0).decode()
@@ -123,6 +166,7 @@ def damage(store: ContextStore, name: str, array: str) -> None:
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 def test_a_damaged_context_is_read_again(tmp_path: Path) -> None:
     """Keys of one, and an index of another: after a restart the answers are those from before, what was read is told,
     and the log names the context. One whose token ids are damaged is an error, and the server goes on.

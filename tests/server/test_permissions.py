@@ -19,7 +19,10 @@ ADMIN, USER = "admin-key-1", "user-key-01"
 KEYS = Keys([ApiKey(ADMIN, Caller("root", "key:root", True)), ApiKey(USER, Caller("bob", "key:bob", False))])
 ADMIN_PATHS = ("/metrics", "/v1/contexts", "/v1/contexts/files", "/v1/contexts/x", "/v1/contexts/x/save")
 BEHIND = ("", "%0A", "%0a%0a", "%0D", "%00", "/", "//", "/.", ";x", "?x", "%3f", "%23", "%20", "%09", "%e2%80%a8")
-USER_PATHS = ("/v1/models", "/v1/models/tiny", "/tokenize", "/v1/completions", "/openapi.json", "/status")
+USER_PATHS = (
+    "/v1/models", "/v1/models/tiny", "/tokenize", "/detokenize", "/props", "/v1/completions", "/v1/messages",
+    "/v1/messages/count_tokens", "/openapi.json", "/status",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +33,12 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
     found.end()
 
 
-def status(inside: Inside, method: str, path: str, key: str | None = None, body: bytes = b"{}") -> int:
-    """Of a request whose path goes out as it is written here."""
+def status(
+    inside: Inside, method: str, path: str, key: str | None = None, body: bytes = b"{}", header: str = "authorization"
+) -> int:
+    """Of a request whose path goes out as it is written here. header: that has the key."""
     headers = {"host": "localhost", "content-type": "application/json"}
-    headers |= {} if key is None else {"authorization": f"Bearer {key}"}
+    headers |= {} if key is None else {header: f"Bearer {key}" if header == "authorization" else key}
     connection = http.client.HTTPConnection(*inside.address, timeout=60)
     try:
         connection.request(method, path, body if method == "POST" else None, headers)
@@ -64,9 +69,15 @@ def paths(draw: st.DrawFn, of: tuple[str, ...]) -> str:
 
 
 @settings(max_examples=200, deadline=None)
-@given(paths(ADMIN_PATHS), st.sampled_from(("GET", "HEAD", "POST", "DELETE", "OPTIONS")))
-def test_no_way_of_writing_a_path_gives_a_user_what_is_an_admins(keyed: Inside, path: str, method: str) -> None:
-    assert status(keyed, method, path, USER) in (400, 403, 404, 405), path
+@given(
+    paths(ADMIN_PATHS),
+    st.sampled_from(("GET", "HEAD", "POST", "DELETE", "OPTIONS")),
+    st.sampled_from(("authorization", "x-api-key")),
+)
+def test_no_way_of_writing_a_path_gives_a_user_what_is_an_admins(
+    keyed: Inside, path: str, method: str, header: str
+) -> None:
+    assert status(keyed, method, path, USER, header=header) in (400, 403, 404, 405), path
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,6 +101,26 @@ def test_keys_open_what_they_should(keyed: Inside) -> None:
         assert status(keyed, "GET", path) == status(keyed, "HEAD", path) == 200
     assert status(keyed, "GET", "/nothing") == 401 and status(keyed, "GET", "/nothing", USER) == 404
     assert status(keyed, "GET", "/metrics/", ADMIN) == 404  # no redirect, whose address would be the client's Host
+
+
+def test_a_key_of_anthropics_clients(keyed: Inside) -> None:
+    """It is a key like the other one, and one key that is wrong is not made right by another."""
+    for path, key, wanted in (
+        ("/v1/models", USER, 200), ("/metrics", USER, 403), ("/metrics", ADMIN, 200), ("/v1/models", "wrong-key", 401),
+    ):  # fmt: skip
+        assert status(keyed, "GET", path, key, header="x-api-key") == wanted
+    host, port = keyed.address
+    with httpx.Client(base_url=f"http://{host}:{port}") as web:
+        headers = {"authorization": "Bearer wrong-key", "x-api-key": ADMIN}
+        assert web.get("/v1/models", headers=headers).status_code == 401
+        body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "1 2 3"}]}
+        reply = web.post("/v1/messages", json=body)
+        assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
+        assert reply.json()["request_id"] == reply.headers["request-id"]
+        for caller in (USER, ADMIN):  # each key has a prefix cache of its own
+            usage = [web.post("/v1/messages", json=body | {"messages": [{"role": "user", "content": "5 6 7 " * 100}]},
+                              headers={"x-api-key": caller}).json()["usage"] for _ in range(2)]  # fmt: skip
+            assert usage[0]["cache_read_input_tokens"] == 0 < usage[1]["cache_read_input_tokens"]
 
 
 def test_every_route_has_a_permission(keyed: Inside) -> None:

@@ -91,7 +91,7 @@ def test_half_a_request_is_nobodys(served: Served) -> None:
     with socket.create_connection((host, int(port))) as sock:
         sock.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{{".encode())
     with served.client() as http:
-        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/health").json()["status"] == "ok"  # graphs may still be captured
 
 
 def test_logs_and_metrics(served: Served) -> None:
@@ -213,7 +213,11 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     """Who is being answered is told, by the form that errors in streams have, and nothing of it is an error of ours."""
     body = {**talk("Tell a story."), **LONG, "max_tokens": 60_000, "stream": True}
     arguments = ("--store", str(tmp_path), "--warm-up", "0")
-    with serving(*arguments) as served, served.client() as http, http.stream("POST", CHAT, json=body) as stream:
+    with (
+        serving(*arguments, preloaded=True) as served,
+        served.client() as http,
+        http.stream("POST", CHAT, json=body) as stream,
+    ):
         events = (line for line in stream.iter_lines() if line)
         next(events), next(events)
         began = time.monotonic()

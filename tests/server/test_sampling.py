@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import hypothesis.strategies as st
@@ -183,7 +183,7 @@ def facts_of(generation_config: str, **values: Any) -> dict[str, Any]:
     llm: Any = SimpleNamespace(model=build_model("llama"), tokenizer=SimpleNamespace(), max_context=100)
     for name, value in values.items():
         setattr(llm.model.generation_config, name, value)
-    return dict(EngineSpec("tiny", {}, {}, generation_config=generation_config).facts(llm, cast(Any, None)).sampling)
+    return dict(EngineSpec("tiny", {}, {}, generation_config=generation_config).facts(llm).sampling)
 
 
 def test_the_sampling_values_of_a_generation_config() -> None:

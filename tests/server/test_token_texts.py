@@ -67,7 +67,7 @@ def streamed(form: Form, events: Sequence[Event]) -> tuple[str, dict[str, list[A
     text = ""
     found: dict[str, list[Any]] = {}
     chunks = [form.chunk(0, one.text, (one,) if one.token >= 0 else ()) for one in events]
-    for chunk in filter(None, [*chunks, form.closing(0, "length")]):
+    for chunk in filter(None, [*chunks, form.closing(0, Finished("length", "", (), 1, 0, (0.0, 0.0)))]):
         (choice,) = json.loads(chunk.removeprefix(b"data: "))["choices"]
         text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
         for name, values in (choice["logprobs"] or {}).items():

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
-from retrieval_attn.store import Bundle, ContextStore
+from retrieval_attn.store import Bundle, ContextStore, NamedContext, names
 from retrieval_attn.store import bundle as bundles
 from retrieval_attn.store.disk import OsDisk, file_system
+from retrieval_attn.store.layout import StoreLayout
 from retrieval_attn.store.mapped import Mapped, read_file
 from tests.store.cases import IDENTITY, IDS, OPTIONS, bundle, check_equal, save
 
@@ -129,6 +130,52 @@ def test_gc_leaves_a_save_alone_and_what_it_continues(store: ContextStore) -> No
         assert ContextStore(store.folder).gc().nodes == 0
     store.name("book", digest, {})
     assert store.verify() == [] and store.resolve("book").chain == (root, digest)
+
+
+def test_automatic_contexts_make_room(store: ContextStore) -> None:
+    """The least recently used go first; nodes that a name still reaches stay, and so do contexts of users."""
+    for number, name in enumerate(["one", "two", "three", "user"]):
+        with store.writer(IDENTITY, None, IDS + number, OPTIONS) as writer:
+            writer.add("layer-000", bundle(number))
+            digest = writer.publish({})
+        store.name(name, digest, {} if name == "user" else {"automatic": True, "owner": name})
+        os.utime(store.folder / "contexts" / f"{name}.json", (number + 1, number + 1))
+    with store.writer(IDENTITY, store.resolve("one").digest, IDS + 9, OPTIONS) as writer:
+        writer.add("layer-000", bundle(9))
+        digest = writer.publish({})
+    store.name("four", digest, {"automatic": True})
+    assert {one.name for one in store.list() if one.is_automatic} == {"one", "two", "three", "four"}
+    every = sum(store.resolve(name).nbytes for name in ("two", "three", "four"))
+    store.note_use("two")
+    assert store.trim(every) == ((), every) == store.trim(1 << 60)
+    removed, held = store.trim(every - 1)
+    assert removed == ("one", "three") and held == every - store.resolve("user").nbytes, "one is a part of four"
+    assert store.gc().nodes == 1 and len(store.list()) == 3 and store.verify() == []
+    assert store.trim(0) == (("four", "two"), 0) and store.gc().nodes == 3
+    assert [one.name for one in store.list()] == ["user"] and nodes_of(store) == {store.resolve("user").digest}
+    with pytest.raises(UnknownContextError, match="no context 'two'"):
+        store.note_use("two")
+
+
+def test_names_are_read_once(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they changed: given to another node, used, or removed."""
+    read: list[str] = []
+    read_name = names.read_name
+
+    def noted(layout: StoreLayout, name: str) -> NamedContext:
+        read.append(name)
+        return read_name(layout, name)
+
+    monkeypatch.setattr(names, "read_name", noted)
+    digest = save(store, "book")
+    save(store, "other")
+    assert [one.name for one in store.list()] == [one.name for one in store.list()] == read == ["book", "other"]
+    store.name("book", digest, {"tokens": 9})
+    assert store.list()[0].plain == {"tokens": 9} and read == ["book", "other", "book"]
+    ContextStore(store.folder).remove("other")
+    assert [one.name for one in store.list()] == ["book"] and len(read) == 3
+    save(store, "other")
+    assert [one.name for one in store.list()] == ["book", "other"] and read[3:] == ["other"]
 
 
 def test_a_save_that_is_given_up_leaves_nothing(store: ContextStore) -> None:

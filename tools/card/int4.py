@@ -28,9 +28,10 @@ from retrieval_attn.memory.units import GIB, parse_bytes
 from retrieval_attn.model.fused.layers import fused_layers
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.model.quantization import held_bytes
-from retrieval_attn.offload.host_table import move_table
+from retrieval_attn.offload.managed import move_table
+from retrieval_attn.runner import graph_pool
 from retrieval_attn.runner.full_attention import kept_pages
-from retrieval_attn.runner.graph import capture, registry
+from retrieval_attn.runner.graph import capture
 from retrieval_attn_eval.bench.methods import parse
 from retrieval_attn_eval.bench.session.card import watch
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
@@ -55,10 +56,10 @@ def steps_by(way: str, model: Any) -> Iterator[list[int]]:
             taken.append(count)
             yield count
 
-    registry.forget(model)
+    graph_pool.forget(model)
     with mock.patch.object(capture, "fused_layers", noted):
         yield taken
-    registry.forget(model)
+    graph_pool.forget(model)
 
 
 def of_length(model: Any, config: ra.Config, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 python -m tools.card.served MODEL --out FOLDER [--only next turn ...] [--words 100000] [-- FLAGS OF serve]
 
+MODEL: a folder, a hub name, or a shape of `retrieval_attn_eval.bench.random_model`, say llama-3-8b: random weights and
+a tokenizer with one token for each word are then written to FOLDER/SHAPE, if they are not there.
+
 Starts `retrieval-attn serve MODEL` in a process of its own, with the given flags and nothing else changed, and prints
 one row for each measure as it is found. Documents are words drawn at random, another one for each measure; answers are
 greedy and streamed. The server's log is written to FOLDER/server.log; its last row counts the lines that speak of eager
@@ -25,14 +28,37 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-__all__ = ["GROUPS", "Client", "main", "serving"]
+from retrieval_attn_eval.bench.random_model import RANDOM_SHAPES, random_model
+
+__all__ = ["GROUPS", "Client", "main", "make_model", "serving"]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 START_SECONDS = 300.0
 SAVE_SECONDS = 90.0
 QUESTION_WORDS = 12
 SEPARATORS = {"a space": " ", "a newline": "\n", "a blank line": "\n\n"}
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ 'w1' if message.role == 'user' else 'w2' }} {{ message.content }} w3 {% endfor %}"
+    "{% if add_generation_prompt %}w4 {% endif %}"
+)
+
+
+def make_model(shape: str, folder: str) -> None:
+    """Write a model of one of RANDOM_SHAPES with bf16 weights and a tokenizer whose token i is the word "wi"."""
+    model = random_model(shape, torch.bfloat16, 0, "cuda" if torch.cuda.is_available() else "cpu")
+    model.save_pretrained(folder)
+    known = {f"w{number}": number for number in range(model.config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", clean_up_tokenization_spaces=False)
+    whole.chat_template = CHAT_TEMPLATE
+    whole.save_pretrained(folder)
 
 
 def words(seed: int, count: int) -> str:
@@ -286,22 +312,32 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given[:cut])
     args.flags = given[cut + 1 :]
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.model in RANDOM_SHAPES:
+        shape, args.model = args.model, str(args.out / args.model)
+        if not Path(args.model).is_dir():  # in a process of its own, whose memory returns
+            command = [
+                sys.executable,
+                "-c",
+                f"from tools.card.served import make_model; make_model({shape!r}, {args.model!r})",
+            ]
+            subprocess.run(command, check=True)
     log, rows = args.out / "server.log", list[dict[str, Any]]()
     # a second server with the same store: its process is fresh, the files are in the page cache
     plans = [[name for name in args.only if name != "reopened"], [name for name in args.only if name == "reopened"]]
     for plan in filter(None, plans):
         with serving(args, log) as (url, seconds):
             client = Client(url, args, rows, log)
-            client.note("start until /health answers", {"s": round(seconds, 1)})
-            began = time.perf_counter()
-            while client.http.get("/health").json().get("warming"):  # graphs of larger batches
-                time.sleep(0.1)
-            client.note("from there until all graphs are captured", {"s": round(time.perf_counter() - began, 1)})
-            for name in plan:
-                try:
-                    GROUPS[name](client)
-                except httpx.HTTPError as error:
-                    client.note(name, {"error": f"{type(error).__name__}: {error}"[:300]})
+            with contextlib.closing(client.http):
+                client.note("start until /health answers", {"s": round(seconds, 1)})
+                began = time.perf_counter()
+                while client.http.get("/health").json().get("warming"):  # graphs of larger batches
+                    time.sleep(0.1)
+                client.note("from there until all graphs are captured", {"s": round(time.perf_counter() - began, 1)})
+                for name in plan:
+                    try:
+                        GROUPS[name](client)
+                    except httpx.HTTPError as error:
+                        client.note(name, {"error": f"{type(error).__name__}: {error}"[:300]})
     text = log.read_text(encoding="utf-8", errors="replace")
     rows.append({"what": "lines of the log that speak of eager steps", "count": text.count("eagerly")})
     print(json.dumps(rows[-1]))

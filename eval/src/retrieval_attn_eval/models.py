@@ -35,20 +35,21 @@ def load_description(name: str, yarn: float | None = None) -> tuple[Any, Any]:
 
     looks_local = name.startswith((".", "/", "~")) or Path(name).exists() or name.count("/") > 1
     path = Path(name).expanduser()
-    if looks_local and not (path / "config.json").is_file():
-        raise InputDataError(f"model {name}: needed a folder with a config.json, found none; check the path")
+    if looks_local and not path.exists():
+        raise InputDataError(f"model {name}: needed a folder with a config.json or a GGUF file; check the path")
     return checkpoint_config(path, yarn), load(AutoTokenizer, path)
 
 
 def model_digest(name: str) -> str | None:
-    """SHA-256 over what a local model folder holds (weights by size and their first MiB); None for a hub id."""
+    """SHA-256 over a local model's files (weights by size and their first MiB); None for a hub id."""
     import hashlib
 
     folder = Path(name)
-    if not folder.is_dir():
+    if not folder.exists():
         return None
+    kinds = ".json", ".safetensors", ".bin", ".model", ".gguf"
     digest = hashlib.sha256()
-    for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin", ".model")):
+    for file in sorted(p for p in folder.iterdir() if p.suffix in kinds) if folder.is_dir() else [folder]:
         digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
         with open(file, "rb") as data:
             digest.update(data.read(1 << 20))

@@ -21,10 +21,11 @@ from retrieval_attn.cli.model_args import (
 from retrieval_attn.compile.gc_pause import no_gc
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import parse_tokens
+from retrieval_attn.model.gguf.file import resolve
 
 if TYPE_CHECKING:
-    from retrieval_attn.answer import Sampling
     from retrieval_attn.cli.chat.backend import ChatBackend
+    from retrieval_attn.sampling.sampling_params import Sampling
 
 ROOM = 16 * 1024
 """Tokens of questions and answers that memory is planned for, without `--max-context`."""
@@ -64,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--document - would take the questions for the document; give a file")
     if args.url is None:
         check_model_flags(args)
-    from retrieval_attn.answer import Sampling
     from retrieval_attn.cli.chat.loop import ChatLoop
     from retrieval_attn.cli.chat.terminal import Terminal
+    from retrieval_attn.sampling.sampling_params import Sampling
 
     most = parse_tokens(args.max_new_tokens, "--max-new-tokens")
     sampling = Sampling(max_new_tokens=most, temperature=args.temperature, seed=args.seed)
@@ -82,9 +83,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _take_document(args: argparse.Namespace) -> None:
-    """Use a text file in the place of MODEL as the document. Raises InputDataError for one that does not exist."""
+    """Use a text file in the place of MODEL as the document; a GGUF file is a model.
+
+    Raises InputDataError for a file that does not exist.
+    """
     path = Path(args.model)
-    if path.is_file() and args.document is None:
+    if path.is_file() and args.document is None and resolve(path, download=False) is None:
         args.document, args.model = args.model, "bundled"
         print(
             f"{args.document} is a file: read as --document, with the bundled test model; for another model: "

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from retrieval_attn.answer import Answer, Sampling
+from retrieval_attn.answer import Answer
 from retrieval_attn.cli.chat.backend import Conversation, Message
 from retrieval_attn.cli.chat.prompt import ChatPrompt, agreeing
 from retrieval_attn.context import Context
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.llm import LLM
 from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.sampling.sampling_params import Sampling
 from retrieval_attn.store import ContextStore
+from retrieval_attn.template import NO_TEMPLATE, PromptTemplate
 
 __all__ = ["LocalBackend"]
 
@@ -35,8 +37,9 @@ class LocalBackend(Conversation):
     def __init__(self, llm: LLM, name: str, sampling: Sampling, store: ContextStore) -> None:
         """name: the model's, for messages. Raises InputDataError if the chat template cannot be rendered."""
         super().__init__()
-        self._llm, self._name, self._sampling, self._store = llm, name, sampling, store
+        self._llm, self._name, self._store = llm, name, store
         self._prompt = ChatPrompt(llm.tokenizer)
+        self._sampling = replace(sampling, stop=(*sampling.stop, *PromptTemplate.of(llm.tokenizer).stops))
         self._base: Context | None = None
         self._reached: tuple[Context, tuple[int, ...]] | None = None
         self._last: Answer | None = None
@@ -50,7 +53,8 @@ class LocalBackend(Conversation):
     def about(self) -> str:
         """See `ChatBackend`."""
         read = 0 if self._base is None else self._base.num_tokens
-        document = f"document: {read:,} tokens; " if read else ""
+        note = "" if self._llm.tokenizer.chat_template else f"{NO_TEMPLATE}\n"
+        document = note + (f"document: {read:,} tokens; " if read else "")
         room = self._llm.max_context - read
         return (
             f"{self._name}, on {self._llm.device}\n{document}room for {room:,} tokens of conversation (--max-context)"

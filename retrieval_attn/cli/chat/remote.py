@@ -7,11 +7,11 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from retrieval_attn.answer import Sampling
 from retrieval_attn.cli.chat.backend import Conversation, Message
 from retrieval_attn.cli.output import Spinner
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.remote import Endpoint, RemoteError, Usage, http_client, read_delta, refusal
+from retrieval_attn.sampling.sampling_params import Sampling
 
 __all__ = ["RemoteBackend"]
 

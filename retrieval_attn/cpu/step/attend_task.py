@@ -17,86 +17,18 @@ from retrieval_attn.cpu.step.estimate import attend_and_estimate, score_means
 from retrieval_attn.cpu.step.run import BAD_ID
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.packed import id_of, keep_best, score_of
-from retrieval_attn.index.kernels.scan import rescore
-from retrieval_attn.index.task.atomics import at_address, atomic_load, bytes_of_row, rows_at
-from retrieval_attn.index.task.descriptor import (
-    ALL_KEPT,
+from retrieval_attn.index.task.atomics import at_address, atomic_load, bytes_of_row
+from retrieval_attn.index.task.tasks import (
     ENTRY,
-    LIST_COUNT,
-    LIST_HEAD,
-    LIST_RANGE,
     RANGE,
     count_cost,
     floats_at,
+    join_lists,
+    query_of,
+    scratch_of,
     step_at,
+    task_address,
 )
-from retrieval_attn.index.task.tasks import query_of, scan_alone, scratch_of, task_address
-
-
-@njit(nogil=True, cache=True)
-def _join_lists(step, scratch, entry, query, lists, found, floor, like):
-    """Bring the best candidates of all lists to the front of `found`, in any order; returns how many, <= top_k.
-
-    At most `keep` of them, in addition to those that are attended to whatever their scores.
-
-    Coded candidates of a range are joined first, and scored again: in parts, other keys would get their exact score.
-    """
-    size = step.list_words
-    chosen = carray(at_address(scratch + step.rows_at), step.top_k, np.int64)
-    kept = number = always = 0
-    while number < lists:
-        start = number * size
-        span = found[start + LIST_RANGE]
-        if span == ALL_KEPT:
-            first = start + LIST_HEAD
-            for i in range(first, first + found[start + LIST_COUNT]):
-                chosen[always] = found[i]
-                always += 1
-            number += 1
-            continue
-        if span < 0:
-            first = start + LIST_HEAD
-            for i in range(first, first + found[start + LIST_COUNT]):
-                packed = found[i]
-                found[kept] = packed  # never ahead of what is still to be read
-                kept += 1 if packed >= floor else 0
-            number += 1
-            continue
-        joined = carray(at_address(scratch + step.joined_at), step.joined, np.int64)
-        count = 0
-        while number < lists and found[number * size + LIST_RANGE] == span:
-            first = number * size + LIST_HEAD
-            for i in range(first, first + found[number * size + LIST_COUNT]):
-                joined[count] = found[i]
-                count += 1
-            number += 1
-        count = _score_coded(step, entry, query, span, joined, count, like)
-        for i in range(count):
-            found[kept] = joined[i]
-            kept += 1 if joined[i] >= floor else 0
-    if kept > step.keep:
-        keep_best(found, kept, step.keep)
-        kept = step.keep
-    found[kept : kept + always] = chosen[:always]
-    return kept + always
-
-
-@njit(nogil=True, cache=True)
-def _score_coded(step, entry, query, number, joined, count, like):
-    """Cut coded candidates joined[:count] of range `number` to the best, and pack those by their scores; how many."""
-    span = carray(at_address(step.ranges_at), number + 1, RANGE)[number]
-    own = query_of(step, entry, query)
-    keys = rows_at(span.keys_at, span.high, step.head_dim, like)
-    if count < min(span.kept, span.high - span.low):  # the sketch was misled: an exact answer, slowly
-        count = scan_alone(own, keys, span.low, span.high, step.top_k, joined)
-        for i in range(count):
-            joined[i] -= span.first
-        return count
-    if count > span.kept:
-        keep_best(joined, count, span.kept)
-        count = span.kept
-    rescore(keys, span.high, own, 0, joined, count, span.first, joined)
-    return count
 
 
 @njit(nogil=True, cache=True)
@@ -144,7 +76,7 @@ def _attend(descriptor, number, worker, like):
     size = step.lists * step.list_words
     found = carray(at_address(step.lists_at + number * size * 8), size, np.int64)
     floor = atomic_load(step.floors_at + number * 8)
-    count = _join_lists(step, scratch, entry, number % queries, table.lists, found, floor, like)
+    count = join_lists(step, scratch, entry, number % queries, table.lists, found, floor, like)
     if table.budgets_at != 0:
         own_k = carray(at_address(table.budgets_at), queries, np.int64)[number % queries]
         if count > own_k:

@@ -37,14 +37,17 @@ from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
-from retrieval_attn.index.task.descriptor import ATTEND_TIME, BYTES, LIST_HEAD, SCANNED, SEARCH_TIME, STEP
-from retrieval_attn.index.task.search import ScratchLayout
+from retrieval_attn.index.task.search import CALL_FAILED, ScratchLayout
+from retrieval_attn.index.task.tasks import ATTEND_TIME, BYTES, LIST_HEAD, SCANNED, SEARCH_TIME, STEP
 
 TASKS_PER_THREAD = 4
 MAX_LISTS_BYTES = 256 << 20
 """Most memory for candidates of one step; beyond it the caller takes another way."""
 
-_MESSAGES = {BAD_ID: "its index returned a token that is not among those searched; build the index again"}
+_MESSAGES = {
+    BAD_ID: "its index returned a token that is not among those searched; build the index again",
+    CALL_FAILED: "the search of its index raised the exception above",
+}
 
 
 class StepCost(NamedTuple):
@@ -151,9 +154,9 @@ class LayerStep:
 
         Cheap if nothing but the end of the last pieces changed since the last plan. Else what differs is planned: a row
         whose pieces are searched like those of an earlier one in its place gets other addresses alone, wherever they
-        lie: in another layer, or in another context. Returns False, without a plan, if an index has no compiled search
-        or the candidates would need more than MAX_LISTS_BYTES. Raises ShapeError for arrays that do not fit together,
-        ConfigError for numbers.
+        lie: in another layer, or in another context. Returns False, without a plan, if a search calls Python code in a
+        step with external buffers, or the candidates would need more than MAX_LISTS_BYTES. Raises ShapeError for arrays
+        that do not fit together, ConfigError for numbers.
         """
         check_score_options(scale, softcap)
         budgets, most = budgets_of(top_k, len(rows))
@@ -168,7 +171,7 @@ class LayerStep:
         candidates = None if self._buffers is None else self._buffers.candidates
         room = 0 if not named or candidates is None else candidates.shape[1]
         numbers = keep + room, float(scale), float(softcap or 0.0), parts, keep, named
-        request = StepRequest(q_heads, positions, *numbers)
+        request = StepRequest(q_heads, positions, *numbers, calls_python=self._buffers is None)
         self._ready = False
         planned = self._planned_for(request, len(rows), dims)
         if not planned.take(rows, [min(keep, number) for number in most], tables) or not self._write(planned):
@@ -309,7 +312,7 @@ class LayerStep:
         if status:
             assert self._planned is not None and self._planned.places is not None
             failure = _failure(self._step, self._planned.places, self._planned.shape.heads)
-            raise BackendError(f"layer {self.layer}, {failure}")
+            raise BackendError(f"layer {self.layer}, {failure}") from self._planned.python_error()
 
     def row_costs(self, cost: StepCost) -> list[StepCost]:
         """Divide the `cost` of the last run among the rows; seconds are shared evenly."""

@@ -32,8 +32,8 @@ from retrieval_attn.cpu.step.tables import (
     zeros,
 )
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index.task.descriptor import ENTRY, RANGE, TASK
 from retrieval_attn.index.task.search import CompiledSearch, address_of
+from retrieval_attn.index.task.tasks import ENTRY, RANGE, TASK
 
 _ENTRY_WORDS, _RANGE_WORDS, _TASK_WORDS = (dtype.itemsize // 8 for dtype in (ENTRY, RANGE, TASK))
 _FIRST_RANGE = 1  # column of the words of an entry
@@ -321,6 +321,12 @@ class PlannedRows:
             assert self.places is not None
             self.places.extend(number, len(own), high)
             self._highs[number] = high
+
+    def python_error(self) -> BaseException | None:
+        """Return the exception that a search in Python raised, once; None if none did."""
+        searches = [search for row in self._rows if row.tables is not None for search in row.tables.searches]
+        errors = [search.python.take_error() for search in searches if search.python is not None]
+        return next((error for error in errors if error is not None), None)
 
     def forget(self, row: int | None = None) -> None:
         """Release the data of a row, None: of all, that is not the step's own."""

@@ -1,6 +1,6 @@
 """One layer's step as tasks for the pool: search the keys of every head, then attend to what was found.
 
-What the records mean is laid out in `index/task/descriptor.py`. Search tasks leave their best candidates in lists; a
+What the records mean is laid out in `index/task/tasks.py`. Search tasks leave their best candidates in lists; a
 task per query joins the lists of its entry, keeps the best k and attends to them, with the scores that the search
 computed (`attend_task`). Those tasks come last, and wait for their entry.
 
@@ -21,8 +21,17 @@ from numba import carray, njit
 from retrieval_attn.cpu.pool import run_job
 from retrieval_attn.index.kernels.packed import EMPTY
 from retrieval_attn.index.task.atomics import at_address, atomic_add, atomic_load, call_search, nanoseconds
-from retrieval_attn.index.task.descriptor import ENTRY, METER, METER_WORDS, RANGE, TASK, step_at, wait_for, words_at
-from retrieval_attn.index.task.tasks import address_for_c
+from retrieval_attn.index.task.tasks import (
+    ENTRY,
+    METER,
+    METER_WORDS,
+    RANGE,
+    TASK,
+    address_for_c,
+    step_at,
+    wait_for,
+    words_at,
+)
 
 BAD_ID = 1
 """Error code of a task: an index named a token that is not among those searched."""

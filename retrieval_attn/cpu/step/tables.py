@@ -16,12 +16,21 @@ import numpy.typing as npt
 
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.errors import ShapeError
-from retrieval_attn.index.flat_task import exact_search
+from retrieval_attn.index.base import DeviceSearch, Searchable
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.kernels.scan import BOUND_WORDS, score_columns
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
-from retrieval_attn.index.task.descriptor import METER_WORDS, RANGE, TASK
-from retrieval_attn.index.task.search import SCAN_TOKENS, CompiledSearch, ScratchLayout, SearchedInSteps, SearchRequest
+from retrieval_attn.index.task.scans import exact_search
+from retrieval_attn.index.task.search import (
+    SCAN_TOKENS,
+    CompiledSearch,
+    ScratchLayout,
+    SearchRequest,
+    range_parts,
+    scratch_offsets,
+    task_lists,
+    task_places,
+)
+from retrieval_attn.index.task.tasks import METER_WORDS, RANGE, TASK
 
 
 class SearchRange(NamedTuple):
@@ -38,7 +47,7 @@ class SearchRange(NamedTuple):
     low: int
     high: int
     first: int
-    indexes: tuple[SearchedInSteps, ...] | None = None
+    indexes: tuple[Searchable, ...] | None = None
     index_first: int = 0
     version: int = 0
     members: npt.NDArray[np.uint8] | None = None
@@ -82,7 +91,7 @@ class StepRequest(NamedTuple):
     """Inputs of a step's plan in addition to its pieces. parts: minimum tasks of an entry.
 
     top_k: keys that a query attends to at most, of which `keep` are chosen by score. named: keys that a device names,
-    all of which are attended to, at least.
+    all of which are attended to, at least. calls_python: searches may run Python code, which a CUDA graph cannot.
     """
 
     q_heads: int
@@ -93,10 +102,11 @@ class StepRequest(NamedTuple):
     parts: int
     keep: int
     named: int
+    calls_python: bool = False
 
-    def parts_of(self, piece: SearchRange, tokens: int = SCAN_TOKENS) -> int:
+    def parts_of(self, piece: SearchRange) -> int:
         """Tasks that a scanned piece is cut into. The more, the more candidates are joined; results are the same."""
-        return max(1, min(self.parts, -(-(piece.high - piece.low) // max(tokens, 4 * self.top_k))))
+        return range_parts(self.parts, self.top_k, piece.high - piece.low, SCAN_TOKENS)
 
     def signature(self, piece: SearchRange, last: bool) -> tuple[int, ...]:
         """Return the values of a piece that a plan depends on; the plan keeps the piece alive, so ids stay unique."""
@@ -147,7 +157,7 @@ class Needs(NamedTuple):
 
 
 Searches = list[CompiledSearch] | None
-"""Of a piece, one per key-value head; None: some head has no compiled search."""
+"""Of a piece, one per key-value head; None: one of them calls Python code in a step that cannot."""
 
 
 class RowTables(NamedTuple):
@@ -173,9 +183,10 @@ def batch_key_of(row: Sequence[SearchRange], request: StepRequest) -> tuple[Any,
         searched: tuple[Any, ...] = ()
         visible = piece.high - piece.low
         if piece.indexes is not None:
-            searched = *(index.search_batch_key(request.keep, visible) for index in piece.indexes), piece.index_first
-            if None in searched:
+            if not all(isinstance(index, DeviceSearch) for index in piece.indexes):
                 return None
+            coded = [index for index in piece.indexes if isinstance(index, DeviceSearch)]
+            searched = *(index.batch_key(request.keep, visible) for index in coded), piece.index_first
             searched += (piece.low - piece.index_first,)
         found.append((searched, request.parts_of(piece), request.room_for(piece)))
     return tuple(found)
@@ -189,7 +200,7 @@ def spare_keys(piece: SearchRange) -> int:
 def row_tables(
     own: Sequence[SearchRange], request: StepRequest, shape: StepShape, searches: Callable[[SearchRange], Searches]
 ) -> RowTables | None:
-    """Those of a row; None if one of its indexes has no compiled search."""
+    """Return the tables of a row; None if one of its searches calls Python code and may not."""
     heads, queries = shape.heads, shape.queries
     ranges, of_pieces = np.zeros((heads, len(own)), RANGE), []
     tasks: list[npt.NDArray[np.int64]] = [np.empty((0, 1 + len(TASK.names or ())), np.int64)]
@@ -202,16 +213,15 @@ def row_tables(
         for alike, members in _alike(found):
             # a row for each head, a column for each task: (alike, tasks)
             entry, at = alike[:, None], alike[:, None] * len(own) + number
+            tokens = piece.high - piece.low
+            parts = task_lists(members, queries, request.top_k, tokens, request.parts)
+            place = task_places(members, queries, parts)[None]
             if members.by_query:
-                parts = max(1, min(request.parts // queries, members.max_parts))
-                place = np.arange(parts * queries)[None]
                 tasks.append(_task_rows(place, -1, entry, at, place, parts, lists[alike, None] + place // queries))
             else:
                 if members.first_task:
                     tasks.append(_task_rows(np.zeros((1, 1)), -1, entry, at, -1, 1, 0))
                     counts[alike] += 1
-                parts = request.parts_of(piece, members.part_tokens)
-                place = np.arange(parts)[None]
                 # all heads' first parts first: what they find lets later parts drop most of their keys
                 tasks.append(_task_rows(place, place, entry, at, place, parts, lists[alike, None] + place))
             counts[alike] += place.shape[1]
@@ -240,19 +250,19 @@ def _alike(searches: Sequence[CompiledSearch]) -> list[tuple[npt.NDArray[np.int6
 def piece_searches(
     piece: SearchRange, request: StepRequest, shape: StepShape, candidates: npt.NDArray[np.int32] | None
 ) -> Searches:
-    """How each head searches a piece; None: some head has no compiled search. candidates: those of the row."""
+    """Return the search of each head; None if one calls Python and may not. candidates: those of the row."""
     fmt, queries = shape.fmt, shape.queries
     visible, hidden = piece.high - piece.low, piece.low - piece.index_first
     found: list[CompiledSearch] = []
     for head in range(shape.heads):
-        search: CompiledSearch | None = exact_search(fmt)
-        if piece.indexes is not None and (not hidden or piece.indexes[head].hides_first_keys):
+        search = exact_search(fmt)
+        if piece.indexes is not None:
             own = None if candidates is None else candidates[head * queries : (head + 1) * queries]
             keep, first = request.keep, piece.index_first
-            search = piece.indexes[head].compiled_search(
+            search = piece.indexes[head].task(
                 SearchRequest(fmt, queries, shape.padded, keep, first, visible, own, request.named, hidden)
             )
-        if search is None:
+        if search.python is not None and not request.calls_python:
             return None
         found.append(search)
     return found
@@ -328,21 +338,13 @@ def scratch_places(
     """
     (number, padded), (top_k, clusters) = queries, sizes
     return {
-        "pool_at": layout.take(number * capacity * 8),
-        "rows_at": layout.take(top_k * 8),
         "scores_at": layout.take(top_k * 4),
         "digits_at": layout.take(256 * 8),
         "owners_at": layout.take(top_k * 2),
         "left_at": layout.take(clusters * 4),
         "weights_at": layout.take(clusters * 4),
         "sampled_at": layout.take(clusters * 4),
-        "counts_at": layout.take(number * 8),
-        "bars_at": layout.take(number * 8),
-        "bounds_at": layout.take(padded * BOUND_WORDS),  # of 4 bytes, for every 4 queries
-        "steps_at": layout.take(2 * padded * 4),
-        "tile_at": layout.take(padded * score_columns(padded) * 4),
-        "joined_at": layout.take(joined * 8),
-        "own_at": layout.take(own),
+        **scratch_offsets(layout, number, padded, top_k, capacity, joined, own),
     }
 
 

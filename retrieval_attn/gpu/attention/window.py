@@ -8,6 +8,7 @@ A captured graph reads and writes the same buffer (`use`), so nothing here moves
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ class WindowCache:
         self._value = _room_for(value, sinks + capacity)
         self._places: WindowPlaces | None = None  # of these, once `places` was read
         self._home: torch.device | None = None  # of a window that is offloaded
+        self._copies: tuple[Tensor, Tensor] | None = None  # of the buffers, in host memory
 
     @property
     def batch(self) -> int:
@@ -144,9 +146,8 @@ class WindowCache:
             return
         high = self.span[1]
         keep, target = slice(self._tail + count, high), slice(self._tail, high - count)
-        # clone: source and target overlap
-        self._key[:, :, target] = self._key[:, :, keep].clone()
-        self._value[:, :, target] = self._value[:, :, keep].clone()
+        for buffer in self.buffers:
+            _move(buffer[:, :, keep], buffer[:, :, target])
         if self.valid is not None:
             self.valid = torch.cat([self.valid[:, : self.sink_len], self.valid[:, self.sink_len + count :]], dim=1)
         self.tail_len -= count
@@ -195,6 +196,9 @@ class WindowCache:
         used = slice(*self.span)
         key, value = self._key[:, :, used], self._value[:, :, used]
         tokens = self.sink_len + self.tail_len
+        if self.valid is None and reach is not None and query.shape[2] == 1 and not self.sink_len:
+            key, value = key[:, :, -reach:], value[:, :, -reach:]  # all that the query sees: no mask
+            return attend(query, key, value, scale=scale, softcap=softcap)
         if self.valid is None and (reach is None or tokens <= reach):
             # the queries' own tokens are the last: kernels know that without a mask
             return attend(query, key, value, scale=scale, causal=True, softcap=softcap)
@@ -209,15 +213,22 @@ class WindowCache:
         other = object.__new__(WindowCache)
         other.__dict__.update(self.__dict__)
         other._resize(max(self._tail, sinks), max(self._capacity, capacity))
-        other._home = None
+        other._home = other._copies = None
         return other
+
+    def copy_to_host(self) -> None:
+        """Make the copy that `offload` needs; only clones are used from now on."""
+        if self._home is None and self._copies is None:
+            self._copies = self._key.to("cpu", copy=True), self._value.to("cpu", copy=True)
 
     def offload(self) -> int:
         """Move the buffers to host memory; only clones are used from now on. Returns the freed bytes."""
         if self._home is not None:
             return 0
+        self.copy_to_host()
+        assert self._copies is not None
         self._home, freed = self._key.device, self.nbytes
-        self._key, self._value, self._places = self._key.to("cpu", copy=True), self._value.to("cpu", copy=True), None
+        (self._key, self._value), self._places, self._copies = self._copies, None, None
         return freed
 
     def _all_valid(self, tokens: int) -> Tensor:
@@ -256,6 +267,18 @@ def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:
     low = window.span[0]
     key, value = window.buffers
     return key[:, :, low : low + window.sink_len], value[:, :, low : low + window.sink_len]
+
+
+def _move(source: Tensor, target: Tensor) -> None:
+    """Copy (batch, kv_heads, tokens, dim) to a target that may overlap with it."""
+    contiguous = type(source) is Tensor and source.stride()[2:] == (source.shape[3], 1)  # a FakeTensor has no memory
+    if source.device.type != "cpu" or not contiguous:
+        target.copy_(source.clone())
+        return
+    nbytes = source.shape[2] * source.shape[3] * source.element_size()
+    for row in range(source.shape[0]):
+        for head in range(source.shape[1]):
+            ctypes.memmove(target[row, head].data_ptr(), source[row, head].data_ptr(), nbytes)
 
 
 def _room_for(like: Tensor, tokens: int, device: torch.device | None = None) -> Tensor:

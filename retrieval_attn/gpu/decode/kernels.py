@@ -14,6 +14,7 @@ import functools
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -175,6 +176,7 @@ def kernels_for(tensor: Tensor, module: str) -> Any:
 def _triton_works(device: torch.device) -> bool:
     use_triton_folder()
     try:
+        log_slow_compiles()
         load_launchers_in_turn()
         importlib.import_module("retrieval_attn.gpu.decode.kernels_triton").launch(device)
     except ImportError as error:
@@ -212,7 +214,52 @@ def in_turn(driver: Any) -> None:
 
     def made_in_turn(*args: Any) -> Any:
         with _loading:
-            return make(*args)
+            began = time.perf_counter()
+            made = make(*args)
+            _log_seconds("made the launcher of", args[0], time.perf_counter() - began)
+        return made
 
     setattr(made_in_turn, "made_in_turn", True)  # noqa: B010  not an assignment: mypy knows no such attribute
     driver.launcher_cls = made_in_turn
+
+
+SLOW_SECONDS = 0.2
+"""Compilations of Triton that take longer are logged: a request may have waited for them."""
+
+
+class _CompileLog:
+    """A compilation listener of Triton that logs slow ones. before: the listener until now, which is called too."""
+
+    def __init__(self, before: Callable[..., None] | None) -> None:
+        self._before = before
+
+    def __call__(self, *, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
+        if self._before is not None:
+            self._before(src=src, times=times, cache_hit=cache_hit, **rest)
+        _log_seconds("loaded" if cache_hit else "compiled", src, times.total / 1e6)
+
+
+def log_slow_compiles() -> None:
+    """Log every kernel that takes Triton longer than SLOW_SECONDS to compile from now on; again: the same.
+
+    Raises ImportError if there is no Triton. Does nothing with one that takes no listener.
+    """
+    import triton
+
+    options: Any = getattr(getattr(triton, "knobs", None), "compilation", None)
+    if hasattr(options, "listener") and not isinstance(options.listener, _CompileLog):
+        options.listener = _CompileLog(options.listener)
+
+
+def _log_seconds(what: str, source: Any, seconds: float) -> None:
+    """Log that something was done for a kernel, with its compile-time numbers, if it took longer than SLOW_SECONDS.
+
+    source: Triton's `ASTSource`, or an object with the same `name`.
+    """
+    if seconds <= SLOW_SECONDS:
+        return
+    names, constants = getattr(getattr(source, "fn", None), "arg_names", ()), getattr(source, "constants", {})
+    given = [
+        f"{names[place[0]]}={value}" for place, value in constants.items() if len(place) == 1 and place[0] < len(names)
+    ]
+    logger.info("Triton %s %s(%s) in %.1f s", what, getattr(source, "name", source), ", ".join(given), seconds)

@@ -11,7 +11,7 @@ What uses codes ranks by them and scores the best again with the stored keys.
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,13 +139,13 @@ def extend_codes(
     fmt: Format,
     start: int,
     measured: int,
-    before: Callable[[], Sequence[npt.NDArray[Any]]],
+    together: Callable[[], npt.NDArray[Any]],
 ) -> tuple[Codes, int]:
     """`encode_more`, or all keys coded again if the old range no longer fits: codes, and keys it was taken from.
 
     measured: how many keys the range of `codes` was taken from. A new range is taken once there are twice as many, and
-    for keys that may lie twice as far out as any before (coarser steps for all, but none is lost). before: gives the
-    arrays of keys [0, start). Raises ShapeError.
+    for keys that may lie twice as far out as any before (coarser steps for all, but none is lost). together: returns
+    the keys [0, start + n). Raises ShapeError.
     """
     total = start + len(keys)
     stored = one_layout(kernel_view(keys, fmt)[None])
@@ -154,7 +154,7 @@ def extend_codes(
     distance = np.abs(mean.astype(np.float64) - codes.mean) + largest
     far = len(keys) and bool((distance > 2 * MAX_CODE * codes.scale.astype(np.float64)).any())
     if len(keys) and (far or total >= 2 * measured):
-        return encode_keys(np.concatenate([*before(), keys]), fmt, capacity=total + total // 4), total
+        return encode_keys(together(), fmt, capacity=total + total // 4), total
     return encode_more(codes, keys, fmt, start), measured
 
 

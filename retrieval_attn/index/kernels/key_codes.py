@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.index.sketch.blocks import FITTED_KEYS, best_steps, rounding_errors
+from retrieval_attn.index.sketch.rows import FITTED_KEYS, best_steps, rounding_errors
 
 HALVES = 128, 8, 2
 """Half the levels of a number in 8, 4 and 2 bits: what the least code lies below zero."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -19,27 +18,24 @@ from retrieval_attn.errors import ConfigError, NotFiniteError, ShapeError
 from retrieval_attn.index.base import (
     MAX_KEYS,
     HeadShape,
+    HeldMemory,
     HostBytes,
-    SearchResult,
+    IndexMemory,
+    KeyIndex,
     Training,
-    check_search,
+    TrainingNeeds,
     check_training,
 )
-from retrieval_attn.index.flat import search_exact
-from retrieval_attn.index.flat_task import exact_search
 from retrieval_attn.index.formats import Format, check_rows, kernel_view, to_float32
-from retrieval_attn.index.kernels.codes import code_width, encode_keys, encode_query
+from retrieval_attn.index.kernels.codes import code_width, encode_keys
 from retrieval_attn.index.kernels.knn import training_lists
-from retrieval_attn.index.memory import one_layout
+from retrieval_attn.index.keys import StoredKeys
 from retrieval_attn.index.roargraph import graph as graph_head
-from retrieval_attn.index.roargraph.graph import HeadGraph
-from retrieval_attn.index.roargraph.options import LIST_K, GraphOptions
-from retrieval_attn.index.roargraph.search import make_scratch, search_rows
-from retrieval_attn.index.roargraph.task import SearchArguments, graph_search, prepare_graph, room_for
-from retrieval_attn.index.runs import JoinedKeys, RunsIndex
+from retrieval_attn.index.roargraph.graph import LIST_K, GraphOptions, HeadGraph
+from retrieval_attn.index.roargraph.search import SearchArguments, compile_graph_search, graph_search
 from retrieval_attn.index.spec import register
+from retrieval_attn.index.task.scans import exact_search
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
-from retrieval_attn.index.threads import kernel_threads
 
 EXACT_BELOW = 4096
 """Fewer keys than this are scanned."""
@@ -57,50 +53,42 @@ MIN_PER_HIDDEN = 8
 place of 3.4, and found .895 of the weight in place of .923; with 31 % it took 5.2 ms, a scan of all others 1.4."""
 
 
-@register
-class RoarGraphIndex(RunsIndex):
+def graph_bytes(options: GraphOptions, head: HeadShape, queries: int) -> HostBytes:
+    """Return the host memory of a graph trained on `queries` queries per query head.
+
+    A node takes its code, its links, an id and a term of the distance (4 bytes each).
+    """
+    links = options.degree_for(head.head_dim)
+    each = code_width(head.head_dim) + 4 * links + 8
+    nodes = queries * head.group * LIST_K + options.landmarks
+    return HostBytes(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4)
+
+
+def _memory(options: GraphOptions, head: HeadShape) -> IndexMemory:
+    return IndexMemory((graph_bytes(options, head, RoarGraphIndex.training.queries(MAX_KEYS)),))
+
+
+@register(memory=_memory, compile_tasks=lambda options, fmt: compile_graph_search(fmt))
+class RoarGraphIndex(KeyIndex):
     """Approximate best keys from a query-aware graph. Options: see GraphOptions.
 
     Without training lists they are computed from the training queries.
     """
 
     kind: ClassVar[str] = "roargraph"
-    trains: ClassVar[bool] = True
-    needs_only_lists: ClassVar[bool] = True
-    max_queries: ClassVar[int] = MAX_QUERIES
     Options = GraphOptions
-    hides_first_keys: ClassVar[bool] = True
+    training: ClassVar[TrainingNeeds] = TrainingNeeds(MAX_QUERIES, LIST_K, EXACT_BELOW, only_lists=True)
 
     def __init__(self, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, head: HeadGraph | None) -> None:
         """Over keys that the graph `head` was built from; None: every search scans. Callers use `build`."""
-        self._keys: JoinedKeys = JoinedKeys(keys, fmt)
+        self._keys = StoredKeys(keys, fmt)
         self._head = head
         self.options = options
         self._saving = False  # whether a save may still read the links as they are
 
     @classmethod
-    def list_length(cls, options: GraphOptions, num_keys: int) -> int:
-        return LIST_K if num_keys >= max(1, EXACT_BELOW) else 0
-
-    @classmethod
-    def host_bytes(cls, options: GraphOptions, head: HeadShape) -> tuple[HostBytes, ...]:
-        """See KeyIndex.host_bytes."""
-        return (cls.bytes_for(options, head, cls.training_queries(MAX_KEYS)),)
-
-    @staticmethod
-    def bytes_for(options: GraphOptions, head: HeadShape, queries: int) -> HostBytes:
-        """Return the host memory of a graph trained on `queries` queries per query head.
-
-        A node takes its code, its links, an id and a term of the distance (4 bytes each).
-        """
-        links = options.degree_for(head.head_dim)
-        each = code_width(head.head_dim) + 4 * links + 8
-        nodes = queries * head.group * LIST_K + options.landmarks
-        return HostBytes(each, nodes, f"code, {links} links of {nodes:,} keys a head, ids", 4)
-
-    @classmethod
-    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, training: Training) -> RoarGraphIndex:
-        """See KeyIndex.make. Fewer than EXACT_BELOW keys make no graph and need no training.
+    def build(cls, keys: npt.NDArray[Any], fmt: Format, options: GraphOptions, training: Training) -> RoarGraphIndex:
+        """Build a graph. Fewer than EXACT_BELOW keys make no graph and need no training.
 
         Raises ShapeError for arrays that do not fit or keys that are not finite, ConfigError where nothing was given to
         train on.
@@ -122,51 +110,6 @@ class RoarGraphIndex(RunsIndex):
             lists = training_lists(queries, keys, fmt, encode_keys(keys, fmt), LIST_K)
         heads, each, length = lists.shape
         return cls(keys, fmt, options, graph_head.build_graph(keys, fmt, lists.reshape(heads * each, length), options))
-
-    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
-        """The best k keys that the graph leads to; see KeyIndex.search.
-
-        A query with NaN or infinity is answered by a scan, as `flat` answers it.
-        """
-        queries, k = check_search(queries, self.head_dim, k, limit)
-        num, length = len(queries), len(self)
-        visible = length if limit is None else min(int(limit), length)
-        ids = np.full((num, k), -1, np.int32)
-        scores = np.full((num, k), -np.inf, np.float32)
-        scanned = 0
-        scan = np.ones(num, bool)
-        if self._head is not None and self._serves(k, visible) and num:
-            finite = np.isfinite(queries).all(axis=1)
-            scanned = self._search_graph(self._head, queries, k, visible, ids, scores)
-            scan = (ids[:, min(k, visible) - 1] < 0) | ~finite
-        if visible and scan.any():
-            exact = search_exact(self._keys.whole[None, :visible], queries[None, scan], k, self._keys.fmt)
-            ids[scan], scores[scan] = exact.ids[0], exact.scores[0]
-            scanned += exact.keys_scanned
-        return SearchResult(ids, scores, scanned)
-
-    def _search_graph(
-        self,
-        head: HeadGraph,
-        queries: npt.NDArray[np.float32],
-        k: int,
-        visible: int,
-        ids: npt.NDArray[np.int32],
-        scores: npt.NDArray[np.float32],
-    ) -> int:
-        """Search the graph for every row; returns keys scored."""
-        keys = one_layout(kernel_view(self._keys.whole, self._keys.fmt)[None])
-        # keys beyond the limit take places in the pool: it gets longer by their share
-        beam = -(-self.options.beam * len(self) // visible)
-        room = -(-room_for(k, self.options.beam) * len(self) // visible)
-        with kernel_threads(None):
-            workers = min(len(queries), numba.get_num_threads())
-            coded = encode_query(queries, head.coded)
-            scratch = make_scratch(room, head.graph.adjacency.shape[1], head.nodes, workers)
-            _, scored, _ = search_rows(
-                head.graph, keys, queries, coded.planes, coded.step, k, room, beam, 0, visible, scratch, ids, scores
-            )
-        return int(scored)
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys (n, head_dim), n may be 0. More than TAIL unlinked ones are linked, all of them.
@@ -223,20 +166,14 @@ class RoarGraphIndex(RunsIndex):
         keys, coded = kernel_view(self._keys.whole, self._keys.fmt), self._head.coded
         return SearchArguments(self._head.graph, coded.mean, coded.scale, keys, self.options.beam)
 
-    @classmethod
-    def prepare(cls, options: GraphOptions, fmt: Format) -> bool:
-        prepare_graph(fmt)
-        return True
-
-    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
-        """See KeyIndex.compiled_search."""
+    def task(self, request: SearchRequest) -> CompiledSearch:
         arguments = self.search_arguments()
         served = self._serves(request.k, request.visible)
         # with more hidden keys single queries find too few, and a scan for one costs more than a scan for all
         served = served and MIN_PER_HIDDEN * request.hidden <= len(self)
         if arguments is None or not served:
             return exact_search(request.fmt)
-        return graph_search(request, arguments, len(self), self._keys.fmt.row_bytes(self.head_dim))
+        return graph_search(request, arguments, len(self), self._keys.fmt.row_bytes(self._keys.head_dim))
 
     def _serves(self, k: int, visible: int) -> bool:
         """Whether the graph, not a scan, answers for the best k of `visible` keys."""
@@ -248,10 +185,10 @@ class RoarGraphIndex(RunsIndex):
         return graph_head.graph_stats(self._head, len(self))
 
     @property
-    def nbytes(self) -> int:
+    def memory(self) -> HeldMemory:
         """The graph, codes, and keys that had to be copied."""
         head = self._head
-        return self._keys.nbytes + (0 if head is None else head.graph_nbytes + head.code_nbytes)
+        return HeldMemory(self._keys.nbytes + (0 if head is None else head.graph_nbytes + head.code_nbytes))
 
 
 def _check_finite(keys: npt.NDArray[Any], fmt: Format, first: int) -> None:

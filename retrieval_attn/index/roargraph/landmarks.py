@@ -20,8 +20,7 @@ from numba import njit, prange
 
 from retrieval_attn.index.kernels.codes import PLANE_BASE, ZERO_CODE, dot_u8_two, prefetch_codes
 from retrieval_attn.index.kernels.packed import id_of, keep_best, sort_best
-from retrieval_attn.index.roargraph.build import add_edge
-from retrieval_attn.index.roargraph.insert import distance_terms, key_as_query
+from retrieval_attn.index.roargraph.build import add_edge, distance_terms, key_as_query
 from retrieval_attn.index.roargraph.search import Cells
 from retrieval_attn.index.threads import kernel_threads
 

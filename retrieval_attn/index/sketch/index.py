@@ -20,39 +20,59 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, InputDataError, NotFiniteError
 from retrieval_attn.index.base import (
+    TRAIN_QUERIES,
     DeviceBytes,
     HeadShape,
+    HeldMemory,
     HostBytes,
-    SearchResult,
+    IndexMemory,
+    KeyIndex,
     StateValue,
     Training,
-    check_search,
+    TrainingNeeds,
     check_training,
 )
-from retrieval_attn.index.flat import SCAN_SHARE, answer_lost, rescore_count, search_runs
-from retrieval_attn.index.flat_task import exact_search
+from retrieval_attn.index.flat import SCAN_SHARE, rescore_count, search_exact
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.runs import KeyRuns, RunsIndex
-from retrieval_attn.index.sketch.blocks import BLOCK, allocate
+from retrieval_attn.index.keys import StoredKeys
 from retrieval_attn.index.sketch.build import (
     SAMPLED_KEYS,
     Ordered,
+    RowCoder,
     check_finite,
     held_for,
     no_leaves,
     ordered_keys,
     projected,
 )
-from retrieval_attn.index.sketch.coding import RowCoder
-from retrieval_attn.index.sketch.fit import FEW_KEYS, HELD_K, HELD_OUT, Way, best_way, sizes_for, way_for_few
-from retrieval_attn.index.sketch.front import empty_front, plan_front, write_front
+from retrieval_attn.index.sketch.front import (
+    FEW_KEYS,
+    HELD_K,
+    HELD_OUT,
+    Way,
+    best_way,
+    empty_front,
+    plan_front,
+    sizes_for,
+    way_for_few,
+    write_front,
+)
 from retrieval_attn.index.sketch.front import with_room as front_with_room
-from retrieval_attn.index.sketch.leaves import PLACE_BYTES, TREE_NUMBERS
-from retrieval_attn.index.sketch.rows import ROW_STEP, clear_places, empty_rows, out_of_reach, with_room, write_rows
-from retrieval_attn.index.sketch.search import SketchArguments, best_of_blocks
+from retrieval_attn.index.sketch.rows import (
+    BLOCK,
+    ROW_STEP,
+    allocate,
+    clear_places,
+    empty_rows,
+    out_of_reach,
+    with_room,
+    write_rows,
+)
+from retrieval_attn.index.sketch.scan import PLACE_BYTES, TREE_NUMBERS
 from retrieval_attn.index.sketch.state import restored_arguments, saved_arguments
-from retrieval_attn.index.sketch.task import prepare_sketch, sketch_search
+from retrieval_attn.index.sketch.task import SketchArguments, compile_sketch_search, sketch_search
 from retrieval_attn.index.spec import register
+from retrieval_attn.index.task.scans import exact_search
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
 
 MIN_BYTES = 8
@@ -112,8 +132,16 @@ class SketchOptions:
         return max(MIN_BYTES, head_dim // 2) if self.key_bytes is None else int(self.key_bytes)
 
 
-@register
-class SketchIndex(RunsIndex):
+def _memory(options: SketchOptions, head: HeadShape) -> IndexMemory:
+    budget = options.budget(head.head_dim)
+    front = sizes_for(min(2 * budget, head.head_dim))[-1]
+    each = -(-budget // ROW_STEP) * ROW_STEP + front + PLACE_BYTES
+    host = HostBytes(each, None, "a sketch of every key, its id and share of a leaf")
+    return IndexMemory((host,), DeviceBytes(building=TREE_NUMBERS + budget))
+
+
+@register(memory=_memory, keeps_device_keys=True, compile_tasks=lambda options, fmt: compile_sketch_search(fmt))
+class SketchIndex(KeyIndex):
     """Scan of a query-aware sketch of the keys, exact scores for the best of it.
 
     A query that is not finite gets the exact answer, and so does a search that would score more than one key in four
@@ -121,12 +149,10 @@ class SketchIndex(RunsIndex):
     """
 
     kind: ClassVar[str] = "sketch"
-    trains: ClassVar[bool] = True
-    keeps_device_keys: ClassVar[bool] = True
     Options = SketchOptions
-    hides_first_keys: ClassVar[bool] = True
+    training: ClassVar[TrainingNeeds] = TrainingNeeds(TRAIN_QUERIES)
 
-    def __init__(self, keys: KeyRuns, arguments: SketchArguments, key_side: npt.NDArray[np.float32]) -> None:
+    def __init__(self, keys: StoredKeys, arguments: SketchArguments, key_side: npt.NDArray[np.float32]) -> None:
         """key_side (rank, head_dim): B. Callers use `build`."""
         self._keys = keys
         self._search = arguments
@@ -137,23 +163,12 @@ class SketchIndex(RunsIndex):
         self._saving = False  # whether a save may still read the last block as it is
 
     @classmethod
-    def host_bytes(cls, options: SketchOptions, head: HeadShape) -> tuple[HostBytes, ...]:
-        budget = options.budget(head.head_dim)
-        front = sizes_for(min(2 * budget, head.head_dim))[-1]
-        each = -(-budget // ROW_STEP) * ROW_STEP + front + PLACE_BYTES
-        return (HostBytes(each, None, "a sketch of every key, its id and share of a leaf"),)
-
-    @classmethod
-    def device_bytes(cls, options: SketchOptions, head_dim: int) -> DeviceBytes:
-        return DeviceBytes(building=TREE_NUMBERS + options.budget(head_dim))
-
-    @classmethod
-    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: SketchOptions, training: Training) -> SketchIndex:
-        """See KeyIndex.make. Without keys the projection keeps what queries have most of.
+    def build(cls, keys: npt.NDArray[Any], fmt: Format, options: SketchOptions, training: Training) -> SketchIndex:
+        """Build a sketch. Without keys the projection keeps what queries have most of.
 
         Raises ConfigError without finite training queries, ShapeError for keys that are not finite.
         """
-        runs = KeyRuns(keys, fmt)
+        stored = StoredKeys(keys, fmt)
         dim = fmt.dim_of(keys)
         queries, _ = check_training(training.queries, None, dim, len(keys))
         held, queries = _held_out(queries)
@@ -175,30 +190,30 @@ class SketchIndex(RunsIndex):
         rows_of_none, way = empty_rows(nothing, wide, 0), way_for_few(len(key_side))
         front = empty_front(plan_front(nothing, rows_of_none.mean, [way.size])[way.size], 0)
         empty = SketchArguments(rows_of_none, front, np.empty(0, np.int32), 0, query_side, none, way.passing, 0, 0)
-        index = cls(runs, empty, key_side)
+        index = cls(stored, empty, key_side)
         index._way = way
-        index._encode_all(runs.within(len(keys)), len(keys), True, training.coder, held)
+        index._encode_all(stored.whole, len(keys), True, training.coder, held)
         return index
 
     def _encode_all(
         self,
-        arrays: list[npt.NDArray[Any]],
+        stored: npt.NDArray[Any],
         room: int,
         leafy: bool,
         coder: RowCoder | None = None,
         held: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        """Code the keys of `arrays`, ids from 0 on; leafy: in leaves. Raises NotFiniteError.
+        """Code the stored keys (n, head_dim), ids from 0 on; leafy: in leaves. Raises NotFiniteError.
 
-        coder: codes the keys, of one array, elsewhere. held: queries (heads, m, head_dim) to fit the search to; None:
+        coder: codes the keys elsewhere. held: queries (heads, m, head_dim) to fit the search to; None:
         as before.
         """
         wide = self._search.keys.wide
-        made = ordered_keys(arrays, self._keys.fmt, self._key_side, wide, room=room, leafy=leafy, coder=coder)
+        made = ordered_keys(stored, self._keys.fmt, self._key_side, wide, room=room, leafy=leafy, coder=coder)
         if held is not None and len(self) >= FEW_KEYS:
             self._fit(made, held)
         front, leaves = made.front(self._way.size), made.leaves._replace(share=self._way.share)
-        total, side = sum(len(array) for array in arrays), self._search.query_side
+        total, side = len(stored), self._search.query_side
         whole = total // BLOCK
         self._search = SketchArguments(
             made.keys, front, made.ids, made.total, side, leaves, self._way.passing, total, whole
@@ -210,9 +225,9 @@ class SketchIndex(RunsIndex):
         held = np.ascontiguousarray(queries.transpose(1, 0, 2).reshape(-1, queries.shape[2]))
         if not len(held):
             return
-        keys, fmt = self._keys.within(len(self)), self._keys.fmt
-        found = search_runs(keys, held, min(HELD_K, len(self)), fmt)
-        best = projected(keys[0][found.ids.ravel()], fmt, self._key_side)
+        keys, fmt = self._keys.whole, self._keys.fmt
+        found = search_exact(keys, held, min(HELD_K, len(self)), fmt)
+        best = projected(keys[found.ids.ravel()], fmt, self._key_side)
         told = held_for(made, self._search.query_side, held, found, best, len(queries))
         plans = plan_front(made.numbers, made.keys.mean, sizes_for(len(self._key_side)))
         self._way = best_way(told, plans, self.rescore_count(HELD_K))
@@ -231,7 +246,7 @@ class SketchIndex(RunsIndex):
         late = search.total - search.leaves.ordered if search.leaves.ordered else 0
         crowded = LATE_SHARE * late > search.total or search.total * BLOCK > 2 * (total + BLOCK)
         if len(keys) and (total >= 2 * self._measured or crowded or out_of_reach(search.keys, numbers)):
-            self._encode_all([*self._keys.within(length), keys], total + total // 4, search.leaves.share < 1)
+            self._encode_all(self._keys.extended(keys), total + total // 4, search.leaves.share < 1)
         elif len(keys):
             self._append(numbers, length)
         self._keys.add(keys)
@@ -274,12 +289,7 @@ class SketchIndex(RunsIndex):
         """Return the arguments of a compiled search in addition to the keys; a new object after every change."""
         return self._search
 
-    @classmethod
-    def prepare(cls, options: SketchOptions, fmt: Format) -> bool:
-        prepare_sketch(fmt)
-        return True
-
-    def compiled_search(self, request: SearchRequest) -> CompiledSearch:
+    def task(self, request: SearchRequest) -> CompiledSearch:
         kept = self.rescore_count(request.k)
         if request.visible < SCAN_SHARE * kept:
             return exact_search(request.fmt)
@@ -288,18 +298,6 @@ class SketchIndex(RunsIndex):
         if request.hidden:
             share *= len(self) / max(1, len(self) - request.hidden)
         return sketch_search(request, self._search, kept, share)
-
-    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
-        """The best k of the keys that the sketch puts first; see KeyIndex.search."""
-        queries, k = check_search(queries, self.head_dim, k, limit)
-        stop = len(self) if limit is None else min(int(limit), len(self))
-        kept = self.rescore_count(k)
-        if stop < SCAN_SHARE * kept:
-            return search_runs(self._keys.within(stop), queries, k, self._keys.fmt)
-        found, scanned, lost = best_of_blocks(self._search, stop, queries, kept)
-        ids, scores = self._keys.best(found, queries, k)
-        answer_lost(self._keys, stop, queries, k, lost, ids, scores)
-        return SearchResult(ids, scores, scanned)
 
     @property
     def share(self) -> float:
@@ -325,16 +323,17 @@ class SketchIndex(RunsIndex):
             raise InputDataError(
                 "the saved state is not one of a sketch over these keys; build the index again from its keys"
             )
-        index = cls(KeyRuns(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys), trusted))
+        index = cls(StoredKeys(keys, fmt), *restored_arguments(state, len(keys), fmt.dim_of(keys), trusted))
         index._measured = measured
         return index
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the rows, their front and ids, the leaves and the projection."""
+    def memory(self) -> HeldMemory:
+        """Bytes of copied keys, the rows, their front and ids, the leaves and the projection."""
         search = self._search
         sides = search.query_side.nbytes + self._key_side.nbytes
-        return int(search.keys.nbytes + search.front.nbytes + search.ids.nbytes + search.leaves.means.nbytes + sides)
+        codes = search.keys.nbytes + search.front.nbytes + search.ids.nbytes + search.leaves.means.nbytes
+        return HeldMemory(self._keys.nbytes + int(codes + sides))
 
 
 def _held_out(

@@ -1,8 +1,4 @@
-"""A sketch as arrays and plain values, for saving, and back, with everything checked that a kernel would follow.
-
-Before keys were in rows they were in blocks of 16, four bytes of each in turn, and had no front: such states are taken,
-too. What queries asked for is not in them, so the front is that of a head of which nothing is known.
-"""
+"""A sketch as arrays and plain values for saving, and back, with all values checked that a kernel would follow."""
 
 from __future__ import annotations
 
@@ -15,15 +11,10 @@ import numpy.typing as npt
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.base import StateValue
 from retrieval_attn.index.memory import aligned_empty, usable
-from retrieval_attn.index.sketch.blocks import BLOCK, PAIR, WIDE_STEP, BlockSteps, NumberBlocks
-from retrieval_attn.index.sketch.fit import OLD_PASSING, sizes_for
-from retrieval_attn.index.sketch.front import THINNEST, Front, empty_front, plan_front, write_front
-from retrieval_attn.index.sketch.leaves import Leaves
-from retrieval_attn.index.sketch.rows import KeyRows, decoded, key_bytes, row_width
-from retrieval_attn.index.sketch.search import SketchArguments
-
-PLANNED_KEYS = 2048
-"""Keys of an old state that its front's steps are taken from."""
+from retrieval_attn.index.sketch.front import THINNEST, Front
+from retrieval_attn.index.sketch.rows import BLOCK, PAIR, BlockSteps, KeyRows, NumberBlocks, row_width
+from retrieval_attn.index.sketch.scan import Leaves
+from retrieval_attn.index.sketch.task import SketchArguments
 
 
 def saved_arguments(search: SketchArguments, key_side: npt.NDArray[np.float32]) -> dict[str, StateValue]:
@@ -61,13 +52,11 @@ def restored_arguments(
 
     trusted: see `KeyIndex.from_state`; numbers are not looked at then, and arrays are not copied.
     """
-    old = "blocks" in state
     wide, ordered, share, narrow = (state.get(name) for name in ("wide", "ordered", "share", "front_narrow"))
-    passing, whole = state.get("passing", OLD_PASSING if old else None), state.get("whole", 0)
+    passing, whole = state.get("passing"), state.get("whole")
     rank, numbers, front_rank = (_rows_of(state.get(name)) for name in ("step", "leaf_step", "front_step"))
     coded = _rows_of(state.get("leaf_blocks"))
-    blocks = _rows_of(state.get("blocks")) if old else _rows_of(state.get("rows")) // BLOCK
-    total = state.get("total", blocks)
+    blocks, total = _rows_of(state.get("rows")) // BLOCK, state.get("total")
     if (
         not isinstance(total, int)
         or not 0 <= total <= blocks
@@ -82,7 +71,8 @@ def restored_arguments(
         or not 0 < passing < np.inf
         or not isinstance(whole, int)
         or not 0 <= whole <= total
-        or not (old or _is_layout(narrow, front_rank))
+        or not isinstance(narrow, int)
+        or not (0 <= narrow <= front_rank and narrow % 8 + (front_rank - narrow) % 16 == 0 and front_rank > 0)
     ):
         raise InputDataError(
             "the saved state is not one of a sketch over these keys; build the index again from its keys"
@@ -91,14 +81,9 @@ def restored_arguments(
         "ids": (np.int32, (blocks * BLOCK,)),
         "leaf_blocks": (np.uint8, (coded, numbers * BLOCK)),
     }
-    if old:
-        expected["blocks"] = np.uint8, (blocks, key_bytes(wide, rank - wide) * BLOCK)
-    else:
-        assert isinstance(narrow, int)
-        expected["rows"] = np.uint8, (blocks * BLOCK, row_width(wide, rank - wide))
-        front_bytes = narrow // 2 + (front_rank - narrow) // THINNEST
-        expected["front"] = np.uint8, (blocks, front_bytes * BLOCK)
-        expected["front_step"] = np.float32, (front_rank,)
+    expected["rows"] = np.uint8, (blocks * BLOCK, row_width(wide, rank - wide))
+    expected["front"] = np.uint8, (blocks, (narrow // 2 + (front_rank - narrow) // THINNEST) * BLOCK)
+    expected["front_step"] = np.float32, (front_rank,)
     expected |= {name: (np.float32, (rank,)) for name in ("mean", "step", "reach")}
     expected |= {f"leaf_{name}": (np.float32, (numbers,)) for name in ("mean", "step", "reach")}
     expected |= {name: (np.float32, (rank, head_dim)) for name in ("query_side", "key_side")}
@@ -123,21 +108,12 @@ def restored_arguments(
     own = usable if trusted else _padded
     ids = usable(ids) if trusted else _padded(ids, PAIR, -1)
     steps = BlockSteps(*(np.array(arrays[name]) for name in BlockSteps._fields))
-    if old:
-        keys = KeyRows(_rows_of_blocks(arrays["blocks"], row_width(wide, rank - wide)), *steps, wide=wide)
-        front = _front_of(keys, total * BLOCK)
-    else:
-        assert isinstance(narrow, int)
-        keys = KeyRows(usable(arrays["rows"]) if trusted else _padded(arrays["rows"], PAIR), *steps, wide=wide)
-        front = Front(own(arrays["front"]), np.array(arrays["front_step"]), narrow)
+    keys = KeyRows(usable(arrays["rows"]) if trusted else _padded(arrays["rows"], PAIR), *steps, wide=wide)
+    front = Front(own(arrays["front"]), np.array(arrays["front_step"]), narrow)
     means = NumberBlocks(own(leaf_blocks), *(np.array(arrays[f"leaf_{name}"]) for name in BlockSteps._fields))
     leaves = Leaves(means, ordered, share)
     search = SketchArguments(keys, front, ids, total, np.array(arrays["query_side"]), leaves, passing, num_keys, whole)
     return search, np.array(arrays["key_side"])
-
-
-def _is_layout(narrow: StateValue | None, rank: int) -> bool:
-    return isinstance(narrow, int) and 0 <= narrow <= rank and narrow % 8 + (rank - narrow) % 16 == 0 and rank > 0
 
 
 def _rows_of(array: StateValue | None) -> int:
@@ -149,22 +125,3 @@ def _padded(rows: npt.NDArray[Any], multiple: int = 2, value: int = 0) -> npt.ND
     copied = aligned_empty((-(-len(rows) // multiple) * multiple, *rows.shape[1:]), rows.dtype)
     copied[: len(rows)], copied[len(rows) :] = rows, value
     return copied
-
-
-def _rows_of_blocks(blocks: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint8]:
-    """The rows of keys in blocks: four bytes of 16 keys, then the next four."""
-    words = blocks.shape[1] // (BLOCK * WIDE_STEP)
-    rows = aligned_empty((-(-len(blocks) * BLOCK // PAIR) * PAIR, width), np.uint8)
-    rows[:] = 0
-    own = rows[: len(blocks) * BLOCK, : words * WIDE_STEP].reshape(len(blocks), BLOCK, words, WIDE_STEP)
-    own[...] = blocks.reshape(len(blocks), words, BLOCK, WIDE_STEP).transpose(0, 2, 1, 3)
-    return rows
-
-
-def _front_of(keys: KeyRows, count: int) -> Front:
-    """The largest front that is tried, of rows whose queries are not known."""
-    size = sizes_for(len(keys.step))[-1]
-    numbers = decoded(keys, np.arange(0, count, max(1, count // PLANNED_KEYS)))
-    front = empty_front(plan_front(numbers, keys.mean, [size])[size], len(keys.rows))
-    write_front(front, keys, 0, count)
-    return front

@@ -4,25 +4,28 @@
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 from numba import carray, njit
 
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.memory import aligned_empty
-from retrieval_attn.index.sketch.blocks import BLOCK
-from retrieval_attn.index.sketch.leaves import choose_blocks
-from retrieval_attn.index.sketch.rows import PARTS, spread_planes
+from retrieval_attn.index.sketch.front import WEIGHED, Front
+from retrieval_attn.index.sketch.rows import BLOCK, PAIR, PARTS, KeyRows, spread_planes
 from retrieval_attn.index.sketch.scan import (
+    SAMPLED,
     WAITING_ROOM,
+    Leaves,
+    choose_blocks,
     encode_block_queries,
     project_queries,
     sample_bounds,
     scan_front,
 )
-from retrieval_attn.index.sketch.search import SketchArguments, scratch_floats, wanted_of
 from retrieval_attn.index.task.atomics import at_address, atomic_swap
-from retrieval_attn.index.task.descriptor import count_cost, floats_at, step_at, wait_for, words_at
 from retrieval_attn.index.task.search import (
     CODED_TOKENS,
     CompiledSearch,
@@ -32,15 +35,51 @@ from retrieval_attn.index.task.search import (
     record,
 )
 from retrieval_attn.index.task.tasks import (
+    count_cost,
+    floats_at,
     hand_in_codes,
     lists_of,
     part_of,
     range_at,
     scratch_of,
+    step_at,
     task_address,
     task_at,
     tiles_of,
+    wait_for,
+    words_at,
 )
+
+
+class SketchArguments(NamedTuple):
+    """Arguments of a compiled search of a sketch: keys in rows, their front, the id of every place (-1: none), the
+    number of blocks in use, the projection of queries, (rank, head_dim), and the leaves. passing: keys that the front
+    passes per key that gets an exact score. length: number of keys. whole: blocks below have a key in every place.
+    """
+
+    keys: KeyRows
+    front: Front
+    ids: npt.NDArray[np.int32]
+    total: int
+    query_side: npt.NDArray[np.float32]
+    leaves: Leaves
+    passing: float
+    length: int
+    whole: int
+
+
+def scratch_floats(leaf_rows: int) -> int:
+    """float32 numbers per query that choosing blocks and their bound take, for `leaf_rows` rows of coded means."""
+    return max(SAMPLED + PAIR, 4 * leaf_rows)
+
+
+def wanted_of(search: SketchArguments, kept: int) -> int:
+    """How many keys the front should let pass for a query of which the best `kept` get an exact score.
+
+    Of fewer that are kept a larger part would be lost: half of what ways were weighed with passes in any case.
+    """
+    return int(np.ceil(search.passing * max(kept, (kept + WEIGHED) / 2)))
+
 
 _WORD = np.int64
 SKETCH = np.dtype(
@@ -211,7 +250,7 @@ def _task(descriptor, number, worker, like):
     return _scan(descriptor, number, worker, carray(like, (1, 1)))
 
 
-def prepare_sketch(fmt: Format) -> None:
+def compile_sketch_search(fmt: Format) -> None:
     """Compile the task, or load it."""
     task_address(_task, fmt)
 
@@ -246,7 +285,6 @@ def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int,
     layout, sampled = ScratchLayout(), scratch_floats(len(means.blocks))
     row = record(
         SKETCH,
-        1,
         **arrays,
         blocks=front.blocks.shape[0],
         front_width=front.blocks.shape[1],

@@ -1,1 +1,1 @@
-"""What a search needs to be a task of a step: the step's descriptor, atomics, stored rows, candidate lists."""
+"""Searches as tasks: the step's records, atomics, scans, candidates, and one search by itself."""

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Hashable
-from typing import Any, ClassVar, NamedTuple
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.index.formats import Format
+from retrieval_attn.index.kernels.scan import BOUND_WORDS, score_columns
 from retrieval_attn.index.memory import CACHE_LINE, aligned_empty
 
 SCAN_TOKENS = 2048
 """Fewest tokens of an exact scan that are worth a task of their own."""
 CODED_TOKENS = 8192
 """The same of a scan of codes."""
+CALL_FAILED = 2
+"""Error code of a task: a Python function raised an exception."""
+
+CandidateFunction = Callable[[npt.NDArray[np.float32], int, int], tuple[npt.NDArray[Any], int]]
+"""(queries (m, head_dim), limit, threads) -> candidate ids below limit (m, c), -1 for none; scores computed."""
+_CALL = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 4)
 
 
 class SearchRequest(NamedTuple):
     """A search of one entry of a step: `queries` queries (`padded` to a multiple of 4) for their best `k` keys each.
 
     The index's first key is token `first` of the array; `visible` of its keys take part, behind the first `hidden`,
-    which do not: only with a kind that says it `hides_first_keys`. candidates: int32
+    which do not. candidates: int32
     (queries, room) ids that a device names before the step runs, -1 where there is none; None: it names none. named:
     how many at least, all of which are attended to; 0: the best of them are.
     """
@@ -58,44 +67,41 @@ class CompiledSearch(NamedTuple):
     capacity: int = 0
     scratch: int = 0
     alive: tuple[Any, ...] = ()
+    python: PythonSearch | None = None
 
 
-class SearchedInSteps:
-    """Methods of an index that a step's planner calls; the base class has no compiled search."""
+class PythonSearch:
+    """A Python function that selects the candidates of a search, as C code calls it.
 
-    hides_first_keys: ClassVar[bool] = False
-    """Whether a compiled search can leave out the first keys, see `SearchRequest`."""
-    keeps_device_keys: ClassVar[bool] = False
-    """Whether keys are coded on the device; callers then leave a layer's keys there until its indexes are built."""
+    ids: (queries, room) int32, the candidates of the last call, -1 where there are fewer. scanned: number of scores
+    that it computed.
+    """
 
-    @abstractmethod
-    def __len__(self) -> int:
-        """Keys in the index."""
+    def __init__(self, function: CandidateFunction, queries: int, head_dim: int, room: int) -> None:
+        self._function, self._shape = function, (queries, head_dim)
+        self.ids = np.full((queries, max(1, room)), -1, np.int32)
+        self.scanned = np.zeros(1, np.int64)
+        self._error: BaseException | None = None
+        self._called = _CALL(self._call)
+        self.address = ctypes.cast(self._called, ctypes.c_void_p).value
+        """Address of a C function int64 f(int64 queries_at, int64 limit, int64 threads)."""
 
-    def behind(self, first: int) -> SearchedInSteps | None:
-        """Return a search of the keys from `first` on, as the index is now and as it grows; its ids count from there.
+    def _call(self, queries_at: int, limit: int, threads: int) -> int:
+        try:
+            numbers = (ctypes.c_float * math.prod(self._shape)).from_address(queries_at)
+            queries = np.ctypeslib.as_array(numbers).reshape(self._shape)
+            found, self.scanned[0] = self._function(queries, limit, threads)
+            self.ids[:, found.shape[1] :] = -1
+            self.ids[:, : found.shape[1]] = found
+        except BaseException as error:  # C code cannot pass it on: its caller takes it
+            self._error = error
+            return CALL_FAILED
+        return 0
 
-        None: there is no such search, and an index that hides no keys is not asked then.
-        """
-        return None
-
-    def compiled_search(self, request: SearchRequest) -> CompiledSearch | None:
-        """The tasks that search this index inside a step of the thread pool; None: it has none, and the step's caller
-        takes `search_heads` instead. Where a scan of the stored keys is the better search it is `exact_search`.
-        """
-        return None
-
-    def search_batch_key(self, k: int, visible: int) -> Hashable | None:
-        """Indexes that give the same here, but for None, give the same `compiled_search` for the best k of `visible`
-        keys.
-
-        None: what that returns is this index's alone.
-        """
-        return None
-
-    def device_codes(self, k: int, visible: int) -> Any:
-        """The codes on a device that name candidates for the best k of `visible` keys; None: they name none."""
-        return None
+    def take_error(self) -> BaseException | None:
+        """Return the exception of the function's last call, once; None if it raised none."""
+        error, self._error = self._error, None
+        return error
 
 
 class ScratchLayout:
@@ -111,21 +117,71 @@ class ScratchLayout:
         return place
 
 
-def record(dtype: np.dtype[Any], count: int, **values: Any) -> npt.NDArray[Any]:
-    """`count` equal records on a cache line; an array stands for its address. Raises ValueError for unknown fields.
+def scratch_offsets(
+    layout: ScratchLayout, queries: int, padded: int, top_k: int, capacity: int, joined: int, own: int
+) -> dict[str, int]:
+    """Return offsets of a worker's scratch arrays that searches use, by the descriptor's fields.
+
+    padded: queries rounded up to a multiple of 4. joined: candidates of all lists. own: bytes of the kind's search.
+    """
+    return {
+        "pool_at": layout.take(queries * capacity * 8),
+        "rows_at": layout.take(top_k * 8),
+        "counts_at": layout.take(queries * 8),
+        "bars_at": layout.take(queries * 8),
+        "bounds_at": layout.take(padded * BOUND_WORDS),  # of 4 bytes, for every 4 queries
+        "steps_at": layout.take(2 * padded * 4),
+        "tile_at": layout.take(padded * score_columns(padded) * 4),
+        "joined_at": layout.take(joined * 8),
+        "own_at": layout.take(own),
+    }
+
+
+def range_parts(parts: int, k: int, tokens: int, part_tokens: int) -> int:
+    """Return the tasks that a scan of `tokens` tokens is cut into, at most `parts`."""
+    return max(1, min(parts, -(-tokens // max(part_tokens, 4 * k))))
+
+
+def task_lists(search: CompiledSearch, queries: int, k: int, tokens: int, parts: int) -> int:
+    """Return the number of candidate lists of a search for `queries` queries over `tokens` tokens, at most `parts`."""
+    if search.by_query:
+        return max(1, min(parts // queries, search.max_parts))
+    return range_parts(parts, k, tokens, search.part_tokens)
+
+
+def task_places(search: CompiledSearch, queries: int, lists: int) -> npt.NDArray[np.int64]:
+    """Return the field `part` of each task of a search, without its first task."""
+    return np.arange(lists * queries if search.by_query else lists)
+
+
+@functools.cache
+def word_places(dtype: np.dtype[Any]) -> dict[str, int]:
+    """Return the place of each int64 field of a record type, in words of 8 bytes."""
+    assert dtype.fields is not None
+    return {name: field[1] // 8 for name, field in dtype.fields.items() if field[0] == np.int64}
+
+
+def record(dtype: np.dtype[Any], **values: Any) -> npt.NDArray[Any]:
+    """Return one record on a cache line as (1,); an array stands for its address. Raises KeyError for unknown fields.
 
     The caller keeps the arrays alive.
     """
-    rows = aligned_empty((count,), dtype)
-    rows[:] = np.zeros((), dtype)
+    words = aligned_empty((dtype.itemsize // 8,), np.int64)
+    words[:] = 0
+    rows, places = words.view(dtype), word_places(dtype)
     for name, value in values.items():
         if isinstance(value, np.ndarray):
             assert value.flags.c_contiguous, (name, value.strides)
             value = address_of(value)
-        rows[name] = value
+        if name in places:
+            words[places[name]] = value
+        else:
+            rows[name] = value
     return rows
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Where an array begins."""
+    """Return the address of an array's first element."""
+    if array.dtype.names is not None:
+        array = array.view(np.uint8)  # the interface of a record describes each field
     return int(array.__array_interface__["data"][0])  # half the time of `ctypes`

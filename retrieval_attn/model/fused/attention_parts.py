@@ -56,7 +56,7 @@ class AttendingParts(NamedTuple):
             hidden = numbers(rows, 1, into.query.shape[1]) * size
             options["position_embeddings"] = numbers(rows, 1, into.rotary_dim), numbers(rows, 1, into.rotary_dim)
             answer = numbers(rows, into.q_heads, 1, into.head_dim)
-            own, others = _Probe(answer), _Probe(answer)
+            own, others = Probe(answer), Probe(answer)
             with torch.no_grad():
                 returned = returned_by(layer, hidden, past_key_values=own, **options)
                 scoring = own.scoring
@@ -139,12 +139,12 @@ def attending_parts(layer: Any, rows: int) -> AttendingParts:
         raise Different("its heads are no whole tiles")
     query_norm, key_norm = (norm_of(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
     gates = projections[0].shape[0] == 2 * output.shape[1]
-    turned = _rotary_dim(attention.config, dim)
+    turned = rotary_dim(attention.config, dim)
     attending = Attending(norm, *projections, dim, query_norm, key_norm, turned, gates)
     return AttendingParts(attending, output, feed_of(layer, rows))
 
 
-def _rotary_dim(config: Any, head_dim: int) -> int:
+def rotary_dim(config: Any, head_dim: int) -> int:
     """Return the rotated numbers of a head by the model's config; the comparison of layers checks it."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
@@ -171,7 +171,7 @@ def _projections(attention: Any, rows: int) -> tuple[AnyWeights, AnyWeights, Any
     return query, key, value
 
 
-class _Probe:
+class Probe:
     """Double of a cache and its layers: records the attention call and returns a given result."""
 
     packs = False

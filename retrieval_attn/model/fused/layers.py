@@ -11,19 +11,23 @@ other quantised linears, parts of several ranks) keeps its own modules.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from retrieval_attn.gpu.products import ROW_CLASSES
 from retrieval_attn.model.fused.attention_parts import attending_parts
 from retrieval_attn.model.fused.parts import Different, LayerParts
 from retrieval_attn.model.fused.states import state_parts
+from retrieval_attn.model.fused.unpacking import own_products
 from retrieval_attn.model.layers import decoder_layers, modules_of
-from retrieval_attn.model.quantization import plain_tensors
+from retrieval_attn.model.quantization import packed_modules, plain_tensors
 from retrieval_attn.runner.graph.support import watchers_of
 from retrieval_attn.runner.prefill import forwards_itself
 
@@ -49,7 +53,7 @@ def fused_layers(model: PreTrainedModel, rows: int) -> Iterator[int]:
     with ExitStack() as stack:
         taken = 0
         if _runs_kernels(model):
-            layers = decoder_layers(model)
+            layers, began = decoder_layers(model), time.perf_counter()
             kept: dict[str, list[int]] = {}
             for layer, index in layers:
                 try:
@@ -60,7 +64,11 @@ def fused_layers(model: PreTrainedModel, rows: int) -> Iterator[int]:
                 stack.callback(_put_back, layer, layer.__dict__.get("forward"))
                 layer.__dict__["forward"] = fused
                 taken += 1
-            log.info("steps of %d rows: %d of %d layers run in fused kernels", rows, taken, len(layers))
+            seconds = time.perf_counter() - began
+            log.info(
+                "steps of %d rows: %d of %d layers run in fused kernels (tried in %.1f s)",
+                rows, taken, len(layers), seconds,
+            )  # fmt: skip
             for why, numbers in kept.items():
                 log.info("layers %s keep their modules: %s", numbers, why)
         yield taken
@@ -68,14 +76,7 @@ def fused_layers(model: PreTrainedModel, rows: int) -> Iterator[int]:
 
 def load_layer_kernels(model: PreTrainedModel) -> None:
     """Compile and load what a step of one row will launch, by multiplying zeros with a layer's weights of each kind."""
-    if not _runs_kernels(model):
-        return
-    seen = set()
-    for layer, _ in decoder_layers(model):
-        kind = frozenset(layer._modules)
-        if kind in seen:
-            continue
-        seen.add(kind)
+    for layer in _layers_by_kind(model) if _runs_kernels(model) else ():
         try:
             parts = _parts(layer, 1)
         except Different:
@@ -83,6 +84,25 @@ def load_layer_kernels(model: PreTrainedModel) -> None:
         parts.load()
         if parts.feed is not None:
             parts.feed.load()
+
+
+def load_question_kernels(model: PreTrainedModel, rows: int) -> None:
+    """Compile and load what a short question will launch for packed weights, by multiplying zeros with them.
+
+    rows: one of ROW_CLASSES; questions of more tokens than the last one launch the kernels of the last one.
+    """
+    for layer in _layers_by_kind(model) if _runs_kernels(model) else ():
+        for _, weights in packed_modules(layer):
+            if weights.has_kernels:
+                weights.product(torch.zeros(rows, weights.columns, dtype=weights.dtype, device=weights.device))
+
+
+def _layers_by_kind(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the first decoder layer of each kind."""
+    found: dict[frozenset[str], nn.Module] = {}
+    for layer, _ in decoder_layers(model):
+        found.setdefault(frozenset(layer._modules), layer)
+    return list(found.values())
 
 
 def _put_back(layer: nn.Module, forward: Any) -> None:
@@ -97,8 +117,8 @@ def _runs_kernels(model: PreTrainedModel) -> bool:
     return model.device.type == "cuda"
 
 
-_Known = dict[bool, _Trial | str]
-"""What was found, by whether there are several rows, for which the kernels are others; a text: why the layer keeps its
+_Known = dict[int, _Trial | str]
+"""Results by the number of ROW_CLASSES below a step's rows, as far as kernels differ; a text: why the layer keeps its
 modules.
 """
 _tried: weakref.WeakKeyDictionary[nn.Module, tuple[Any, _Known]] = weakref.WeakKeyDictionary()
@@ -114,13 +134,13 @@ def _fused(layer: nn.Module, index: int, rows: int) -> Callable[..., Any]:
     if before != weights:
         known = {}
     _tried[layer] = weights, known
-    several = rows > 1
-    if several not in known:
+    kind = (rows > ROW_CLASSES[0]) + (rows > ROW_CLASSES[1] and bool(packed_modules(layer)))
+    if kind not in known:
         try:
-            known[several] = _trial(layer, index, parts, rows)
+            known[kind] = _trial(layer, index, parts, rows)
         except Different as reason:
-            known[several] = str(reason)
-    found = known[several]
+            known[kind] = str(reason)
+    found = known[kind]
     if isinstance(found, str):
         raise Different(found)
     return (parts if found.whole else parts.without_feed()).fused(layer, index, found.known)
@@ -143,9 +163,10 @@ def _require_unwatched(layer: nn.Module) -> None:
 
 def _trial(layer: nn.Module, index: int, parts: LayerParts, rows: int) -> _Trial:
     """Raises Different where neither the whole layer nor what comes before its feed-forward part can be kernels."""
-    if parts.feed is not None:
-        try:
-            return _Trial(True, parts.compared(layer, index, rows))
-        except Different as reason:
-            log.debug("layer %d: %s", index, reason)
-    return _Trial(False, parts.without_feed().compared(layer, index, rows))
+    with own_products():
+        if parts.feed is not None:
+            try:
+                return _Trial(True, parts.compared(layer, index, rows))
+            except Different as reason:
+                log.debug("layer %d: %s", index, reason)
+        return _Trial(False, parts.without_feed().compared(layer, index, rows))

@@ -1,46 +1,54 @@
-"""Recording one forward of a bound cache as a graph, after the checks that only a trial can make."""
+"""Record one forward of a batch as a graph, after the checks that only a trial can make."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from retrieval_attn.errors import CaptureError, RetrievalAttentionError
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.attention.state import StateLayer
+from retrieval_attn.errors import CacheMismatchError, CaptureError, RetrievalAttentionError, UnsupportedModelError
+from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.model.fused.layers import fused_layers
 from retrieval_attn.model.fused.norms import fused_norms
+from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 from retrieval_attn.model.layers import experts_of_one_token
-from retrieval_attn.runner.graph.decoder import CapturedStep, GraphDecoder
-from retrieval_attn.runner.graph.states import GraphState
+from retrieval_attn.runner.graph.decoder import CapturedStep, GraphDecoder, attending
+from retrieval_attn.runner.graph.slot import Buffers
+from retrieval_attn.runner.graph.states import RecordedState
+
+log = logging.getLogger(__name__)
 
 
-class RecordedLayer(Protocol):
-    """A layer that attends, while its decoder is bound."""
+class AttentionRecorder(Protocol):
+    """Records the attention of a layer."""
 
-    def drop_pending(self) -> None:
-        """A forward that recorded, or tried to, is over."""
-
-    def add_tail(self) -> None:
-        """Add to the caches' layers what replays have estimated since the last call."""
-
-    def drop_tail(self) -> None:
-        """Forget what was estimated since `add_tail`."""
+    def attend(
+        self, number: int, query: Tensor, new: Buffers, scoring: Scoring, sinks: Tensor | None, *, retrieving: bool
+    ) -> Tensor: ...
 
 
 class Recordable(Protocol):
-    """Object that is bound to a decoder: one cache, or a row for each of several.
+    """A batch of slots whose step can be recorded.
 
-    cache: the model's `past_key_values`, of which attention finds its way to the layers while `recording`. chooses: the
-    next step's token is the likeliest one; False: the caller sets it, after each step.
+    Attributes:
+        cache: the model's `past_key_values`, whose layers record attention.
+        greedy: the next step's token is the likeliest one; False: the caller sets it after each step.
     """
 
-    recording: bool
-    chooses: bool
+    greedy: bool
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -52,13 +60,19 @@ class Recordable(Protocol):
     def decoder(self) -> GraphDecoder: ...
 
     @property
-    def layers(self) -> Sequence[RecordedLayer]: ...
-
-    @property
-    def states(self) -> Sequence[GraphState]: ...
+    def states(self) -> Sequence[RecordedState]: ...
 
     def upload_spans(self) -> None:
-        """Tell the device where the windows' tokens lie."""
+        """Copy the positions of the windows' tokens to the device."""
+
+    def drop_pending(self) -> None:
+        """Drop keys and values noted by a forward that was recorded or failed."""
+
+    def add_tail(self) -> None:
+        """Add to the caches' layers the tail mass estimated by replays since the last call."""
+
+    def drop_tail(self) -> None:
+        """Drop the tail mass estimated since `add_tail`."""
 
 
 def capture(binding: Recordable, token: Tensor, position: Tensor) -> CapturedStep:
@@ -83,13 +97,13 @@ def capture(binding: Recordable, token: Tensor, position: Tensor) -> CapturedSte
         if not outputs:  # in the first trial: a tensor made while a graph is captured would lie in the graphs' pool
             outputs.append(torch.empty(logits.shape, dtype=torch.float32, device=logits.device))
         outputs[0].copy_(logits)
-        memory.finish_step(outputs[0] if binding.chooses else None)
+        memory.finish_step(outputs[0] if binding.greedy else None)
 
-    for bound in binding.layers:
-        bound.add_tail()
+    binding.add_tail()
+    began = time.perf_counter()
     with _recording(binding):
         try:
-            seen = []
+            fused, seen = time.perf_counter(), []
             for shift in (0, binding.cache.batch.columns // 2):
                 restart()
                 _try_shifted(binding, shift, record)
@@ -103,7 +117,13 @@ def capture(binding: Recordable, token: Tensor, position: Tensor) -> CapturedSte
                     "the model reads the number of cached tokens on the CPU, which a graph would repeat unchanged"
                 )
             restart()
-            return CapturedStep(runtime.capture(record), outputs[0])
+            tried = time.perf_counter()
+            captured = CapturedStep(runtime.capture(record), outputs[0])
+            log.info(
+                "captured a step of %d rows in %.1f s: fused layers %.1f, two trials %.1f, the graph %.1f",
+                len(outputs[0]), time.perf_counter() - began, fused - began, tried - fused, time.perf_counter() - tried,
+            )  # fmt: skip
+            return captured
         except RetrievalAttentionError:
             raise
         except Exception as error:
@@ -111,8 +131,7 @@ def capture(binding: Recordable, token: Tensor, position: Tensor) -> CapturedSte
         finally:
             runtime.synchronize()
             restart()
-            for bound in binding.layers:  # trials have not happened
-                bound.drop_tail()
+            binding.drop_tail()  # trials do not count
 
 
 def _try_shifted(binding: Recordable, shift: int, record: Callable[[], None]) -> None:
@@ -126,8 +145,7 @@ def _try_shifted(binding: Recordable, shift: int, record: Callable[[], None]) ->
         binding.decoder.runtime.warm_up(record)
     finally:
         batch.columns += shift
-        for bound in binding.layers:
-            bound.drop_pending()
+        binding.drop_pending()
 
 
 def _forward(binding: Recordable) -> Tensor:
@@ -148,14 +166,100 @@ def _forward(binding: Recordable) -> Tensor:
 
 @contextmanager
 def _recording(binding: Recordable) -> Iterator[None]:
-    """Attention goes to the bound layers' `attend`, and nothing else watches."""
-    cache = binding.cache
-    on_layer, cache.on_layer = cache.on_layer, None
-    binding.recording = True
-    try:
-        model, rows = binding.model, binding.decoder.memory.token.shape[0]
-        with torch.no_grad(), experts_of_one_token(model, rows), fused_layers(model, rows), fused_norms(model):
-            yield
-    finally:
-        binding.recording = False
-        cache.on_layer = on_layer
+    """Run the model's layers as a captured step does."""
+    model, rows = binding.model, binding.decoder.memory.token.shape[0]
+    with torch.no_grad(), experts_of_one_token(model, rows), fused_layers(model, rows), fused_norms(model):
+        yield
+
+
+class RecordedCache(Cache):
+    """`past_key_values` of the recorded forward. batch.columns: padded length that it reports."""
+
+    on_layer: Callable[[], object] | None = None
+
+    def __init__(self, graph: AttentionRecorder, like: RetrievalCache, states: Iterable[StateLayer]) -> None:
+        """like: a cache with the layers of all sequences. states: layers with a state of all sequences, in order."""
+        numbers = {number: row for row, (number, _) in enumerate(attending(like))}
+        held: list[Any] = list(like.layers)
+        own = iter(states)
+        layers: list[Any] = [
+            RecordedLayer(graph, numbers[number], isinstance(layer, RetrievalLayer), layer.is_sliding)
+            if number in numbers
+            else next(own)
+            for number, layer in enumerate(held)
+        ]
+        super().__init__(layers=layers)
+        self.batch = SimpleNamespace(columns=0)
+        for layer in layers:
+            if isinstance(layer, RecordedLayer):
+                layer.batch = self.batch
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        if layer_idx >= len(self.layers):
+            raise CacheMismatchError(
+                f"The model writes keys of layer {layer_idx}, but the caches of these rows have {len(self.layers)} "
+                "layers; create the caches for this model."
+            )
+        layer: Any = self.layers[layer_idx]
+        keys, values = layer.update(key_states, value_states)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the padded length of the batch."""
+        return int(self.batch.columns)
+
+
+class RecordedLayer(CacheLayerMixin, AttendingLayer):
+    """One layer of all sequences, as transformers sees it."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, graph: AttentionRecorder, number: int, retrieving: bool, sliding: bool) -> None:
+        super().__init__()
+        self._graph = weakref.ref(graph)  # a cycle would keep the graph's buffers until Python collects it
+        self._number, self._retrieving, self.is_sliding = number, retrieving, sliding
+        self.pending: Buffers | None = None
+        self.batch: Any = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        self.pending = (key_states, value_states)
+        return KVView(self, key_states), KVView(self, value_states)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        spec: MaskSpec,
+        *,
+        scale: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Record the attention of each sequence's new token, (rows, q_heads, 1, value_dim)."""
+        if self.pending is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends to another layer's keys without storing its own; models that share "
+                "keys and values between layers are not supported. Use the model with its own attention and cache."
+            )
+        new, self.pending = self.pending, None
+        graph, scoring = self._graph(), Scoring(scale, softcap)
+        assert graph is not None, "a recorded forward of a graph that was dropped"
+        return graph.attend(self._number, query, new, scoring, sink_logits, retrieving=self._retrieving)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return int(self.batch.columns)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True

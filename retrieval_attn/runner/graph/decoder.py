@@ -1,7 +1,7 @@
-"""What a model keeps for decoding by graphs: buffers, and the graphs that were captured over them.
+"""Memory of captured decode steps of one batch size, and the graphs that were captured over it.
 
-A decoder serves every cache of the same shape: caches are bound to it in turn (`binding.py`), so that a captured
-graph outlives the context, fork or question that it was captured for.
+It serves every cache of the same shape (`runner/graph_pool.py`), so that a captured graph outlives the context, fork or
+request that it was captured for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.capture.exchange import Replay, Runtime
 from retrieval_attn.runner.graph.host import HostResources
@@ -26,7 +25,7 @@ from retrieval_attn.runner.graph.memory import StepMemory, ordinary_tensors
 from retrieval_attn.runner.graph.pages import StepPages
 from retrieval_attn.runner.graph.signature import signature
 from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, SlotPlace
-from retrieval_attn.runner.graph.states import StateMemory, StepStates
+from retrieval_attn.runner.graph.states import StepStates
 from retrieval_attn.runner.graph.support import hooks_of
 
 
@@ -61,10 +60,13 @@ class CapturedStep(NamedTuple):
 
 
 class GraphDecoder:
-    """See the module. It holds neither model nor cache.
+    """Memory and graphs of the steps of one batch size. It holds neither model nor cache.
 
-    graphs: one per kind of step. captures, replays: how many there were. capture_failure: why no graph can be captured,
-    once a capture has failed. pages: what steps attend to there, made for the first cache with tokens in pages.
+    Attributes:
+        graphs: one per kind of step.
+        captures, replays: numbers of them so far.
+        capture_failure: why no graph can be captured, once a capture has failed.
+        pages: lists of paged tokens, made for the first cache with tokens in pages.
     """
 
     @ordinary_tensors
@@ -73,34 +75,34 @@ class GraphDecoder:
         model: PreTrainedModel,
         cache: RetrievalCache,
         runtime: Runtime,
-        buffers: Sequence[Buffers] | None = None,
-        resources: HostResources | None = None,
-        states: StepStates | None = None,
+        buffers: Sequence[Buffers],
+        resources: HostResources,
+        states: StepStates,
     ) -> None:
-        """For caches shaped as `cache`, which holds tokens. Nothing is bound or captured yet.
+        """Nothing is captured yet.
 
-        buffers: of each layer that attends, for as many rows as a step has; None: new ones, for the rows of `cache`.
-        resources: shared with other decoders of the runtime, whose steps do not run at the same time; None: its own.
-        states: of all rows; None: new ones, as those of `cache`.
+        Args:
+            cache: a cache with the shape of all sequences, which holds tokens.
+            buffers: window buffers of each layer that attends, (slots, ...).
+            resources: host resources, shared with other decoders of the runtime, whose steps run at other times.
+            states: recurrent states of all slots.
         """
+        key = buffers[0][0]
         layers = attending(cache)
-        key = layers[0][1].window.buffers[0] if buffers is None else buffers[0][0]
         self.signature = signature(model, cache, runtime)
         self.runtime = runtime
         self.captures = self.replays = 0
         self.capture_failure: str | None = None
         self.graphs: dict[StepKind, CapturedStep] = {}
         self.pages: StepPages | None = None
-        resources = (HostResources(runtime, default_pool()) if resources is None else resources).for_step()
+        resources = resources.for_step()
         self.upload_tables, self._stage = resources.upload, resources.stage
         self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device)
         self.slots = [
-            LayerSlot(SlotPlace(number, row), layer, resources, self.memory, None if buffers is None else buffers[row])
+            LayerSlot(SlotPlace(number, row), layer, resources, self.memory, buffers[row])
             for row, (number, layer) in enumerate(layers)
         ]
-        self.states: StepStates = states or StateMemory(
-            [layer for _, layer in keeping_state(cache)], key.device, runtime
-        )
+        self.states = states
         # kept, so that the signature's ids stay taken and what they recorded stays in memory
         self._hooks = [hook for module in model.modules() for hook in hooks_of(module)]
 
@@ -128,6 +130,11 @@ class GraphDecoder:
         return functools.partial(self.pages.attend, number, query, scoring, self.runtime.opaque)
 
     @property
+    def max_coded_keys(self) -> int:
+        """Largest number of keys of all layers that the device searches by codes, see `StepKind`."""
+        return max(slot.max_coded_keys for slot in self.slots)
+
+    @property
     def reads(self) -> tuple[int, ...]:
         """See `StepKind`, of the steps that are planned now."""
         found = tuple(one for slot in self.slots for one in slot.reads)
@@ -152,8 +159,3 @@ class GraphDecoder:
 def attending(cache: RetrievalCache) -> list[tuple[int, Any]]:
     """The layers that attend, retrieving or sliding, each with its number."""
     return [(number, layer) for number, layer in enumerate(cache.layers) if not isinstance(layer, StateLayer)]
-
-
-def keeping_state(cache: RetrievalCache) -> list[tuple[int, StateLayer]]:
-    """The layers that keep a state instead, each with its number."""
-    return [(number, layer) for number, layer in enumerate(cache.layers) if isinstance(layer, StateLayer)]

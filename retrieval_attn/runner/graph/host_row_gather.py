@@ -23,7 +23,7 @@ from retrieval_attn.gpu.codes.host_row_gather import GatherEntry, HostRowGather,
 from retrieval_attn.gpu.codes.search import EstimatedLogits
 from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.gpu.decode.kernels import HostResult
-from retrieval_attn.index.task.descriptor import NANOSECONDS, STATUS
+from retrieval_attn.index.task.tasks import NANOSECONDS, STATUS
 
 
 class Reads(enum.IntEnum):

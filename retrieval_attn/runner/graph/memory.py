@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.gpu.decode.kernels import advance
-from retrieval_attn.index.task import descriptor as words
+from retrieval_attn.index.task import tasks as words
 from retrieval_attn.runner.graph.host import MAX_MICROBATCHES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -53,10 +53,6 @@ class StepMemory:
         """Write the inputs of the next step, token and position (batch,)."""
         self.token.copy_(token[:, None])
         self.position.copy_(position[:, None])
-
-    def upload_spans(self, spans: list[tuple[int, int]]) -> None:
-        """Write the used slots of every layer's windows, the same in all rows."""
-        self.spans.copy_(torch.tensor(spans, dtype=torch.int32)[:, None].expand(self.spans.shape))
 
     def upload_rows(self, spans: np.ndarray[Any, Any], stored: np.ndarray[Any, Any]) -> None:
         """Write the used slots of each row, int32 (layers, batch, 2), and which rows there are, int32 (batch,)."""

@@ -19,9 +19,9 @@ from retrieval_attn.model.adapters import adapter_state
 from retrieval_attn.model.quantization import plain_tensors
 from retrieval_attn.runner.graph.host import code_shape
 from retrieval_attn.runner.graph.host_row_gather import device_reads
-from retrieval_attn.runner.graph.pages import prefix_of
+from retrieval_attn.runner.graph.pages import NO_KERNELS, is_recordable, prefix_of
 from retrieval_attn.runner.graph.slot import window_of
-from retrieval_attn.runner.graph.support import hooks_of, model_refusal
+from retrieval_attn.runner.graph.support import cache_refusal, hooks_of, model_refusal
 
 _TABLES = "_modules", "_forward_hooks", "_forward_pre_hooks"
 _KNOWN = "_retrieval_attn_known"
@@ -99,6 +99,15 @@ def look_at(model: PreTrainedModel) -> Look:
     if known is None:
         known = model.__dict__[_KNOWN] = KnownModel()
     return known.look(model)
+
+
+def refusal_of(model: PreTrainedModel, cache: RetrievalCache) -> str | None:
+    """Return why no step of the model can be recorded with this cache, as far as is known without trying; or None."""
+    reason = cache_refusal(cache) or look_at(model).reason
+    prefix = prefix_of(cache)
+    if reason is None and prefix is not None and not is_recordable(prefix):
+        return NO_KERNELS
+    return reason
 
 
 def model_signature(model: PreTrainedModel) -> tuple[Any, ...]:

@@ -1,8 +1,10 @@
-"""Models and caches whose decode step cannot be recorded, found by named checks before anything is tried."""
+"""Runtimes of captured steps, and models and caches whose step cannot be recorded, found before anything is tried."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +15,12 @@ from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sliding import SlidingLayer
 from retrieval_attn.attention.state import StateLayer
+from retrieval_attn.cpu.serve import CallTable
+from retrieval_attn.gpu.capture.cuda import cuda_runtime
+from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.model.hooks import is_capturable
 from retrieval_attn.model.layers import modules_of
-from retrieval_attn.model.placement import devices, is_hooked, tensor_ranks
+from retrieval_attn.model.placement import devices, input_device, is_hooked, tensor_ranks
 from retrieval_attn.model.rotation import rope_types
 
 
@@ -89,3 +94,27 @@ def _hooked(model: PreTrainedModel) -> str | None:
                 name = _name_of(module, model) or "the model"
                 return f"{name} has a forward hook, which replays would not call (model.capturable)"
     return None
+
+
+_replacements: list[Callable[[], Runtime]] = []
+"""Of the process, not of a thread: a thread that decodes for the caller uses the same runtime."""
+
+
+@contextmanager
+def replaced_runtime(runtime_of: Callable[[], Runtime]) -> Iterator[None]:
+    """Capture the graphs of all models with `runtime_of()` in this context, on any device, unless `graph` is False."""
+    _replacements.append(runtime_of)
+    try:
+        yield
+    finally:
+        _replacements.remove(runtime_of)
+
+
+def runtime_for(model: PreTrainedModel) -> Runtime | None:
+    """The runtime of the model's device, or None for a device without graphs. Raises BackendError if it cannot work."""
+    if _replacements:
+        return _replacements[-1]()
+    device = input_device(model)
+    if device.type != "cuda":
+        return None
+    return cuda_runtime(device.index if device.index is not None else torch.cuda.current_device(), CallTable)

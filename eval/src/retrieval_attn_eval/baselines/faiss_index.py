@@ -2,7 +2,7 @@
 inner product.
 
 They are the baselines of the RetrievalAttention paper (section 2.3): built from the keys alone, they do not know
-where attention's queries lie. faiss holds its own float32 copy of the keys, so scores are exact. It is imported
+where attention's queries lie. faiss selects candidates by its own float32 copy of the keys. It is imported
 on first use. Importing this module registers the two kinds.
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -21,18 +22,19 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.testing import (
-    MAX_KEYS,
+    CompiledSearch,
     Format,
     HeadShape,
+    HeldMemory,
     HostBytes,
+    IndexMemory,
     KeyIndex,
-    SearchResult,
+    SearchRequest,
     StateValue,
+    StoredKeys,
     Training,
-    check_rows,
-    check_search,
+    called_search,
     check_threads,
-    order_codes,
     register,
     to_float32,
 )
@@ -88,28 +90,17 @@ class HnswOptions:
 
 
 class _FaissIndex(KeyIndex):
-    """What both kinds share: float32 copies, padding of short answers, exact fill-up, saving."""
+    """Common part of both kinds: float32 copies, wider searches for short answers, saving."""
 
-    def __init__(self, head_dim: int, fmt: Format, options: Any) -> None:
-        """An empty index. options: of the kind; they may be replaced between searches."""
-        self._fmt, self._head_dim, self.options = fmt, head_dim, options
+    def __init__(self, keys: npt.NDArray[Any], fmt: Format, options: Any) -> None:
+        """keys: those of the faiss index, which the caller sets. options: of the kind; may be replaced at any time."""
+        self._keys, self.options = StoredKeys(keys, fmt), options
         self._index: Any = None  # made when the first key comes: faiss cannot train on nothing
 
     @classmethod
-    def host_bytes(cls, options: Any, head: HeadShape) -> tuple[HostBytes, ...]:
-        """See KeyIndex.host_bytes."""
-        return (HostBytes(4 * head.head_dim + cls.link_bytes(options), None, "a float32 copy and links per key"),)
-
-    @staticmethod
-    @abstractmethod
-    def link_bytes(options: Any) -> int:
-        """Bytes per key beside the copy."""
-
-    @classmethod
-    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: Any, training: Training) -> Self:
-        """See KeyIndex.make; nothing is trained."""
-        check_rows("keys", keys, fmt, 2)
-        index = cls(fmt.dim_of(keys), fmt, options)
+    def build(cls, keys: npt.NDArray[Any], fmt: Format, options: Any, training: Training) -> Self:
+        """Build without training."""
+        index = cls(keys[:0], fmt, options)
         index.insert(keys)
         return index
 
@@ -124,8 +115,8 @@ class _FaissIndex(KeyIndex):
         trusted: bool = False,
     ) -> Self:
         """The saved index; see KeyIndex.from_state."""
-        index = cls(fmt.dim_of(keys), fmt, cls._saved_options(state))
-        index._restore(state, len(keys))
+        index = cls(keys, fmt, cls._saved_options(state))
+        index._restore(state)
         return index
 
     @classmethod
@@ -138,8 +129,8 @@ class _FaissIndex(KeyIndex):
         """An empty, trained faiss index for keys like these (n >= 1, head_dim)."""
 
     @abstractmethod
-    def _search(self, queries: npt.NDArray[np.float32], k: int, limit: int, effort: int) -> tuple[Any, Any, int]:
-        """faiss's scores and ids (n, k) of ids below limit, and distances computed; each effort tries harder."""
+    def _search(self, queries: npt.NDArray[np.float32], k: int, limit: int, effort: int) -> tuple[Any, int]:
+        """faiss's ids (n, k) below limit, and distances computed; each effort tries harder."""
 
     @abstractmethod
     def _add(self, keys: npt.NDArray[np.float32]) -> None:
@@ -147,58 +138,47 @@ class _FaissIndex(KeyIndex):
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append copies of keys (n, head_dim). Raises ShapeError for another shape or dtype, NaN or infinity."""
-        check_rows("keys", keys, self._fmt, 2)
-        if self._fmt.dim_of(keys) != self._head_dim:
-            raise ShapeError(
-                f"keys must be (n, {self._head_dim}) as the index is, got {(len(keys), self._fmt.dim_of(keys))}"
-            )
-        if len(self) + len(keys) > MAX_KEYS:
-            raise ShapeError(f"an index holds at most {MAX_KEYS} keys, got {len(self) + len(keys)}; use two")
+        self._keys.check(keys)
         if not len(keys):
             return
-        plain = to_float32(keys, self._fmt)
+        plain = to_float32(keys, self._keys.fmt)
         if not np.isfinite(plain).all():
             raise ShapeError(f"index {self.kind!r} needs finite keys, got NaN or infinity; use flat for such keys")
         if self._index is None:
             self._index = self._new(plain)
         self._add(plain)
+        self._keys.add(keys)
 
-    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
-        """See KeyIndex.search. A query that found fewer than k keys is searched again more widely, at last exactly.
+    def task(self, request: SearchRequest) -> CompiledSearch:
+        return called_search(
+            request,
+            self._keys.head_dim,
+            request.k,
+            lambda queries, limit, threads: self._candidates(queries, request.k, limit, threads),
+        )
 
-        A query with NaN or infinity gets some keys, scored as the arithmetic has it.
+    def _candidates(
+        self, queries: npt.NDArray[np.float32], k: int, limit: int, threads: int
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        """Return the ids that faiss finds, searching more widely for a query with fewer than k; and scores computed.
+
+        A query that still has fewer gets none, and one with NaN or infinity: they are answered by a scan.
         """
-        queries, k = check_search(queries, self._head_dim, k, limit)
-        stop = len(self) if limit is None else min(int(limit), len(self))
-        kept = min(k, stop)
-        ids = np.full((len(queries), k), -1, np.int32)
-        scores = np.full((len(queries), k), -np.inf, np.float32)
+        kept = min(k, limit)
+        ids = np.full((len(queries), kept), -1, np.int32)
         scanned = 0
-        finite = np.array([bool(np.isfinite(row).all()) for row in queries], np.bool_)
-        asked = np.where(finite[:, None], queries, np.float32(0))
-        open_rows = np.arange(len(queries) if kept else 0)
-        with _faiss_threads(numba.get_num_threads()):
+        open_rows = np.flatnonzero(np.isfinite(queries).all(axis=1))
+        with _one_at_a_time, _faiss_threads(threads):
             for effort in range(3):
                 if not len(open_rows):
                     break
-                found_scores, found_ids, work = self._search(asked[open_rows], kept, stop, effort)
+                found, work = self._search(queries[open_rows], kept, limit, effort)
                 scanned = max(scanned, work) if effort else work
-                ids[open_rows, :kept], scores[open_rows, :kept] = found_ids, found_scores
-                open_rows = open_rows[(found_ids < 0).any(1)]
-            for row in open_rows:
-                exact = self._vectors(np.arange(stop)) @ asked[row]
-                best = np.argsort(-exact, kind="stable")[:kept]
-                ids[row, :kept], scores[row, :kept] = best, exact[best]
-                scanned += stop
-            for row in np.flatnonzero(~finite) if kept else ():
-                with np.errstate(invalid="ignore", over="ignore"):
-                    scores[row, :kept] = self._vectors(ids[row, :kept]) @ queries[row]
-        return _ordered(ids, scores, scanned)
-
-    def _vectors(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """The keys called `ids`, (len(ids), head_dim) float32."""
-        found: npt.NDArray[np.float32] = self._index.reconstruct_batch(ids.astype(np.int64))
-        return found
+                ids[open_rows] = found
+                open_rows = open_rows[(found < 0).any(axis=1)]
+        lost = (ids < 0).any(axis=1)
+        ids[lost] = -1
+        return ids, scanned + int(lost.sum()) * limit
 
     def state(self) -> dict[str, StateValue]:
         """faiss's own serialisation, the float32 keys with it."""
@@ -208,7 +188,7 @@ class _FaissIndex(KeyIndex):
         plain = {name: 0 if value is None else value for name, value in vars(self.options).items()}
         return {"faiss": data, **plain}
 
-    def _restore(self, state: Mapping[str, StateValue], length: int) -> None:
+    def _restore(self, state: Mapping[str, StateValue]) -> None:
         faiss = _faiss()
 
         data = state.get("faiss")
@@ -222,32 +202,27 @@ class _FaissIndex(KeyIndex):
             raise InputDataError(
                 f"faiss cannot read the saved {self.kind!r} index ({error}); build it again"
             ) from error
-        if self._index.ntotal != length or self._index.d != self._head_dim:
+        if self._index.ntotal != len(self) or self._index.d != self._keys.head_dim:
             raise InputDataError(
                 f"the saved {self.kind!r} index holds {self._index.ntotal} keys of {self._index.d}, its keys are "
-                f"{length} of {self._head_dim}; build it again"
+                f"{len(self)} of {self._keys.head_dim}; build it again"
             )
 
-    def __len__(self) -> int:
-        return 0 if self._index is None else int(self._index.ntotal)
 
-    @property
-    def head_dim(self) -> int:
-        """Elements of one key."""
-        return self._head_dim
+def _copy_and(links: Callable[[Any], int]) -> Callable[[Any, HeadShape], IndexMemory]:
+    """Facts of a kind: a float32 copy of every key, and links(options) bytes."""
+    return lambda options, head: IndexMemory(
+        (HostBytes(4 * head.head_dim + links(options), None, "a float32 copy and links per key"),)
+    )
 
 
-@register
+# a 64-bit id and a list position
+@register(memory=_copy_and(lambda options: 16))
 class IvfIndex(_FaissIndex):
     """Inverted lists around k-means centroids of the keys; the `nprobe` lists that score best are scanned."""
 
     kind: ClassVar[str] = "ivf"
     Options = IvfOptions
-
-    @staticmethod
-    def link_bytes(options: IvfOptions) -> int:
-        """A 64-bit id and a list position."""
-        return 16
 
     @classmethod
     def _saved_options(cls, state: Mapping[str, StateValue]) -> IvfOptions:
@@ -259,8 +234,8 @@ class IvfIndex(_FaissIndex):
 
         wanted = self.options.centroids or min(IVF_CENTROIDS, len(keys) // KEYS_PER_CENTROID)
         lists = max(1, min(wanted, len(keys)))
-        quantizer = faiss.IndexFlatIP(self._head_dim)
-        index = faiss.IndexIVFFlat(quantizer, self._head_dim, lists, faiss.METRIC_INNER_PRODUCT)
+        quantizer = faiss.IndexFlatIP(self._keys.head_dim)
+        index = faiss.IndexIVFFlat(quantizer, self._keys.head_dim, lists, faiss.METRIC_INNER_PRODUCT)
         index.cp.niter, index.cp.seed = self.options.iterations, self.options.seed
         index.cp.min_points_per_centroid = 1  # no warnings on stderr about small sets
         with _faiss_threads(1):  # k-means in several threads is not the same in every bit
@@ -272,7 +247,7 @@ class IvfIndex(_FaissIndex):
         with _faiss_threads(1):
             self._index.add(keys)
 
-    def _search(self, queries: npt.NDArray[np.float32], k: int, limit: int, effort: int) -> tuple[Any, Any, int]:
+    def _search(self, queries: npt.NDArray[np.float32], k: int, limit: int, effort: int) -> tuple[Any, int]:
         faiss = _faiss()
 
         lists = int(self._index.nlist)
@@ -280,28 +255,26 @@ class IvfIndex(_FaissIndex):
         nprobe = (nprobe, min(lists, 4 * nprobe), lists)[effort]
         parameters = faiss.SearchParametersIVF(nprobe=nprobe, sel=_selector(limit, len(self)))
         before = faiss.cvar.indexIVF_stats.ndis
-        scores, ids = self._index.search(queries, k, params=parameters)
-        return scores, ids, int(faiss.cvar.indexIVF_stats.ndis - before)
+        _, ids = self._index.search(queries, k, params=parameters)
+        return ids, int(faiss.cvar.indexIVF_stats.ndis - before)
 
     @property
-    def nbytes(self) -> int:
+    def memory(self) -> HeldMemory:
         """float32 keys, 64-bit ids, list positions and centroids."""
         if self._index is None:
-            return 0
-        return len(self) * (4 * self._head_dim + 8 + 8) + int(self._index.nlist) * 4 * self._head_dim
+            return HeldMemory(0)
+        return HeldMemory(
+            len(self) * (4 * self._keys.head_dim + 8 + 8) + int(self._index.nlist) * 4 * self._keys.head_dim
+        )
 
 
-@register
+# two lists of neighbours on the lowest level, about one more above it, and the place of the lists
+@register(memory=_copy_and(lambda options: 4 * 3 * options.m + 12))
 class HnswIndex(_FaissIndex):
     """A navigable small-world graph over the keys."""
 
     kind: ClassVar[str] = "hnsw"
     Options = HnswOptions
-
-    @staticmethod
-    def link_bytes(options: HnswOptions) -> int:
-        """Two lists of neighbours on the lowest level, about one more above it, and the place of the lists."""
-        return 4 * 3 * options.m + 12
 
     @classmethod
     def _saved_options(cls, state: Mapping[str, StateValue]) -> HnswOptions:
@@ -310,15 +283,15 @@ class HnswIndex(_FaissIndex):
         saved["build_threads"] = min(saved["build_threads"], vars(numba.config)["NUMBA_NUM_THREADS"])
         return HnswOptions(metric=str(state.get("metric")), **saved)
 
-    def _restore(self, state: Mapping[str, StateValue], length: int) -> None:
-        super()._restore(state, length)
+    def _restore(self, state: Mapping[str, StateValue]) -> None:
+        super()._restore(state)
         if self._index is not None:
             self._searches_by("ip")
 
     def _new(self, keys: npt.NDArray[np.float32]) -> Any:
         faiss = _faiss()
 
-        index = faiss.IndexHNSWFlat(self._head_dim, self.options.m, self._faiss_metric(self.options.metric))
+        index = faiss.IndexHNSWFlat(self._keys.head_dim, self.options.m, self._faiss_metric(self.options.metric))
         index.hnsw.efConstruction = self.options.ef_construction
         return index
 
@@ -345,22 +318,22 @@ class HnswIndex(_FaissIndex):
 
         return int(faiss.METRIC_INNER_PRODUCT if metric == "ip" else faiss.METRIC_L2)
 
-    def _search(self, queries: npt.NDArray[np.float32], k: int, limit: int, effort: int) -> tuple[Any, Any, int]:
+    def _search(self, queries: npt.NDArray[np.float32], k: int, limit: int, effort: int) -> tuple[Any, int]:
         faiss = _faiss()
 
         beam = min(max(self.options.ef_search, k) * 8**effort, max(k, len(self)))
         parameters = faiss.SearchParametersHNSW(efSearch=beam, sel=_selector(limit, len(self)))
         before = faiss.cvar.hnsw_stats.ndis
-        scores, ids = self._index.search(queries, k, params=parameters)
-        return scores, ids, int(faiss.cvar.hnsw_stats.ndis - before)
+        _, ids = self._index.search(queries, k, params=parameters)
+        return ids, int(faiss.cvar.hnsw_stats.ndis - before)
 
     @property
-    def nbytes(self) -> int:
+    def memory(self) -> HeldMemory:
         """float32 keys, neighbour lists, and per key its level and the place of its lists."""
         if self._index is None:
-            return 0
+            return HeldMemory(0)
         neighbours = int(self._index.hnsw.neighbors.size())
-        return len(self) * (4 * self._head_dim + 4 + 8) + 4 * neighbours
+        return HeldMemory(len(self) * (4 * self._keys.head_dim + 4 + 8) + 4 * neighbours)
 
 
 def _faiss() -> Any:
@@ -375,13 +348,8 @@ def _selector(limit: int, length: int) -> Any:
     return None if limit >= length else faiss.IDSelectorRange(0, limit)
 
 
-def _ordered(ids: npt.NDArray[np.int32], scores: npt.NDArray[np.float32], scanned: int) -> SearchResult:
-    """Best first, the lower id between equal scores, -1 last."""
-    by_id = np.argsort(ids, axis=1, kind="stable")
-    ids, scores = np.take_along_axis(ids, by_id, axis=1), np.take_along_axis(scores, by_id, axis=1)
-    scores = np.where(ids < 0, np.float32(-np.inf), scores)
-    order = np.argsort(-order_codes(scores, ids), axis=1, kind="stable")
-    return SearchResult(np.take_along_axis(ids, order, axis=1), np.take_along_axis(scores, order, axis=1), scanned)
+_one_at_a_time = threading.Lock()
+"""faiss counts distances for the whole process, and each search takes all threads that it may."""
 
 
 @contextlib.contextmanager

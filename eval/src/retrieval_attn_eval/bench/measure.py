@@ -153,7 +153,7 @@ def measure_head(
                 variant.turn(index, value)
             _judge(variant, index, oracle, point)
             point.build_seconds.append(built)
-            point.index_bytes.append(index.nbytes)
+            point.index_bytes.append(index.memory.host)
             if tokens:
                 _time(index, oracle, point, tokens)
 

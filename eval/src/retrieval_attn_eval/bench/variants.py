@@ -16,8 +16,21 @@ import numpy.typing as npt
 
 import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf and hnsw)
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.index import KeyIndex, SearchResult, available, create
-from retrieval_attn.testing import MAX_KEYS, Format, IndexSpec, Training, encode_keys, to_float32, training_lists
+from retrieval_attn.index import KeyIndex, available, create
+from retrieval_attn.testing import (
+    MAX_KEYS,
+    CompiledSearch,
+    Format,
+    HeldMemory,
+    IndexSpec,
+    SearchRequest,
+    StoredKeys,
+    Training,
+    called_search,
+    encode_keys,
+    to_float32,
+    training_lists,
+)
 from retrieval_attn_eval.bench.heads import Head
 
 LIST_K = 64
@@ -56,7 +69,7 @@ class Variant:
         if self.knob is not None:
             options[self.knob] = self.values[0]
         if self.kind == "hnswlib":
-            return HnswlibIndex.build(head.keys, head.fmt, None, **options)
+            return HnswlibIndex.build(head.keys, head.fmt, HnswlibOptions(**options), Training())
         return create(
             self.kind, head.keys, fmt=head.fmt, queries=head.train, lists=lists if self.takes_lists else None, **options
         )
@@ -144,11 +157,12 @@ class HnswlibIndex(KeyIndex):
     kind = "hnswlib"
     Options = HnswlibOptions
 
-    def __init__(self, index: Any, head_dim: int, options: HnswlibOptions) -> None:
-        self._index, self._head_dim, self.options = index, head_dim, options
+    def __init__(self, keys: StoredKeys, index: Any, options: HnswlibOptions, nbytes: int) -> None:
+        """nbytes: bytes of its saved form, the float32 keys included."""
+        self._keys, self._index, self.options, self._nbytes = keys, index, options, nbytes
 
     @classmethod
-    def make(cls, keys: npt.NDArray[Any], fmt: Format, options: HnswlibOptions, training: Training) -> HnswlibIndex:
+    def build(cls, keys: npt.NDArray[Any], fmt: Format, options: HnswlibOptions, training: Training) -> HnswlibIndex:
         """Build on one thread; queries are not used."""
         hnswlib: Any = importlib.import_module("hnswlib")
         dim = keys.shape[1]
@@ -164,29 +178,24 @@ class HnswlibIndex(KeyIndex):
             size = Path(path).stat().st_size
             searched.load_index(path)
         searched.set_num_threads(1)
-        made = cls(searched, dim, options)
-        made._bytes = size
-        return made
+        return cls(StoredKeys(keys, fmt), searched, options, size)
 
-    _bytes = 0
+    def task(self, request: SearchRequest) -> CompiledSearch:
+        """Search without a limit, which is not supported."""
+        return called_search(
+            request,
+            self._keys.head_dim,
+            request.k,
+            lambda queries, limit, threads: self._candidates(queries, min(request.k, limit)),
+        )
 
-    def search(self, queries: npt.NDArray[np.float32], k: int, *, limit: int | None = None) -> SearchResult:
-        """The best k; limit is not supported."""
+    def _candidates(self, queries: npt.NDArray[np.float32], k: int) -> tuple[npt.NDArray[Any], int]:
         self._index.set_ef(max(k, self.options.ef_search))
-        ids, distances = self._index.knn_query(queries, k=k, num_threads=1)
-        return SearchResult(ids.astype(np.int32), (1 - distances).astype(np.float32), 0)
+        return self._index.knn_query(queries, k=k, num_threads=1)[0], 0
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         raise ConfigError("the hnswlib baseline is built once; insert is not measured")
 
-    def __len__(self) -> int:
-        return int(self._index.get_current_count())
-
     @property
-    def head_dim(self) -> int:
-        return self._head_dim
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its saved form, the float32 keys included."""
-        return self._bytes
+    def memory(self) -> HeldMemory:
+        return HeldMemory(self._nbytes)

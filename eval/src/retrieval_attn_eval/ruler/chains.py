@@ -7,9 +7,9 @@ from typing import Any
 
 from retrieval_attn_eval.plans import NOISE_LINE, number
 from retrieval_attn_eval.ruler import specs
-from retrieval_attn_eval.ruler.fit import Draft
 from retrieval_attn_eval.ruler.needles import cut_line
-from retrieval_attn_eval.ruler.specs import TaskSpec
+from retrieval_attn_eval.suite.fit import Draft
+from retrieval_attn_eval.suite.fitted import TaskSpec
 from retrieval_attn_eval.text.tokens import TokenCounter
 
 __all__ = ["Chains", "Example"]

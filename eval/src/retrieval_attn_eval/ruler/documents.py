@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from retrieval_attn_eval.ruler import specs
-from retrieval_attn_eval.ruler.fit import Draft
 from retrieval_attn_eval.ruler.needles import cut_line
 from retrieval_attn_eval.ruler.qa_files import QuestionSource
+from retrieval_attn_eval.suite.fit import Draft
 from retrieval_attn_eval.text.tokens import TokenCounter
 
 __all__ = ["Documents"]

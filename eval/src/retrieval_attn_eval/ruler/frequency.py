@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval_attn_eval.ruler import specs
-from retrieval_attn_eval.ruler.fit import Draft
 from retrieval_attn_eval.ruler.lexicon import Lexicon
-from retrieval_attn_eval.ruler.specs import TaskSpec
+from retrieval_attn_eval.suite.fit import Draft
+from retrieval_attn_eval.suite.fitted import TaskSpec
 from retrieval_attn_eval.text.tokens import TokenCounter
 
 __all__ = ["CodedText", "CommonWords", "Vocabulary"]

@@ -11,8 +11,8 @@ from typing import Any
 from retrieval_attn_eval.plans import DRAW, NOISE_LINE, distinct, listing, word_key
 from retrieval_attn_eval.ruler import specs
 from retrieval_attn_eval.ruler.essay import Essay
-from retrieval_attn_eval.ruler.fit import Draft
-from retrieval_attn_eval.ruler.specs import TaskSpec
+from retrieval_attn_eval.suite.fit import Draft
+from retrieval_attn_eval.suite.fitted import TaskSpec
 from retrieval_attn_eval.text.tokens import TokenCounter
 
 __all__ = ["EssayNeedles", "LineNeedles", "cut_line", "make_needles"]

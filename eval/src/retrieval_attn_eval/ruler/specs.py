@@ -6,12 +6,10 @@ here draws or counts anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from retrieval_attn.errors import ConfigError
+from retrieval_attn_eval.suite.fitted import TaskSpec
 
-__all__ = ["HOTPOTQA", "SQUAD", "WORDS", "LENGTHS", "QA_SYNTHETIC", "SPECS", "TASKS", "TaskSpec", "spec_of"]
+__all__ = ["HOTPOTQA", "SQUAD", "WORDS", "LENGTHS", "QA_SYNTHETIC", "SPECS", "TASKS", "spec_of"]
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 SHORT = 4096  # below this length cwe repeats its words less often
@@ -59,22 +57,6 @@ QA_HEADER = "Document {i}:\n"
 
 SQUAD, HOTPOTQA, WORDS = "dev-v2.0.json", "hotpot_dev_distractor_v1.json", "words.txt"
 """Files of `--data-dir`, by the names under which they are published."""
-
-
-@dataclass(frozen=True)
-class TaskSpec:
-    """One task.  title: its column in the paper.  part: one reference is enough (otherwise the share found counts).
-
-    needs: name of its file in the data folder; "" for generated tasks.
-    """
-
-    name: str
-    title: str
-    family: str
-    max_new_tokens: int
-    part: bool = False
-    needs: str = ""
-    options: Mapping[str, str | int] = field(default_factory=dict)
 
 
 def _niah(

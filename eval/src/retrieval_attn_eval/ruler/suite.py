@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn_eval.prompts import PromptFormat
 from retrieval_attn_eval.ruler import scoring
 from retrieval_attn_eval.ruler.chains import Chains, Example
 from retrieval_attn_eval.ruler.documents import Documents
 from retrieval_attn_eval.ruler.essay import Essay, EssaySource
-from retrieval_attn_eval.ruler.fit import Draft, Fitted, fit
 from retrieval_attn_eval.ruler.frequency import CodedText, CommonWords, Vocabulary
 from retrieval_attn_eval.ruler.lexicon import Lexicon
 from retrieval_attn_eval.ruler.needles import make_needles
 from retrieval_attn_eval.ruler.qa_files import QuestionSource, read_hotpotqa, read_squad
 from retrieval_attn_eval.ruler.qa_synth import SyntheticSource
-from retrieval_attn_eval.ruler.specs import HOTPOTQA, QA_SYNTHETIC, SPECS, SQUAD, TASKS, TaskSpec, spec_of
+from retrieval_attn_eval.ruler.specs import HOTPOTQA, QA_SYNTHETIC, SPECS, SQUAD, TASKS, spec_of
+from retrieval_attn_eval.suite.fit import Draft
+from retrieval_attn_eval.suite.fitted import FittedSuite, Stock, TaskSpec
 from retrieval_attn_eval.suite.sample import Row
-from retrieval_attn_eval.text.tokens import TokenCounter
 
 __all__ = ["GENERATOR", "RulerSuite"]
 
 GENERATOR = "ruler/1"  # part of every row: raise it when the same settings give other rows
-_BATCH_TOKENS = 1 << 19  # samples counted together hold about so many tokens
 
 
-class _Stock:
-    """What is made once for a tokenizer: its counter, and texts that many samples share."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.counter = tokenizer, TokenCounter(tokenizer)
-        self._made: dict[tuple[Any, ...], Any] = {}
-
-    def cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-
-class RulerSuite:
+class RulerSuite(FittedSuite):
     """The 13 tasks.  Without SQuAD or HotpotQA file, qa_synth_1 or qa_synth_2 stands in for qa_1 or qa_2.
 
     haystack: essay text (file or folder; None: built-in prose).  words: word list of cwe.
@@ -52,7 +36,7 @@ class RulerSuite:
     Raises InputDataError for bad files when made.
     """
 
-    name = "ruler"
+    name, generator = "ruler", GENERATOR
 
     def __init__(
         self,
@@ -64,7 +48,7 @@ class RulerSuite:
     ) -> None:
         from retrieval_attn_eval.text.haystack import read_haystack
 
-        self.form: PromptFormat | None = None
+        super().__init__()
         self._essays = EssaySource.of_text(read_haystack(haystack), haystack.name) if haystack else None
         self._lexicon = Lexicon.read(words) if words else Lexicon()
         self._files: dict[str, QuestionSource] = {}
@@ -74,7 +58,6 @@ class RulerSuite:
             self._files["qa_2"] = read_hotpotqa(hotpotqa)
         self.titles = {name: spec.title for name, spec in SPECS.items()}
         self.notes = self.notes_for(self.tasks())
-        self._stock: _Stock | None = None
 
     def tasks(self) -> tuple[str, ...]:
         """The 13 tasks in the paper's order, stand-ins in the place of what they stand in for."""
@@ -95,7 +78,7 @@ class RulerSuite:
     def check_tasks(self, names: Iterable[str]) -> None:
         """Raises ConfigError for a task that is unknown, or whose file was not given."""
         for name in names:
-            self._available(name)
+            self.available(name)
 
     def count(self, task: str) -> int | None:
         spec_of(task)
@@ -133,26 +116,7 @@ class RulerSuite:
             lines.append("not the 13 tasks of the benchmark: not comparable with published averages")
         return [f"* {line}" for line in lines]
 
-    def rows(self, task: str, length: int | None, indices: Iterable[int], tokenizer: Any, seed: int) -> Iterator[Row]:
-        """Rows of `length` tokens, answer included.
-
-        Raises ConfigError for an unknown task or a length that is too short, InputDataError past a file's end.
-        """
-        spec = self._available(task)
-        if length is None or length < 1:
-            raise ConfigError(f"task {task} needs a length in tokens, got {length}; give a positive number")
-        if self._stock is None or self._stock.tokenizer is not tokenizer:
-            self._stock = _Stock(tokenizer)
-        stock = self._stock
-        remaining = iter(indices)
-        while batch := list(islice(remaining, max(1, min(16, _BATCH_TOKENS // length)))):
-            drafts = [self._draft(stock, spec, length, seed, i) for i in batch]
-            around = self._around(stock, drafts, spec)
-            fitted = fit(drafts, stock.counter, length, around, task)
-            for i, draft, used, sized in zip(batch, drafts, around, fitted, strict=True):
-                yield self._row(spec, length, seed, i, draft, used, sized)
-
-    def _available(self, task: str) -> TaskSpec:
+    def available(self, task: str) -> TaskSpec:
         spec = spec_of(task)
         if spec.needs and task not in self._files:
             raise ConfigError(
@@ -161,11 +125,8 @@ class RulerSuite:
             )
         return spec
 
-    def _draft(self, stock: _Stock, spec: TaskSpec, length: int, seed: int, i: int) -> Draft:
-        counter = stock.counter
-
-        def stream(what: str) -> random.Random:
-            return random.Random(f"{GENERATOR}/{spec.name}/{length}/{seed}/{i}/{what}")
+    def draft(self, stock: Stock, spec: TaskSpec, length: int, seed: int, i: int) -> Draft:
+        counter, stream = stock.counter, partial(self.stream, spec, length, seed, i)
 
         if spec.family == "niah":
             return make_needles(
@@ -185,36 +146,7 @@ class RulerSuite:
         )
         return Documents(source, i, stream("documents"), counter, length)
 
-    def _essay(self, stock: _Stock, length: int, seed: int) -> Essay:
+    def _essay(self, stock: Stock, length: int, seed: int) -> Essay:
         source = self._essays or EssaySource.shipped(seed)
         key = ("essay", length) if self._essays else ("essay", length, seed)
         return stock.cached(key, lambda: Essay(source, stock.counter, length))
-
-    def _around(self, stock: _Stock, drafts: Sequence[Draft], spec: TaskSpec) -> list[int]:
-        """Tokens of each sample beside its context."""
-        form = self.form or PromptFormat.of(stock.tokenizer, "never")
-        texts = [draft.question + form.tail + draft.prefix for draft in drafts]
-        fixed = len(form.head) + spec.max_new_tokens
-        return [fixed + count for count in stock.counter.counts(texts)]
-
-    def _row(self, spec: TaskSpec, length: int, seed: int, i: int, draft: Draft, around: int, sized: Fitted) -> Row:
-        used = sized.tokens + around
-        meta: dict[str, Any] = {
-            "generator": GENERATOR,
-            "prompt_tokens": used - spec.max_new_tokens,
-            "fill": round(used / length, 5),
-            "units": sized.units,
-            "cut_unit": sized.tuned,
-            **draft.meta(sized.units, sized.context),
-        }
-        return Row(
-            id=f"ruler/{spec.name}/{length}/{seed}/{i}",
-            task=spec.name,
-            context=sized.context,
-            question=draft.question,
-            answer_prefix=draft.prefix,
-            answers=draft.answers,
-            max_new_tokens=spec.max_new_tokens,
-            target_tokens=length,
-            meta=meta,
-        )

@@ -274,7 +274,8 @@ def _run_into(folder: Path, test: Any, options: Options, model_config: Any) -> i
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.name[0] != '.'))}")
     minutes, seconds = divmod(round(time.perf_counter() - began), 60)
     print(f"time: {minutes} min {seconds} s")
-    if closing := getattr(test.suite, "closing", None):
+    closing = getattr(test.suite, "closing", None)
+    if closing and options.model == model_path("bundled"):
         print(closing())
     return 1 if outcome.errors else 0
 

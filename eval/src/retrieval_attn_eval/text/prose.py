@@ -8,12 +8,14 @@ Deterministic in (num_chars, seed); standard library and NumPy only.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 
 from retrieval_attn_eval.text.words import ADJECTIVES, ADVERBS, MATERIALS, NOUNS, PEOPLE, PLACES, TIMES, entries
 
-__all__ = ["prose", "sentences"]
+__all__ = ["endless_sentences", "prose", "sentences"]
 
 _TRANSITIVE = entries("""
 admired borrowed bought carried cleaned copied described discovered drew examined explained followed found
@@ -104,6 +106,12 @@ def sentences(count: int, seed: int) -> list[str]:
         text = pattern % tuple([pool[value % len(pool)] for pool, value in zip(pools, row, strict=False)])
         out.append(text[0].upper() + text[1:])
     return out
+
+
+def endless_sentences(seed: int) -> Iterator[str]:
+    """Sentences without end, of a seed from 0 to 2**24 - 1; training prose uses other seeds."""
+    for block in count():
+        yield from sentences(64, (1 << 44) + (seed << 16) + block)
 
 
 def prose(num_chars: int, seed: int) -> str:

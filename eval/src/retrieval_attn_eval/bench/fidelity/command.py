@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers import AutoTokenizer
 
-    from retrieval_attn.model.loading import choose_device
+    from retrieval_attn.model.loading import choose_device, load
     from retrieval_attn.testing import ProgressBar
     from retrieval_attn_eval.bench.fidelity.row import row_of
     from retrieval_attn_eval.bench.fidelity.texts import make_text
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     name = model_path(args.model)
     model = load_model(name, str(choose_device(args.device)), args.dtype, args.yarn)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = load(AutoTokenizer, name)
     report: dict[str, Any] = {
         "what": "fidelity",
         "finished": False,

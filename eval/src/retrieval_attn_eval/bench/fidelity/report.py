@@ -12,8 +12,8 @@ from retrieval_attn_eval.bench.plots import Plot, shown, table
 __all__ = ["markdown", "plots"]
 
 _COLUMNS = (
-    "context", "method", "retrieve", "attended", "KL, nats", "95 % interval", "KL / entropy", "same token", "captured",
-    "estimated", "head error",
+    "context", "method", "retrieve", "attended", "KL, nats", "95 % interval", "p99", "without / with tail",
+    "KL / entropy", "same token", "captured", "estimated", "head error",
 )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def markdown(rows: Sequence[Row], report: dict[str, Any]) -> str:
     lines += [f"- problem: {problem}" for problem in report["problems"]]
     for text in dict.fromkeys(row.text for row in rows):
         own = [row for row in rows if row.text == text]
-        lines += ["", f"### {text}", "", *_entropies(own), "", *table(_COLUMNS, [_cells(row) for row in own])]
+        lines += ["", f"### {text}", "", *_entropies(own), "", *table(_COLUMNS, [_cells(row, own) for row in own])]
     lines += ["", *_legend(), *_refusals(rows)]
     return "\n".join(lines) + "\n"
 
@@ -52,7 +52,15 @@ def _entropies(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _cells(row: Row) -> list[str]:
+def _without_tail(row: Row, rows: Sequence[Row]) -> float | None:
+    """How many times the KL of a row with a tail is that of the same method and budget without; None: not known."""
+    name = row.method.removesuffix(TAIL)
+    others = [one.kl for one in rows if (one.length, one.method, one.budget) == (row.length, name, row.budget)]
+    return others[0] / row.kl if name != row.method and others and others[0] is not None and row.kl else None
+
+
+def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
+    """rows: of the same text, among which that without a tail may be."""
     budget = "" if row.budget is None else f"{row.budget:,}" if isinstance(row.budget, int) else str(row.budget)
     head = [f"{row.context:,}", row.method, budget]
     if row.kl is None:
@@ -63,6 +71,8 @@ def _cells(row: Row) -> list[str]:
         shown(row.attended, ",.0f"),
         _number(row.kl),
         interval,
+        "" if row.kl_p99 is None else _number(row.kl_p99),
+        shown(_without_tail(row, rows), ".1f"),
         "" if row.entropy <= 0 else _number(row.kl / row.entropy),
         f"{round((row.same or 0) * row.tokens * row.texts)} of {row.tokens * row.texts}",
         shown(row.captured, ".3f"),
@@ -82,8 +92,9 @@ def _legend() -> list[str]:
         "whatever it would have said itself. KL: KL(full attention || method) of the next token, mean over the fed "
         "tokens, from logarithms of softmax in float64; full attention is transformers' own with its DynamicCache. "
         "Interval: bootstrap over the texts of a row and the tokens of each; those of a single text are not "
-        "independent. same token: the likeliest next one. attended: tokens per query, mean over layers and heads; "
-        "published methods get sinks, window and `retrieve` together as their budget, and some attend to "
+        "independent. p99: the KL that 99 % of the tokens do not exceed. without / with tail: how many times the KL "
+        "is larger without. same token: the likeliest next one. attended: tokens per query, mean over layers and "
+        "heads; published methods get sinks, window and `retrieve` together as their budget, and some attend to "
         "everything in their first layers, as published. captured: share of exact attention's weight that was "
         "attended to, over sampled heads. head error: |out - exact| / |exact| of a head's output; exact is full "
         "attention, in float32, with the method's own query over the keys and values that its own run stored; mean "

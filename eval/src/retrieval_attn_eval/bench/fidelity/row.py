@@ -66,9 +66,10 @@ class Row:
     """text, length: as asked for; texts: how many of them; context, tokens: read and fed of each, context the mean.
     method: with its options; budget: keys that a head retrieves: a number, "all", "auto"; None: it has none.
 
-    What follows are means over all texts. kl: KL(full || method) in nats, low and high its 95 % interval; entropy: full
-    attention's in nats. same: share of tokens with the same likeliest one. attended: tokens per query; captured: share
-    of exact attention's weight that was attended to; estimated: share of the run's own weight that was estimated.
+    What follows are means over all texts. kl: KL(full || method) in nats, low and high its 95 % interval, kl_p99 its
+    99th percentile over tokens; entropy: full attention's in nats. same: share of tokens with the same likeliest one.
+    attended: tokens per query; captured: share of exact attention's weight that was attended to; estimated: share of
+    the run's own weight that was estimated.
     head_error: relative error of a head's output over layers, heads and tokens; head_errors: per layer and head.
     kl_per_token: in order, text after text. refused: why nothing was measured.
     """
@@ -84,6 +85,7 @@ class Row:
     kl: float | None = None
     low: float | None = None
     high: float | None = None
+    kl_p99: float | None = None
     same: float | None = None
     attended: float | None = None
     captured: float | None = None
@@ -118,6 +120,7 @@ def row_of(measured: Sequence[Measured], seed: int) -> Row:
         kl=mean.value,
         low=mean.low,
         high=mean.high,
+        kl_p99=float(np.quantile(each, 0.99)),
         same=sum(one.same for one in measured) / len(measured),
         attended=_mean([one.attended for one in measured]),
         captured=_mean([one.captured for one in measured]),

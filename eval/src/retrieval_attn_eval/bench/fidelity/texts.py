@@ -168,7 +168,7 @@ def _ruler(length: int, tokenizer: Any, seed: int) -> str:
 
 def _extract(length: int, tokens: int, tokenizer: Any, seed: int) -> FedText:
     """An extraction: read is all up to the answer's first bracket, fed is the true JSON."""
-    from retrieval_attn_eval.bench.fidelity.extraction import make_extraction
+    from retrieval_attn_eval.longcontext.extraction import make_extraction
 
     text, answer = make_extraction(length, tokenizer, seed)
     prompt = _ids(tokenizer, text)

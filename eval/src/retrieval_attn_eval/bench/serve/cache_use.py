@@ -26,7 +26,7 @@ class CacheCounts:
     """Counts of a prefix cache over a time.
 
     Attributes:
-        evicted: evicted entries by tier; "all" if they are not counted by tier.
+        evicted: evicted entries; "to disk": those of them of which the disk has a copy.
         hit_tokens: prompt tokens with cached KV by tier.
         peak_tokens: most tokens that the cache kept, by its bytes, and at most its limit. None: not known.
     """
@@ -52,7 +52,7 @@ def engine_counts(stats: Mapping[str, Any]) -> CacheCounts:
         for name, count in shared.items()
         if name.startswith("evicted") and not name.endswith("bytes")
     }
-    return CacheCounts(evicted, dict(stats["hit_tokens"]))
+    return CacheCounts({**evicted, "to disk": stats["disk_evictions"]}, dict(stats["hit_tokens"]))
 
 
 def metric_counts(text: str) -> CacheCounts:
@@ -61,9 +61,13 @@ def metric_counts(text: str) -> CacheCounts:
     hit_tokens: dict[str, int] = {}
     for found in SAMPLE.finditer(text):
         tier = TIER.search(found["labels"] or "")
-        for name, into in (("prefix_cache_evictions", evicted), ("tier_hit_tokens", hit_tokens)):
+        for name, into, untold in (
+            ("prefix_cache_evictions", evicted, "all"),
+            ("prefix_cache_disk_evictions", evicted, "to disk"),
+            ("tier_hit_tokens", hit_tokens, "all"),
+        ):
             if found["name"] == name:
-                key = tier[1] if tier else "all"
+                key = tier[1] if tier else untold
                 into[key] = into.get(key, 0) + int(float(found["value"]))
     return CacheCounts(evicted, hit_tokens)
 

@@ -88,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--prefix-cache-memory", metavar="SIZE", help=shared)
     add("--prefix-cache-gpu-memory", metavar="SIZE", help="the same of the GPU (default: likewise)")
+    stored = "new folder in which the engine saves idle texts that its tree has no room for (default: they are dropped)"
+    add("--store", metavar="FOLDER", help=stored)
     add_model_flags(add)
     add_running_flags(add)
     add("--random-ids", action="store_true", help="random token ids in place of prose")
@@ -203,6 +205,8 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
     if kind == "agent" and args.length < AGENT_LENGTH:
         raise ConfigError(f"--length {args.length} must be at least {AGENT_LENGTH} for agent; give a larger number")
     _shared(args)
+    if args.store is not None and (args.url is not None or Path(args.store).exists()):
+        raise ConfigError("--store must be a new folder, of an engine in this process; give another, or remove --url")
     if args.url is not None and args.read_first:
         raise ConfigError("--read-first needs an engine in this process; remove it or --url")
     usual, known = (
@@ -260,6 +264,7 @@ def _rows(
     drive = Drive(
         llm, args.max_num_seqs, read_first=args.read_first, row_seconds=args.timeout,
         paged_prefix_tokens=args.paged_prefix_tokens, shared=_shared(args), holds_all=args.workload not in EVICTING,
+        store=args.store,
     )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None

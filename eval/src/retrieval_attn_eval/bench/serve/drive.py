@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import retrieval_attn as ra
@@ -59,13 +60,15 @@ class Drive:
 
     def __init__(
         self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, paged_prefix_tokens: int = 0,
-        shared: tuple[int | None, int | None] = (None, None), holds_all: bool = True,
+        shared: tuple[int | None, int | None] = (None, None), holds_all: bool = True, store: str | None = None,
     ) -> None:  # fmt: skip
         """slots: rows of a step. read_first: all but the prompts' last parts is read before the clock starts.
         row_seconds: requests that are not answered then are cancelled. paged_prefix_tokens: of the engines.
         shared: bytes of their trees, on the host and on GPUs; None: what the calls' texts need, where it is more than
-        an engine's own choice. holds_all: False: None is the engine's own choice, with which it may evict.
+        an engine's own choice. holds_all: False: None is the engine's own choice, with which it may evict. store:
+        folder with one for each way, in which its engine saves the texts that it evicts; None: it drops them.
         """
+        self._store = store
         self._llm, self._slots = llm, slots
         self._exact: dict[str, Any] = {"paged_prefix_tokens": paged_prefix_tokens}
         self._read_first, self._row_seconds, self._shared = read_first, row_seconds, shared
@@ -93,7 +96,7 @@ class Drive:
         """
         gc.collect()  # caches of the way before this one
         self.gave_up = ""
-        with self._engine(way, calls) as engine:
+        with self._engine(way, calls, self._store) as engine:
             if calls:
                 longest = max(call.request.prompt_tokens + call.request.max_tokens for call in calls)
                 draws = tuple(dict.fromkeys(call.request.draw for call in calls))
@@ -120,13 +123,14 @@ class Drive:
             return answers, filled.share, cpu_seconds
 
     @contextmanager
-    def _engine(self, way: str, calls: Sequence[Call]) -> Iterator[ra.Engine]:
+    def _engine(self, way: str, calls: Sequence[Call], store: str | None = None) -> Iterator[ra.Engine]:
+        options: dict[str, Any] = {**self._exact, "store": None if store is None else Path(store) / way}
         prefix_cache_bytes, device_bytes = self._shared
         usual = default_limits(self._llm.model, self._llm.config).sharing(device_bytes)
         rows, ahead = (1, 0) if way == "one" else (self._slots, usual.ahead)
         if way != "tree-off" and prefix_cache_bytes is None and not self._holds_all:
             limits = replace(usual, rows=rows, ahead=ahead, waiting=max(usual.waiting, len(calls)))
-            with ra.Engine(self._llm, limits=limits, **self._exact) as engine:
+            with ra.Engine(self._llm, limits=limits, **options) as engine:
                 yield engine
             return
         sized = calls if self._holds_all else ()
@@ -146,7 +150,7 @@ class Drive:
             usual, rows=rows, ahead=ahead, waiting=max(usual.waiting, len(calls)),
             host_bytes=min(host_bytes, available_host_bytes()),
         )  # fmt: skip
-        with ra.Engine(self._llm, limits=limits, prefix_cache_bytes=prefix_cache_bytes, **self._exact) as engine:
+        with ra.Engine(self._llm, limits=limits, prefix_cache_bytes=prefix_cache_bytes, **options) as engine:
             yield engine
 
     def _read(self, engine: ra.Engine, calls: Sequence[Call]) -> None:

@@ -1,0 +1,105 @@
+"""Memory of prefixes that no request uses: in GPU memory, in host memory below it, and on the disk.
+
+After each step of the engine, idle prefixes beyond the limits of the GPU are offloaded, those beyond the limits of host
+memory are evicted, or saved to the disk before (`DiskTier`). In between, a thread copies what a later offload would
+copy, so that neither a step nor a question waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from retrieval_attn.config import Config
+from retrieval_attn.engine.background_saves import DiskTier
+from retrieval_attn.engine.limits import Limits
+from retrieval_attn.engine.node import Node, Sizes
+from retrieval_attn.engine.paged_prefix import PagedKVPool
+from retrieval_attn.engine.radix_cache import RadixCache
+from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput
+from retrieval_attn.memory.device_room import prefix_cache_device_bytes
+from retrieval_attn.offload.int8_rows import drop_rows, held_rows_bytes
+from retrieval_attn.offload.threads import ThreadPool
+
+__all__ = ["IdleLimits", "IdlePrefixes", "most_device_bytes"]
+
+ROWS_SHARE = 0.25
+"""Share of the requests' host memory that int8 rows keep when idle prefixes need it."""
+
+
+class IdleLimits(NamedTuple):
+    """Bytes that idle prefixes may have. host: of host memory. device: of GPU memory; None: no limit."""
+
+    host: int
+    device: int | None
+
+
+def most_device_bytes(limits: Limits, model: PreTrainedModel, config: Config, exact: PagedKVPool | None) -> int | None:
+    """Return the GPU memory for idle prefixes, at most what pages of paged prefixes leave; None: no limit."""
+    most = limits.prefix_cache_device_bytes
+    if most is None or exact is None:
+        return most
+    left = prefix_cache_device_bytes(model, config, limits.rows + limits.ahead)
+    return most if left is None else min(most, max(0, left - exact.nbytes))
+
+
+class IdlePrefixes:
+    """Keeps the idle prefixes of an engine within its limits. Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        tree: RadixCache,
+        disk: DiskTier | None,
+        limits: Limits,
+        idle: IdleLimits,
+        scheduler: Scheduler,
+        changed: threading.Condition,
+        waited_for: Callable[[], dict[Node, int]],
+    ) -> None:
+        """changed: the lock of `scheduler`. waited_for: see `PrefillWorker.waited_for`."""
+        self._tree, self._disk, self._limits, self._idle = tree, disk, limits, idle
+        self._scheduler, self._changed, self._waited_for = scheduler, changed, waited_for
+        self._row_bytes = 0  # of int8 rows, after the last prefill
+        self._copies = ThreadPool(1, "retrieval_attn-copy")
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a thread copies prefixes to host memory."""
+        return self._copies.busy > 0
+
+    def after_step(self, plan: SchedulerOutput) -> None:
+        """Offload, save and evict prefixes after a step that did `plan`."""
+        if plan.read or plan.leave:
+            self._row_bytes = held_rows_bytes()
+        self._evict()
+        if plan.leave and not plan.read and not self.is_copying:
+            self._copies.submit(self._tree.copy_ahead)
+        if not any(plan) and self._disk is not None:
+            self._disk.wait()  # requests may wait for the memory of a text that is being saved
+
+    def _evict(self) -> None:
+        """Evict idle prefixes if they hold more than their limit, or if the next request lacks host memory."""
+        with self._changed:
+            lacking = self._scheduler.lacking_bytes
+        most = self._idle.device
+        if most is not None and self._tree.sizes.device > most:
+            self._tree.offload(self._tree.sizes.device - most)
+        held, idle, limits = self._tree.sizes, self._tree.idle, self._limits
+        rows = min(self._row_bytes, int(limits.host_bytes * ROWS_SHARE))
+        room = min(self._idle.host, limits.host_bytes - rows)
+        over = max(idle.host - room, min(lacking, idle.host)), 0 if most is None else held.device - most
+        limit = Sizes(room, held.device if most is None else most, held.pages)
+        if self._disk is not None:
+            with self._changed:
+                free = min(room - idle.host, limits.host_bytes - self._scheduler.host_bytes_in_use)
+            self._disk.evict(Sizes(*over), limit, self._waited_for, free)
+        elif max(over) > 0:
+            self._tree.evict(Sizes(*over), limit, waiting=self._waited_for())
+        with self._changed:
+            self._scheduler.set_outside(self._tree.sizes.host)
+            more = self._scheduler.host_bytes_in_use + self._row_bytes - limits.host_bytes
+        if more > 0 and self._row_bytes > rows:
+            self._row_bytes -= drop_rows(min(more, self._row_bytes - rows))

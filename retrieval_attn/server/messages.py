@@ -1,0 +1,467 @@
+"""Anthropic's Messages API over the chat endpoint: bodies, answers and events in its form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field, ValidationError, model_validator
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from transformers import PreTrainedTokenizerBase
+
+from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.prompt.text_stream import TextStream
+from retrieval_attn.server.answer_bodies import AnswerBody, MessagesErrorAnswer
+from retrieval_attn.server.answer_parts import AnswerPart, AnswerReader
+from retrieval_attn.server.answering import EVENTS, answer_chat, chat_prompt
+from retrieval_attn.server.failure import ApiError, invalid, text_from
+from retrieval_attn.server.formatting import Form, encoded
+from retrieval_attn.server.logs import REQUEST_ID
+from retrieval_attn.server.permissions import UserRoute
+from retrieval_attn.server.protocol import MAX_MESSAGES, MAX_STOPS, Body, ChatBody, Stop
+from retrieval_attn.server.service import service_of
+
+__all__ = ["router"]
+
+BILLING = "x-anthropic-billing-header:"
+"""Start of a system block of Claude Code. It differs in each request, so that no prefix would be shared, and is not
+meant for the model: it is left out.
+"""
+Value = dict[str, Any]
+Ignored = Annotated[dict[str, Any], Field(max_length=64)]
+
+
+class Block(Body):
+    """A part of a message. cache_control has no effect: every prompt is cached."""
+
+    cache_control: Ignored | None = None
+
+
+class TextBlock(Block):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ThinkingBlock(Block):
+    """Thinking of an earlier answer. The signature has no effect."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(Block):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Ignored | None = None
+
+
+class ToolResultBlock(Block):
+    """The result of a tool call. is_error has no effect: the text says it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    is_error: bool | None = None
+
+
+UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+
+
+class UserTurn(Body):
+    """A message of the user: texts and results of tools. Images and documents are not served."""
+
+    role: Literal["user"]
+    content: str | Annotated[list[UserBlock], Field(fail_fast=True)]
+
+    @property
+    def turns(self) -> list[Value]:
+        """The messages in OpenAI's form: results first."""
+        if isinstance(self.content, str):
+            return [{"role": "user", "content": self.content}]
+        results = [
+            {"role": "tool", "tool_call_id": one.tool_use_id, "content": _text(one.content or "")}
+            for one in self.content
+            if isinstance(one, ToolResultBlock)
+        ]
+        texts = [one for one in self.content if isinstance(one, TextBlock)]
+        return results + ([{"role": "user", "content": _text(texts)}] if texts or not results else [])
+
+
+class AssistantTurn(Body):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: str | Annotated[list[AssistantBlock], Field(fail_fast=True)]
+
+    @property
+    def turns(self) -> list[Value]:
+        """The message in OpenAI's form."""
+        if isinstance(self.content, str):
+            return [{"role": "assistant", "content": self.content}]
+        calls = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": json.dumps(one.input)}}
+            for one in self.content
+            if isinstance(one, ToolUseBlock)
+        ]
+        thoughts = [one.thinking for one in self.content if isinstance(one, ThinkingBlock) and one.thinking]
+        texts = [one for one in self.content if isinstance(one, TextBlock)]
+        message = {"role": "assistant", "content": _text(texts)}
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        return [message | ({"tool_calls": calls} if calls else {})]
+
+
+class SystemTurn(Body):
+    """A message of the system."""
+
+    role: Literal["system"]
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True)]
+
+    @property
+    def turns(self) -> list[Value]:
+        """The message in OpenAI's form."""
+        return [{"role": "system", "content": _text(self.content)}]
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+class Tool(Block):
+    """A function of the client. Tools that Anthropic's servers run are not served."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+    input_examples: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_the_clients(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise ValueError(f"this server runs no tools itself, and has none of the type {kind[:80]!r}")
+        return given
+
+    @property
+    def function(self) -> Value:
+        """The tool in OpenAI's form."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
+
+
+class Choice(Body):
+    """Whether tools are called: at the model's choice, at least one, none, or one by name."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> Choice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise ValueError('name belongs to the type "tool", and is needed there')
+        return self
+
+
+class ThinkingChoice(Body):
+    """Whether the model thinks. budget_tokens and display have no effect."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = Field(None, ge=0)
+    display: str | None = None
+
+
+class OutputConfig(Body):
+    """effort: see `ChatBody`. Output formats are not served."""
+
+    effort: str | None = Field(None, max_length=64)
+
+
+class CountBody(Body):
+    """POST /v1/messages/count_tokens."""
+
+    model: str = Field(max_length=512)
+    messages: Annotated[
+        list[Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    ]
+    system: str | Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=256, fail_fast=True)] | None = None
+    tool_choice: Choice | None = None
+    thinking: ThinkingChoice | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Ignored | None = None
+    context_management: Ignored | None = None
+
+    @model_validator(mode="after")
+    def _last_is_not_an_answer(self) -> CountBody:
+        if self.messages[-1].role == "assistant":
+            raise ValueError("the last message must be the user's: a beginning of the answer cannot be given")
+        return self
+
+    @property
+    def chat(self) -> ChatBody:
+        """The request in OpenAI's form. Raises ApiError 400."""
+        choice = self.tool_choice or Choice(type="auto")
+        named = {"type": "function", "function": {"name": choice.name}}
+        choices: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
+        system = self.system if isinstance(self.system, list) else [TextBlock(type="text", text=self.system or "")]
+        said = [block for block in system if block.text and not block.text.startswith(BILLING)]
+        messages = [{"role": "system", "content": _text(said)}] if said else []
+        given = {
+            "model": self.model,
+            "messages": messages + [turn for message in self.messages for turn in message.turns],
+            "tools": [tool.function for tool in self.tools or ()] or None,
+            "tool_choice": choices[choice.type] if self.tools or choice.type in ("any", "tool") else None,
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            "enable_thinking": None if self.thinking is None else self.thinking.type != "disabled",
+            "reasoning_effort": None if self.output_config is None else self.output_config.effort,
+            **self._sampling,
+        }
+        try:
+            return ChatBody.model_validate(given)
+        except ValidationError as error:
+            raise invalid(error.errors(include_url=False, include_context=False, include_input=False)) from error
+
+    @property
+    def _sampling(self) -> Value:
+        return {}
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, lt=2**31)
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    metadata: Ignored | None = None
+    service_tier: str | None = None
+    speed: Literal["standard"] | None = None
+
+    @property
+    def _sampling(self) -> Value:
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+
+
+class MessagesUsage(AnswerBody):
+    """input_tokens: prompt tokens that were prefilled. cache_read_input_tokens: those found in the prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+
+
+class MessageAnswer(AnswerBody):
+    """Response of POST /v1/messages without stream. content: blocks of the types text, thinking and tool_use."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class TokenCount(AnswerBody):
+    """Response of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessagesForm:
+    """A `Form` of POST /v1/messages."""
+
+    def __init__(self, requests: Sequence[Request], make_reader: Callable[[], AnswerReader], model: str,
+                 tokenizer: PreTrainedTokenizerBase) -> None:  # fmt: skip
+        """requests: one of the engine. model: name in the request."""
+        self.id = f"msg_{uuid.uuid4().hex}"
+        (self._request,), self._model, self._tokenizer = requests, model, tokenizer
+        self._reader = make_reader()
+        self._block: tuple[str, int] | None = None  # kind and number of the call, of the open block
+        self._count = 0
+        self._called = False
+        self._end: Finished | None = None
+
+    def opening(self, index: int) -> bytes:
+        """See `Form`."""
+        usage = self._usage({"prompt_tokens": self._request.prompt_tokens, "completion_tokens": 0})
+        message = self._message([], None, usage)
+        return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
+
+    def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
+        """See `Form`."""
+        return b"".join(map(self._part, self._reader.feed(text)))
+
+    def closing(self, index: int, end: Finished) -> bytes:
+        """See `Form`."""
+        self._end = end
+        return b"".join(map(self._part, self._reader.end())) + self._stop()
+
+    def ending(self, usage: Value, *, wanted: bool) -> bytes:
+        """See `Form`. The usage is always sent."""
+        assert self._end is not None
+        delta = {"type": "message_delta", "delta": self._reason(self._end), "usage": self._usage(usage)}
+        return _event(delta) + _event({"type": "message_stop"})
+
+    def failure(self, failure: ApiError) -> bytes:
+        """See `Form`."""
+        return _event(failure.messages_body(REQUEST_ID.get()))
+
+    def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
+        """See `Form`."""
+        (end,) = ends.values()
+        blocks: list[Value] = []
+        key = None
+        for part in [*self._reader.feed(end.text), *self._reader.end()]:
+            if key != (part.kind, part.call):
+                key = (part.kind, part.call)
+                blocks.append(self._begin(part))
+            name = _FIELDS[part.kind]
+            blocks[-1][name] += part.text
+        for block in blocks:
+            if block["type"] == "tool_use":
+                block["input"] = _input(block["input"])
+        return self._message(blocks, end, self._usage(usage))
+
+    def _message(self, content: list[Value], end: Finished | None, usage: Value) -> Value:
+        reason = {"stop_reason": None, "stop_sequence": None} if end is None else self._reason(end)
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
+        return {**head, "content": content, **reason, "usage": usage}
+
+    def _begin(self, part: AnswerPart) -> Value:
+        """Return the block that begins with a part, without text."""
+        if part.kind == "call":
+            self._called = True
+            return {"type": "tool_use", "id": part.id, "name": part.name, "input": ""}
+        if part.kind == "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        return {"type": "text", "text": ""}
+
+    def _part(self, part: AnswerPart) -> bytes:
+        """Return the events of a part."""
+        events = b""
+        if self._block != (part.kind, part.call):
+            events = self._stop()
+            self._block = part.kind, part.call
+            block = self._begin(part)
+            block |= {"input": {}} if part.kind == "call" else {}
+            events += _event({"type": "content_block_start", "index": self._count, "content_block": block})
+        if part.text:
+            kind, name = _DELTAS[part.kind]
+            delta = {"type": kind, name: part.text}
+            events += _event({"type": "content_block_delta", "index": self._count, "delta": delta})
+        return events
+
+    def _stop(self) -> bytes:
+        """Return the end of the open block."""
+        if self._block is None:
+            return b""
+        self._block, number = None, self._count
+        self._count += 1
+        return _event({"type": "content_block_stop", "index": number})
+
+    def _reason(self, end: Finished) -> Value:
+        sequence = None
+        if end.reason == "length":
+            reason = "max_tokens"
+        elif (sequence := self._stop_string(end)) is not None:
+            reason = "stop_sequence"
+        else:
+            reason = "tool_use" if self._called else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _stop_string(self, end: Finished) -> str | None:
+        """Return the stop string that ended the answer, None if a token did."""
+        if not self._request.stop:
+            return None
+        stream = TextStream(self._tokenizer, visible=self._request.visible)
+        rest = ("".join(map(stream.add, end.tokens)) + stream.end())[len(end.text) :]
+        return next((one for one in self._request.stop if rest.startswith(one)), None)
+
+    def _usage(self, usage: Value) -> Value:
+        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "output_tokens": usage["completion_tokens"],
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+
+_FIELDS = {"content": "text", "reasoning": "thinking", "call": "input"}
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _event(value: Value) -> bytes:
+    return f"event: {value['type']}\ndata: {encoded(value)}\n\n".encode("ascii")
+
+
+def _input(arguments: str) -> Value:
+    """Return a call's arguments; those that are no JSON object as one with their text."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"raw_arguments": arguments}
+
+
+router = APIRouter(tags=["messages"], route_class=UserRoute)
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": MessagesErrorAnswer, "description": text}
+    for status, text in {
+        400: "Bad request", 401: "No key, or an unknown one", 403: "Another host or origin", 404: "Unknown model",
+        409: "A context of another model", 413: "Too large a body", 503: "Overloaded", 504: "Deadline",
+    }.items()
+}  # fmt: skip
+
+
+@router.post("/v1/messages", response_model=None, responses=ERRORS | {200: {"model": MessageAnswer, "content": EVENTS}})
+async def messages(body: MessagesBody, request: HttpRequest) -> Response:
+    """Answer a conversation in Anthropic's form."""
+    tokenizer = service_of(request).prompts.tokenizer
+
+    def form(requests: Sequence[Request], make_reader: Callable[[], AnswerReader]) -> Form:
+        return MessagesForm(requests, make_reader, body.model, tokenizer)
+
+    return await answer_chat(body.chat, request, form)
+
+
+@router.post("/v1/messages/count_tokens", response_model=None, responses=ERRORS | {200: {"model": TokenCount}})
+async def count_tokens(body: CountBody, request: HttpRequest) -> Response:
+    """Return the number of prompt tokens of a conversation."""
+    service = service_of(request)
+    context = service.context_of(body.model, None)
+    before = 0 if context is None else (await service.contexts.named(context)).tokens
+    with text_from("messages"):
+        parts = await asyncio.to_thread(chat_prompt(service, body.chat, context))
+    return JSONResponse({"input_tokens": before + sum(map(len, parts))})

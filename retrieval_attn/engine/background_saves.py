@@ -48,8 +48,12 @@ DISK_SHARE = 0.5
 SAVED_SHARE = 0.25
 """Share of the host memory for idle texts that is free or can be freed at once, because the disk has the texts."""
 WAIT_SECONDS = 0.002
+LOOK_SECONDS = 0.05
+"""Time between two looks of a write that waits for another one at whether it was cancelled."""
 RECLAIM_SECONDS = 5.0
 """Time without further writes after memory was needed at once."""
+WRITE_SECONDS = 0.25
+"""Longest estimated write that a request waits for when it needs the memory of the text."""
 BROKEN_SECONDS = 60.0
 """Time without further writes of idle texts after one that failed."""
 
@@ -157,8 +161,8 @@ class BackgroundSaves:
         """
 
         def run() -> None:
-            if previous is not None:
-                previous.saved.join()
+            while previous is not None and not save.cancelled.is_set() and not previous.saved.join(LOOK_SECONDS):
+                pass
             error: BaseException | None = None
             try:
                 save.write()
@@ -166,25 +170,37 @@ class BackgroundSaves:
                 error = raised
             with self._lock:
                 self._automatic = None
-                if self._last is save:
-                    self._last = None
+                if self._last is save:  # a cancelled one may end before those that it waited for
+                    self._last = None if previous is None or previous.saved.done else previous
             done(error)
 
         with self._lock:
             previous, self._last, self._automatic = self._last, save, save
             save.saved.start(run)
 
-    def cancel_automatic(self) -> bool:
-        """Cancel the write of a text of the prefix cache. Return whether there was one in another thread.
+    def cancel_automatic(self, seconds: float = CANCEL_SECONDS) -> bool:
+        """Cancel the write of a text of the prefix cache. Return whether there was one in another thread, which ended.
 
-        It ends with the layer that is being written.
+        It ends with the layer that is being written. seconds: longest time to wait for that.
         """
         with self._lock:
             save = self._automatic
         if save is None or save.saved.runs_here:
             return False
         save.cancelled.set()
-        return save.saved.join(CANCEL_SECONDS)
+        return save.saved.join(seconds)
+
+    @property
+    def automatic_bytes(self) -> int | None:
+        """Return the bytes written so far of the running write of the prefix cache.
+
+        None if there is none, or if it waits for a context that is written before it.
+        """
+        with self._lock:
+            save = self._automatic
+            if save is None or any(not other.saved.done for other in self._saves.values()):
+                return None
+        return save.saved.nbytes
 
     def add(self, save: BackgroundSave) -> Saved:
         """Write a context in a thread; writes under the same name and of the prefix cache are cancelled."""
@@ -311,7 +327,7 @@ class DiskTier:
         self._waiting: Mapping[Node, int] = {}
         self._looked_at: tuple[Sizes, int] | None = None  # memory of the cache, and its nodes, all of them saved
         self._broken_until, self._closed = 0.0, False
-        self._rate = WRITE_BYTES_PER_SECOND
+        self._rate, self._most_seconds = WRITE_BYTES_PER_SECOND, float("inf")
         self._held_bytes: int | None = None  # of the disk
         self._saved = self._saved_bytes = self._evicted = self._removed = 0
         register(self)
@@ -332,10 +348,13 @@ class DiskTier:
         if self.is_saving:
             time.sleep(WAIT_SECONDS)
 
-    def evict(self, need: Sizes, limit: Sizes, waiting: Callable[[], Mapping[Node, int]], free: int) -> None:
+    def evict(
+        self, need: Sizes, limit: Sizes, waiting: Callable[[], Mapping[Node, int]], free: int, lacking: int = 0
+    ) -> None:
         """Evict texts of which the disk has a copy or needs none until `need` bytes are free; save the next ones.
 
-        A text that the disk should have stays until it is written, if that takes less time than its prefill.
+        A text that the disk should have stays until it is written, if that takes less time than its prefill; where a
+        request waits for the memory, only if it takes at most WRITE_SECONDS.
 
         Args:
             need: bytes of each kind that are lacking.
@@ -343,21 +362,31 @@ class DiskTier:
             waiting: returns nodes that waiting requests continue, with positions in the queue.
             free: bytes of host memory that are free. With these, the next texts to evict that are saved should have
                 SAVED_SHARE of the limit.
+            lacking: bytes of host memory that a request waits for.
         """
-        saving = self._saving
-        coming = 0 if saving is None else saving.sizes.host
+        saving, self._most_seconds = self._saving, WRITE_SECONDS if lacking else float("inf")
+        slow = saving is not None and lacking > 0 and self._seconds_left(saving) > WRITE_SECONDS
+        coming = 0 if saving is None or slow else saving.sizes.host
         ahead = max(0, int(SAVED_SHARE * limit.host) - max(0, free))
         now, soon = need.less(Sizes(coming)), Sizes(max(0, need.host) + ahead)
         looks = saving is None and soon.host > 0 and self._looked_at != (self._tree.idle, len(self._tree))
-        if not (now.lacking or looks):
+        if not (now.lacking or looks or slow):
             return
-        nodes = waiting()
+        nodes, freed = waiting(), Sizes()
         if now.lacking:
             keeps = self._keeps if now.host > 0 else self._note_eviction
-            self._tree.evict(now, limit, waiting=nodes, keeps=keeps)
+            freed = self._tree.evict(now, limit, waiting=nodes, keeps=keeps)
+        if slow and freed.host < lacking:  # its text is all that is left
+            self._broken_until = max(self._broken_until, time.monotonic() + RECLAIM_SECONDS)
+            self._saves.cancel_automatic(0.0)
         with self._lock:
             self._soon, self._waiting = soon, nodes
         self._save_next()
+
+    def _seconds_left(self, saving: Node) -> float:
+        """Return the estimated time until the running write ends; infinity while it waits for another one."""
+        written = self._saves.automatic_bytes
+        return float("inf") if written is None else max(0, saving.sizes.total - written) / self._rate
 
     def reclaim(self, host: int, device: int) -> tuple[int, int]:
         """Cancel the running write, whose text cannot be evicted, and evict. Returns the freed bytes of each.
@@ -378,7 +407,7 @@ class DiskTier:
 
     def _keeps(self, node: Node) -> bool:
         """Return whether a node must not be evicted yet."""
-        if not self._has(node) and self._wants(node):
+        if not self._has(node) and self._wants(node) and _write_seconds(node, self._rate) <= self._most_seconds:
             return True
         return self._note_eviction(node)
 

@@ -95,7 +95,7 @@ class IdlePrefixes:
         if self._disk is not None:
             with self._changed:
                 free = min(room - idle.host, limits.host_bytes - self._scheduler.host_bytes_in_use)
-            self._disk.evict(Sizes(*over), limit, self._waited_for, free)
+            self._disk.evict(Sizes(*over), limit, self._waited_for, free, lacking)
         elif max(over) > 0:
             self._tree.evict(Sizes(*over), limit, waiting=self._waited_for())
         with self._changed:

@@ -337,6 +337,41 @@ def test_memory_that_is_needed_now_waits_for_no_disk(store: ContextStore, monkey
         assert is_quiet(engine) and engine.stats["saves_failed"] == 0
 
 
+@pytest.mark.parametrize("texts", [1, 2])
+def test_a_request_waits_for_no_slow_write(
+    texts: int, store: ContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk writes a context for long: a request that lacks memory evicts another text, which is not written.
+
+    1 text: the only one that can be evicted is the one whose write has begun, which is cancelled.
+    """
+    llm = llm_of(config=ALL)
+    held = threading.Event()
+    write = background_saves.BackgroundSave.write
+
+    def slow(self: background_saves.BackgroundSave) -> None:
+        while not (held.is_set() or self.cancelled.is_set()):
+            time.sleep(0.001)
+        write(self)
+
+    monkeypatch.setattr(background_saves.BackgroundSave, "write", slow)
+    limits = default_limits(llm.model, llm.config)
+    limits = replace(limits, host_bytes=limits.token_bytes * (1500 if texts == 1 else 3000))
+    with Engine(llm, store=store, limits=limits) as engine:
+        for number in range(texts):
+            asked(engine, ids(1000, number), ids(20, 99))
+        if texts == 2:
+            engine.save("named", ids(1000, 1), wait=False)
+        else:
+            monkeypatch.setattr(background_saves, "WRITE_SECONDS", 0.0)
+        waiting = engine.submit(Request((ids(1000, 9), ids(20, 99)), 8, stop_ids=NEVER))
+        assert waiting.result().error is None
+        assert engine.stats["shared"].evicted == 1 and engine.stats["disk_evictions"] == 0
+        held.set()
+        assert soon(lambda: is_quiet(engine))
+        check_engine(engine)
+
+
 def test_memory_has_what_a_prompt_needs_but_for_a_few_tokens(store: ContextStore) -> None:
     """A longer text is not opened for an eighth of its tokens or less, and for more it is."""
     llm, text = llm_of(config=ALL), ids(2000, 1)

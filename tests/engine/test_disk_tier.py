@@ -305,6 +305,7 @@ def test_a_disk_that_fails(store: ContextStore, monkeypatch: pytest.MonkeyPatch,
 
 def test_memory_that_is_needed_now_waits_for_no_disk(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that lacks memory waits for the write; `reclaim` cancels it and drops texts that are not saved."""
+    monkeypatch.setattr(background_saves, "WRITE_SECONDS", float("inf"))
     llm, texts = llm_of(config=ALL), [ids(1000, number) for number in range(6)]
     held = threading.Event()
     write = background_saves.BackgroundSave.write
@@ -338,9 +339,7 @@ def test_memory_that_is_needed_now_waits_for_no_disk(store: ContextStore, monkey
 
 
 @pytest.mark.parametrize("texts", [1, 2])
-def test_a_request_waits_for_no_slow_write(
-    texts: int, store: ContextStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_waits_for_no_slow_write(texts: int, store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk writes a context for long: a request that lacks memory evicts another text, which is not written.
 
     1 text: the only one that can be evicted is the one whose write has begun, which is cancelled.

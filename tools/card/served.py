@@ -190,13 +190,22 @@ def following(client: Client) -> None:
 
 
 def turns(client: Client) -> None:
-    """Questions on several documents in turn."""
-    for documents, count in ((3, client.args.words), (10, client.args.words * 24 // 100)):
-        texts = [words(100 * documents + number, count) for number in range(documents)]
-        for turn in range(2):
-            for number, text in enumerate(texts):
-                what = f"{documents} documents of {count} words in turn, round {turn}, document {number}"
-                client.row(what, *chat(text, question(30 + turn)))
+    """Questions on three documents in turn."""
+    in_turn(client, 3, client.args.words)
+
+
+def ten(client: Client) -> None:
+    """Questions on ten documents of about a quarter of the length in turn."""
+    in_turn(client, 10, client.args.words * 24 // 100)
+
+
+def in_turn(client: Client, documents: int, count: int) -> None:
+    """Questions on documents of `count` words in turn, twice."""
+    texts = [words(100 * documents + number, count) for number in range(documents)]
+    for turn in range(2):
+        for number, text in enumerate(texts):
+            what = f"{documents} documents of {count} words in turn, round {turn}, document {number}"
+            client.row(what, *chat(text, question(30 + turn)))
 
 
 def eight(client: Client) -> None:
@@ -261,7 +270,7 @@ def steps(client: Client) -> None:
 
 
 GROUPS: dict[str, Callable[[Client], None]] = {
-    "short": short, "next": following, "turn": turns, "eight": eight, "saved": saved, "steps": steps,
+    "short": short, "next": following, "turn": turns, "ten": ten, "eight": eight, "saved": saved, "steps": steps,
     "reopened": reopened,
 }  # fmt: skip
 

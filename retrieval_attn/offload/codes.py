@@ -284,19 +284,35 @@ class HeadCodes:
         self._device, self._fmt, self._space, self._lent, self._sent = device, fmt, space, lent, sent
         self._copy: np.ndarray[Any, Any] | None = None  # in host memory, of codes that were offloaded once
         self._loaded: DeviceCodes | None = None  # on their way back
+        self._coming: Future[None] | None = None  # done when they are there
         self.owner: weakref.ref[Any] | None = None
 
     @property
     def offloaded(self) -> bool:
-        """Whether the codes are in host memory until the next use."""
-        return _is_away(self._device)
+        """Whether the codes are in host memory until the next use, and are not on their way back."""
+        return self._loaded is None and _is_away(self._device)
 
     @property
     def device(self) -> DeviceCodes:
         """The codes as tensors on the device; offloaded ones are copied back."""
+        self._land()
         while _is_away(codes := self._device):
             load_codes([self])
+            self._land()
         return codes
+
+    def _land(self) -> None:
+        """Wait for codes that are on their way back, and use them. Any thread. Raises what their copy raised."""
+        if (coming := self._coming) is None:
+            return
+        try:
+            coming.result()
+        except BaseException:
+            self._loaded = self._coming = None  # they stay offloaded
+            raise
+        with _landing:
+            if self._loaded is not None:
+                self._device, self._loaded, self._coming = self._loaded, None, None
 
     @property
     def copied_nbytes(self) -> int:
@@ -304,7 +320,8 @@ class HeadCodes:
         return 0 if self._copy is None else self._copy.nbytes
 
     def settle(self) -> None:
-        """Wait until the codes of a saved context have come."""
+        """Wait until codes of a saved context, or offloaded ones, have come."""
+        self._land()
         if self._sent is not None:
             self._sent.wait()
             self._sent = None
@@ -330,18 +347,18 @@ class HeadCodes:
             self._copy = self.rows().codes.copy()
         return True
 
-    def load(self, memory: Tensor, space: DeviceSpace) -> None:
+    def expect(self, memory: Tensor, space: DeviceSpace, coming: Future[None]) -> None:
+        """Use memory (capacity, key_bytes) once `coming` is done, which copies the codes to it by `load`."""
+        loaded = DeviceCodes(space, memory, self._device.finer)
+        loaded.length = self._device.length
+        with _landing:
+            self._loaded, self._coming = loaded, coming
+
+    def load(self, memory: Tensor) -> None:
         """Copy the codes to memory (capacity, key_bytes), by the current stream."""
         assert self._copy is not None
         for start, some in _outbox.parts(self._copy, memory.device):
             memory[start : start + len(some)].copy_(torch.from_numpy(some), non_blocking=True)
-        self._loaded = DeviceCodes(space, memory, self._device.finer)
-        self._loaded.length = self._device.length
-
-    def use_loaded(self) -> None:
-        """Use what `load` copied, once the copies are done."""
-        assert self._loaded is not None
-        self._device, self._loaded = self._loaded, None
 
     @classmethod
     def empty(
@@ -355,7 +372,8 @@ class HeadCodes:
 
     @property
     def device_nbytes(self) -> int:
-        return 0 if self._device.on_host else self._device.codes.nbytes
+        there = self._device if (loaded := self._loaded) is None else loaded
+        return 0 if there.on_host else there.codes.nbytes
 
     @property
     def host_nbytes(self) -> int:
@@ -464,29 +482,33 @@ def copy_codes(codes: Sequence[HeadCodes]) -> None:
 
 
 def load_codes(codes: Iterable[HeadCodes]) -> None:
-    """Copy offloaded codes back to the device. Raises MemoryPlanError where it has no room; all stay offloaded then."""
+    """Begin to copy offloaded codes back to the device; threads go on, in this order, and `HeadCodes.device` waits.
+
+    Raises MemoryPlanError where the device has no room; all stay offloaded then.
+    """
     with _offloading:
         groups: dict[tuple[torch.device, int, int], list[HeadCodes]] = {}
         for one in codes:
             there = one._device
-            if _is_away(there):
+            if one.offloaded:
                 groups.setdefault((there.device, capacity_for(there.length), there.codes.shape[1]), []).append(one)
-        tasks: list[tuple[torch.device, list[HeadCodes], Tensor, list[DeviceSpace]]] = []
+        tasks: list[tuple[list[HeadCodes], Tensor, list[DeviceSpace]]] = []
         for (device, tokens, key_bytes), heads in groups.items():
             with beside(device):
                 for start in range(0, len(heads), SLAB_HEADS):
                     part = heads[start : start + SLAB_HEADS]
                     memory = _taken(len(part), tokens, key_bytes, device)
-                    tasks.append((device, part, memory, _spaces_on([one._space for one in part], device)))
-        _in_threads(_load_some, tasks)
-        for _, part, *_ in tasks:
-            for head in part:
-                head.use_loaded()
+                    tasks.append((part, memory, _spaces_on([one._space for one in part], device)))
+        for part, memory, spaces in tasks:
+            coming = _senders().submit(_load_some, part, memory)
+            for head, own, space in zip(part, memory, spaces, strict=True):
+                head.expect(own, space, coming)
 
 
 SLAB_HEADS = 8
 """Heads whose loaded codes share one allocation."""
 _offloading = threading.RLock()
+_landing = threading.Lock()
 
 
 def _is_away(codes: DeviceCodes) -> bool:
@@ -519,10 +541,13 @@ def _offload_some(heads: list[HeadCodes]) -> None:
         head.offload()
 
 
-def _load_some(device: torch.device, heads: list[HeadCodes], memory: Tensor, spaces: Sequence[DeviceSpace]) -> None:
+def _load_some(heads: list[HeadCodes], memory: Tensor) -> None:
+    """Copy codes of heads to memory (heads, capacity, key_bytes)."""
+    device = memory.device
+
     def copy() -> None:
-        for head, own, space in zip(heads, memory, spaces, strict=True):
-            head.load(own, space)
+        for head, own in zip(heads, memory, strict=True):
+            head.load(own)
 
     with torch.inference_mode(False), torch.no_grad():
         if device.type != "cuda":

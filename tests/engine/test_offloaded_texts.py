@@ -23,6 +23,7 @@ from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.engine.request import Request
 from retrieval_attn.gpu.codes.host_row_gather import RowShape
 from retrieval_attn.memory.device_room import IndexChoice
+from retrieval_attn.offload import codes as codes_module
 from retrieval_attn.offload import int8_rows
 from retrieval_attn.offload.codes import HeadCodes, load_codes, offload_codes
 from retrieval_attn.offload.int8_rows import Int8RowMirror
@@ -73,6 +74,42 @@ def test_codes_go_and_come_back() -> None:
     assert [one._copy for one in codes] == copies
     assert answer(llm, cache.fork()) == expected, "codes that are needed are loaded one by one"
     assert not any(one.offloaded for one in codes)
+
+
+def test_a_fork_waits_for_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come while the question is read; who needs them waits. A copy that failed is tried again by the next one."""
+    llm = llm_of(CONFIG)
+    entry = PrefixEntry.beyond(read_text(llm, 800, 4).cache, Sizes())
+    expected, codes = answer(llm, entry.fork()), head_codes_of(entry._cache)
+    rows = [one.rows().codes.copy() for one in codes]
+    entry.offload()
+    load, released = codes_module._load_some, threading.Event()
+
+    def slow(*given: Any) -> None:
+        released.wait()
+        load(*given)
+
+    def failing(*given: Any) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(codes_module, "_load_some", slow)
+    fork = entry.fork()
+    coming = [one._coming for one in codes]
+    assert not any(one.offloaded for one in codes) and not any(one is None or one.done() for one in coming)
+    assert sum(one.device_nbytes for one in codes) > 0, "their memory is taken"
+    threading.Timer(0.1, released.set).start()
+    for one, own in zip(codes, rows, strict=True):
+        assert (one.device.codes[: one.device.length].numpy() == own).all()
+    assert answer(llm, fork) == expected
+    entry.offload()
+    assert all(one.offloaded for one in codes), "what had come goes again"
+    monkeypatch.setattr(codes_module, "_load_some", failing)
+    entry.fork()
+    with pytest.raises(OSError, match="no"):
+        codes[0].device  # noqa: B018
+    assert codes[0].offloaded
+    monkeypatch.setattr(codes_module, "_load_some", load)
+    assert (codes[0].device.codes[: len(rows[0])].numpy() == rows[0]).all()
 
 
 def test_a_step_that_reads_codes_keeps_them() -> None:
@@ -267,7 +304,7 @@ def test_a_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -
     same answer. The count tells that it waits.
     """
     llm = llm_of(CONFIG)
-    first, second = Request((ids(500, 1), QUESTION), 60), Request((ids(600, 2), QUESTION), 4)
+    first, second = Request((ids(500, 1), QUESTION), 240), Request((ids(600, 2), QUESTION), 4)
     with Engine(llm, prefix_cache_bytes=0) as engine:
         expected = [engine.submit(one).result().tokens for one in (first, second)]
     monkeypatch.setattr(IndexChoice, "has_room", lambda self, tokens: False)

@@ -320,13 +320,14 @@ class CacheLayer(HandleLayer):
 class LayeredCache(Cache):
     """Cache methods of layer-major prefill. on_layer: called after each decoder layer of a forward, or None.
 
-    on_chunk: called before each chunk of each decoder layer, of which a short forward has one, or None. on_end: called
-    behind the last of several, before what ends the layer's pass, or None.
+    on_chunk: called before each chunk of each decoder layer, of which a short forward has one, with the most tokens that
+    it may have; returns how many it has at most. None: all of these. on_end: called behind a layer's last chunk, before
+    what ends its pass, or None.
     """
 
     config: Config
     on_layer: Callable[[], object] | None = None
-    on_chunk: Callable[[], object] | None = None
+    on_chunk: Callable[[int], int] | None = None
     on_end: Callable[[], object] | None = None
 
     def fork(self) -> Self:

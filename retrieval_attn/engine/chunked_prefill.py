@@ -1,6 +1,7 @@
 """Prefill a prompt in a thread, chunk by chunk, between decode steps of the running batch.
 
-A chunk is a prompt chunk in one layer, or the end of a layer's pass over several of them. Between two chunks the thread
+A chunk is a prompt chunk in one layer, or the end of a layer's pass over several of them. Chunks of one layer that are
+granted together are one forward. Between two chunks the thread
 blocks at a gate and holds only the prompt's hidden states, so that decode steps run meanwhile. The result equals that
 of `Context.read`.
 """
@@ -53,7 +54,8 @@ class ChunkedPrefill(GatedRead):
     """
 
     def __init__(
-        self, loop: AnswerLoop, cache: RetrievalCache, ids: Items[int], scored: int | None = None
+        self, loop: AnswerLoop, cache: RetrievalCache, ids: Items[int], scored: int | None = None, *,
+        chunk_tokens: int | None = None,
     ) -> None:  # fmt: skip
         """Start the thread; no chunk runs before `go`.
 
@@ -62,20 +64,24 @@ class ChunkedPrefill(GatedRead):
             cache: empty, or one sequence with known ids.
             ids: tokens to prefill after those of the cache.
             scored: number of log-probabilities per prompt token, see `PromptRows`. None: no scores.
+            chunk_tokens: tokens of a chunk that is granted; a forward takes several of them, up to the cache's
+                `prefill_chunk`, if they are granted at once. None: `prefill_chunk`.
 
         Raises:
             InputDataError: no ids, or a cache of images.
             ContextLengthError, CacheMismatchError: the cache cannot take the tokens.
         """
         batch = read_batch(loop, cache, ids, scored)
-        layer_chunks = -(-len(ids) // cache.config.prefill_chunk)
+        unit = min(chunk_tokens or cache.config.prefill_chunk, cache.config.prefill_chunk)
+        layer_chunks = -(-len(ids) // unit)
         ends = sum(isinstance(layer, CacheLayer) for layer in cache.layers) if layer_chunks > 1 else 0
         chunks = layer_chunks * len(cache.layers) + ends
-        self._gate, self._end = Gate(chunks, settling(loop.model), layer_chunks if ends else 0), _End()
+        self._gate, self._end = Gate(chunks, settling(loop.model), layer_chunks if ends else 0, unit), _End()
         self.cache = cache
         self._thread = threading.Thread(
-            target=_run, args=(loop, cache, batch, self._gate, self._end), name="retrieval_attn-read", daemon=True
-        )
+            target=_run, args=(loop, cache, batch, self._gate, self._end, ends > 0), name="retrieval_attn-read",
+            daemon=True,
+        )  # fmt: skip
         self._thread.start()
         weakref.finalize(self, self._gate.cancel)
 
@@ -117,12 +123,14 @@ class _End:
     error: BaseException | None = None
 
 
-def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate, end: _End) -> None:
-    """Run the prefill thread."""
+def _run(
+    loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate, end: _End, has_ends: bool
+) -> None:  # fmt: skip
+    """Run the prefill thread. has_ends: whether the end of a layer's pass is a chunk of its own."""
     before: Rollback | None = None
     try:
         before = Rollback(cache) if cache.get_seq_length() else None
-        cache.on_chunk, cache.on_end = gate.enter, functools.partial(gate.enter, end=True)
+        cache.on_chunk, cache.on_end = gate.enter, functools.partial(gate.enter, end=True) if has_ends else None
         try:
             state = loop.read_whole(cache, batch, read_done=gate.finish)
         finally:

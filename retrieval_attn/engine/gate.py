@@ -27,15 +27,19 @@ class Gate:
         ended: whether the thread has ended.
     """
 
-    def __init__(self, total: int, settle: Callable[[], object] | None = None, layer_chunks: int = 0) -> None:
+    def __init__(
+        self, total: int, settle: Callable[[], object] | None = None, layer_chunks: int = 0, chunk_tokens: int = 1
+    ) -> None:
         """Args:
         total: planned chunks.
         settle: waits for a device; called by the thread before it blocks, so that granted chunks are complete.
         layer_chunks: chunks of each layer before its end. 0: layers have no end of their own.
+        chunk_tokens: tokens of a chunk.
         """
         self.total, self._layer_chunks, self._in_layer = total, layer_chunks, 0
-        self.granted = self._begun = self._holders = 0
-        self._inside = self._waiting = self._cancelled = self.at_end = self.finishing = self.ended = False
+        self._chunk_tokens = chunk_tokens
+        self.granted = self._begun = self._holders = self._inside = 0
+        self._waiting = self._cancelled = self.at_end = self.finishing = self.ended = False
         self._settle = settle
         self._changed = threading.Condition()
 
@@ -70,12 +74,14 @@ class Gate:
             self._cancelled = True
             self._changed.notify_all()
 
-    def enter(self, *, end: bool = False) -> None:
-        """Block until a chunk is granted. `end`: it is a layer's end. Raises ReadCancelled."""
+    def enter(self, tokens: int = 1, *, end: bool = False) -> int:
+        """Block until a chunk is granted. Return the tokens to compute: of as many chunks as are granted and `tokens`
+        take, since one forward of them launches fewer kernels. `end`: it is a layer's end. Raises ReadCancelled.
+        """
         if self._stops:
             self.settle()
         with self._changed:
-            self._inside, self.at_end = False, end
+            self._inside, self.at_end = 0, end
             while self._stops:
                 self._waiting = True
                 self._changed.notify_all()
@@ -83,10 +89,12 @@ class Gate:
             self._waiting = False
             if self._cancelled:
                 raise ReadCancelled
-            self.granted -= 1
-            self._begun += 1
-            self._in_layer = 0 if end else self._in_layer + 1
-            self._inside, self.at_end = True, False
+            taken = 1 if end else max(1, min(self.granted, -(-tokens // self._chunk_tokens)))
+            self.granted -= taken
+            self._begun += taken
+            self._in_layer = 0 if end else self._in_layer + taken
+            self._inside, self.at_end = taken, False
+            return taken * self._chunk_tokens
 
     def settle(self) -> None:
         """Wait until the device has executed the thread's launches."""
@@ -97,13 +105,13 @@ class Gate:
         """Note that the last chunk is complete."""
         self.settle()
         with self._changed:
-            self.finishing, self._inside = True, False
+            self.finishing, self._inside = True, 0
             self._changed.notify_all()
 
     def end(self) -> None:
         """Note the end of the thread. The thread's last call."""
         with self._changed:
-            self.ended, self._inside = True, False
+            self.ended, self._inside = True, 0
             self._changed.notify_all()
 
     def wait(self, timeout: float | None) -> bool:

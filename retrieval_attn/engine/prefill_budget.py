@@ -57,6 +57,8 @@ SHORT, LONG, END = "short", "long", "end"
 def chunk_kind(entry: ScheduledRequest) -> str:
     """Return the kind of the next chunk of a request."""
     return END if entry.at_end else LONG if entry.is_long else SHORT
+ALONE_SECONDS = 0.1
+"""Time of the chunks that are granted at once while no sequence decodes, at least: a new request waits for them."""
 
 
 class PrefillBudget:
@@ -132,7 +134,7 @@ class PrefillBudget:
 
     def _share(self, turn: Iterable[ScheduledRequest], rows: int) -> Iterator[tuple[str, int]]:
         limits, step = self._limits, self._step(rows)
-        left = limits.inter_token_seconds - step
+        left = limits.inter_token_seconds - step if rows else max(limits.inter_token_seconds, ALONE_SECONDS)
         room = max(left - self._margin.seconds if rows else left, left * LEAST_ROOM, step * LEAST_SHARE)
         for number, entry in enumerate(turn):
             chunk = self._seconds(entry)

@@ -157,7 +157,8 @@ class PrefillWorker:
     def _advance(self, row: RunningRequest) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)
         can_wait = self._others_run(row) and row.lacking_seconds < MAX_LACKING_SECONDS
-        row.advance(self._config, self._tree, packs=self._packs, can_wait=can_wait)
+        tokens = self._scheduler.limits.chunk_tokens
+        row.advance(self._config, self._tree, packs=self._packs, can_wait=can_wait, chunk_tokens=tokens)
 
     def _others_run(self, row: RunningRequest) -> bool:
         """Return whether another request holds GPU memory that it frees when it ends."""

@@ -143,15 +143,18 @@ class RunningRequest:
         """Whether the whole prompt was."""
         return self._done == len(self.sharing.ends)
 
-    def advance(self, config: Config, tree: RadixCache | None, *, packs: bool = False, can_wait: bool = False) -> None:
+    def advance(
+        self, config: Config, tree: RadixCache | None, *, packs: bool = False, can_wait: bool = False,
+        chunk_tokens: int | None = None,
+    ) -> None:  # fmt: skip
         """Begin to read the next part, unless another request reads it, or the tree has it by now; take up one that is
         read.
 
         packs: short ones may be read with those of others. can_wait: other requests run, so that this one waits if it
-        lacks GPU memory (`lacks_room`). Raises what went wrong with the reading.
+        lacks GPU memory (`lacks_room`). chunk_tokens: see `ChunkedPrefill`. Raises what went wrong with the reading.
         """
         self.lacks_room = False
-        self._advance(config, tree, packs=packs, can_wait=can_wait)
+        self._advance(config, tree, packs=packs, can_wait=can_wait, chunk_tokens=chunk_tokens)
         self._lacking_since = (self._lacking_since or time.perf_counter()) if self.lacks_room else 0.0
 
     @property
@@ -159,7 +162,9 @@ class RunningRequest:
         """Seconds since the request lacks GPU memory; 0: it does not."""
         return time.perf_counter() - self._lacking_since if self._lacking_since else 0.0
 
-    def _advance(self, config: Config, tree: RadixCache | None, *, packs: bool, can_wait: bool) -> None:
+    def _advance(
+        self, config: Config, tree: RadixCache | None, *, packs: bool, can_wait: bool, chunk_tokens: int | None
+    ) -> None:
         if self.request.prompt_logprobs is not None:
             tree, packs = None, False  # all of it is read: scores of a part that another request has read are not kept
         if self.read is not None:
@@ -206,7 +211,8 @@ class RunningRequest:
         if packs and short and packable(self.cache):
             self.read = PrefillRequest(self._loop, self.cache, part)
         else:
-            self.read = ChunkedPrefill(self._loop, self.cache, part, self.request.prompt_logprobs)
+            scored = self.request.prompt_logprobs
+            self.read = ChunkedPrefill(self._loop, self.cache, part, scored, chunk_tokens=chunk_tokens)
 
     def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
         """Take the next token; whether the answer ends with it by itself."""

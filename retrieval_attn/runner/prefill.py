@@ -276,7 +276,7 @@ class _ChunkedLayer:
             spec.positions.require_one_text(spec.padding, tokens, kwargs)
         if tokens <= min(self._stream.chunk, MIN_CHUNK) or not isinstance(layer, CacheLayer | StateLayer):
             if cache.on_chunk is not None:
-                cache.on_chunk()
+                cache.on_chunk(tokens)
             result = self._original(hidden_states, *args, **kwargs)
         elif isinstance(layer, StateLayer):  # its state goes from chunk to chunk
             if self._stream.states.layout.kv_layers == 1:  # keys of a layer before it, or what it computes
@@ -304,7 +304,7 @@ class _ChunkedLayer:
             tokens = hidden_states.shape[1]
             layer.begin_pass(tokens, self._stream.states.layout.kv_layers == 1)
             result = self._walk(cache, layer, hidden_states, args, kwargs)
-            if cache.on_end is not None and tokens > self._stream.chunk:
+            if cache.on_end is not None:
                 cache.on_end()  # behind the dearest chunk, what ends the layer would come on top
             layer.end_pass()
         except RuntimeError as error:
@@ -336,9 +336,8 @@ class _ChunkedLayer:
         rest: tuple[Any, ...] | None = None
         start = 0
         while start < tokens:
-            stop = min(start + self._stream.chunk, tokens)
-            if cache.on_chunk is not None:
-                cache.on_chunk()
+            most = min(self._stream.chunk, tokens - start)
+            stop = start + (most if cache.on_chunk is None else min(most, cache.on_chunk(most)))
             mark = layer.mark()
             part = self._fitting(rows, (start, stop, tokens), args, kwargs)
             if part is None:

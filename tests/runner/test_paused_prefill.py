@@ -298,3 +298,24 @@ def test_steps_run_beside_a_read_on_a_gpu(
         gc.collect()
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= held + (1 << 20)
+
+
+@pytest.mark.parametrize(("granted", "together"), [(1, 1), (3, 3), (100, 4)])
+def test_chunks_granted_together_are_one_forward(loop: AnswerLoop, granted: int, together: int) -> None:
+    """Up to the cache's own chunk of 64 tokens; logits and chunks left are those of a prefill in chunks of 64."""
+    ids, cache = ids_of(480), new_cache(loop, prefill_chunk=64)
+    expected = read_at_once(loop, new_cache(loop, prefill_chunk=64), ids)
+    read = ChunkedPrefill(loop, cache, ids, chunk_tokens=16)
+    sizes: list[int] = []
+    mlp = loop.model.model.layers[0].mlp
+    hook = mlp.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
+    try:
+        while not (read.done or read.finishing):
+            read.go(min(granted, read.chunks_alike))
+            assert read.wait(WAIT)
+        assert read.wait_done(WAIT)
+    finally:
+        hook.remove()
+    assert sum(sizes) == 480 and set(sizes[:-1]) == {16 * together}
+    assert torch.allclose(read.result(WAIT).logits, expected.logits, atol=1e-4)
+    assert read.chunks_left == 0 and cache.get_seq_length() == 480

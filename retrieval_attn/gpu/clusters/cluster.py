@@ -12,6 +12,7 @@ Non-finite keys are put into some cluster and make its sums non-finite.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,9 +28,10 @@ SAMPLE_KEYS = 8192
 SAMPLE_QUERIES = 4096
 FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: keys differ a little even where no query looks."""
-BYTES_AT_ONCE = 192 << 20
-"""Of scores, one-hot matrices and float32 keys at a time: less than the activations of a chunk that was read before.
-On one H100 pieces of 48 MiB took 20.8 ms for 131,072 keys of 8 heads and 256 clusters, 15.2 of them to launch."""
+BYTES_AT_ONCE = 232 << 20
+"""Of scores, one-hot matrices and keys with values at a time: less than the activations of a chunk that was read before,
+and as much as the sample of eight heads takes. On one H100 pieces of 48 MiB took 20.8 ms for 131,072 keys of 8 heads and
+256 clusters, 15.2 of them to launch."""
 BYTES_PER_SCORE = 12
 """While keys are weighed: a float32, what a logarithm of a sum takes, and who is best."""
 ALIGNED = 64
@@ -159,9 +161,11 @@ def make_clusters(
     sample = _sampled(keys, SAMPLE_KEYS), _sampled(values, SAMPLE_KEYS)
     joint = _joint_metric(*sample, metric)
     means = torch.cat(sample, dim=2)[:, spread(clusters, sample[0].shape[1], keys.device)].float()
+    rows = _Rows(*sample, clusters)
     for _ in range(ROUNDS):
-        means = _pass(*sample, means, joint)[1].means(means)
-    members, sums = _pass(keys, values, means, joint, weights)
+        means = _pass(rows, means, joint)[1].means(means)
+    rows = _Rows(keys, values, clusters)
+    members, sums = _pass(rows, means, joint, weights)
     found = sums.means(means)
     shifts = torch.zeros_like(sums.weighted)
     if weights is not None:
@@ -259,85 +263,104 @@ def _sides(centers: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
     return (away if metric is None else away @ metric).transpose(1, 2).contiguous(), bias
 
 
-class _Nearest:
-    """Assigns keys to the nearest of centres, a piece at a time."""
+class _Rows:
+    """Keys with their values as matrix products take them, a piece of the tokens at a time.
 
-    def __init__(self, like: Tensor, centers: Tensor, metric: Tensor | None, most: int) -> None:
-        """like: of the dtype and device of those to come, at most `most` at once."""
-        self._sides, self._bias = _sides(centers, metric)
-        self._left: Tensor | None = None
-        if not (like.is_cuda and like.dtype == torch.bfloat16):
-            return
-        # by matrix units, in one product: two bfloat16 numbers for each of a side, three for a bias
-        terms = _terms(self._sides, 2) + _terms(self._bias, 3)
-        heads, dim, _ = self._sides.shape
-        padding = -(2 * dim + 3) % 8  # rows begin on multiples of 16 bytes
-        none = self._bias.new_zeros(heads, padding, self._bias.shape[2], dtype=like.dtype)
-        self._right = torch.cat([*terms, none], dim=1)
-        self._left = like.new_ones(heads, most, self._right.shape[1])
+    Behind a row's numbers are ones, by which a product of rows adds a bias and counts. Rows of bfloat16 on a GPU come
+    twice, for sides of two bfloat16 numbers each; their products are sums in float32.
+    """
 
-    def __call__(self, keys: Tensor) -> Tensor:
-        """int64 (heads, n)."""
-        if self._left is None:
-            return torch.baddbmm(self._bias, keys.float(), self._sides).argmax(dim=2)
-        count, dim = keys.shape[1:]
-        left = self._left[:, :count]
-        left[..., : 2 * dim].unflatten(2, (2, dim)).copy_(keys[:, :, None])
-        return torch.bmm(left, self._right, out_dtype=torch.float32).argmax(dim=2)
+    def __init__(self, keys: Tensor, values: Tensor, clusters: int) -> None:
+        """keys (heads, n, head_dim), values (heads, n, value_dim), n > 0."""
+        self._parts = keys, values
+        self.heads, self.count, dim = keys.shape
+        self.value_dim = values.shape[2]
+        self.dim, self.device = dim + self.value_dim, keys.device
+        self.split = keys.is_cuda and keys.dtype == values.dtype == torch.bfloat16
+        self.dtype = torch.bfloat16 if self.split else torch.float32
+        copies = 2 if self.split else 1
+        width = copies * self.dim + (3 if self.split else 1)
+        self.width = width + -width % 8  # rows begin on multiples of 16 bytes
+        self._pieces = _pieces(self.count, _bytes_per_key(keys, values, clusters))
+        self.most = max(-((start - stop) // ALIGNED) * ALIGNED for start, stop in self._pieces)
+        self._left = torch.ones(self.heads, self.most, self.width, dtype=self.dtype, device=keys.device)
+        self._copies = self._left[..., : copies * self.dim].unflatten(2, (copies, self.dim))
+        self._filled = False
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield tokens and their rows (heads, tokens, width), which hold until the next piece."""
+        keys, values = self._parts
+        for start, stop in self._pieces:
+            if not self._filled:
+                there, span = self._copies[:, : stop - start], slice(start, stop)
+                there[..., : keys.shape[2]] = keys[:, span, None]
+                there[..., keys.shape[2] :] = values[:, span, None]
+                self._filled = len(self._pieces) == 1
+            yield slice(start, stop), self._left[:, : stop - start]
+
+    def summed(self, rows: Tensor) -> Tensor:
+        """Return a piece's rows with one copy of their numbers, and behind these ones."""
+        return rows[..., self.dim :] if self.split else rows
+
+    def right(self, sides: Tensor, bias: Tensor) -> Tensor:
+        """Return (heads, width, clusters), with which rows give scores. sides (heads, dim, clusters), bias (heads, 1,
+        clusters).
+        """
+        terms = [*_terms(sides, 2), *_terms(bias, 3)] if self.split else [sides, bias]
+        padding = bias.new_zeros(self.heads, self.width - sum(term.shape[1] for term in terms), bias.shape[2])
+        return torch.cat([*terms, padding.to(self.dtype)], dim=1)
 
 
 def _terms(numbers: Tensor, count: int) -> list[Tensor]:
     """`count` bfloat16 numbers for each of `numbers`, float32: their sum but for the last one's error."""
-    terms = []
-    for _ in range(count):
+    terms = [numbers.to(torch.bfloat16)]
+    while len(terms) < count:
+        numbers = numbers - terms[-1]
         terms.append(numbers.to(torch.bfloat16))
-        numbers = numbers - terms[-1].float()
     return terms
 
 
-def _pass(
-    keys: Tensor, values: Tensor, means: Tensor, metric: Tensor, weights: Tensor | None = None
-) -> tuple[Tensor, _Sums]:
-    """Assign keys (heads, n, head_dim) with their values (heads, n, value_dim) to the nearest of means (heads,
-    clusters, dim of both), and sum.
+def _pass(rows: _Rows, means: Tensor, metric: Tensor, weights: Tensor | None = None) -> tuple[Tensor, _Sums]:
+    """Assign keys with their values to the nearest of means (heads, clusters, dim of both), and sum.
+
+    weights: (heads, n) of the keys.
     """
-    heads, count, dim = keys.shape
-    clusters = means.shape[1]
-    members = torch.empty(heads, count, dtype=torch.uint8, device=keys.device)
-    sums = _Sums.zeros(keys, clusters, dim, values.shape[2])
-    pieces = _pieces(count, _bytes_per_key(keys, values, clusters))
-    most = max((-((start - stop) // ALIGNED) * ALIGNED for start, stop in pieces), default=0)
-    # products with 0 and 1 are exact: matrix units for halves add them in float32
-    alike = keys.dtype == values.dtype
-    halves = keys.is_cuda and alike and keys.dtype in (torch.bfloat16, torch.float16)
-    dtype = keys.dtype if alike else torch.float32
-    nearest = _Nearest(keys[:0].to(dtype), _projected(means, metric), metric, most)
-    one_hot = keys.new_empty(heads, clusters, most, dtype=keys.dtype if halves else torch.float32)
-    for start, stop in pieces:
-        rows = torch.cat([some[:, start:stop].to(dtype) for some in (keys, values)], dim=2)
-        own = nearest(rows)
-        members[:, start:stop] = own
-        chosen = one_hot[..., : stop - start].zero_().scatter_(1, own[:, None], 1)
-        sums.counts.add_(chosen.sum(dim=2, dtype=torch.float32))
-        _add_products(sums.rows, chosen, rows)
+    clusters, dim = means.shape[1], rows.dim
+    right = rows.right(*_sides(_projected(means, metric), metric))
+    members = torch.empty(rows.heads, rows.count, dtype=torch.uint8, device=rows.device)
+    one_hot = torch.empty(rows.heads, clusters, rows.most, dtype=rows.dtype, device=rows.device)
+    sums: Tensor | None = None
+    weighted: Tensor | None = None
+    for span, piece in rows.pieces():
+        own = _product(piece, right).argmax(dim=2)
+        members[:, span] = own
+        chosen = one_hot[..., : piece.shape[1]].zero_().scatter_(1, own[:, None], 1)
+        # products with 0 and 1 are exact
+        sums = _added(sums, _product(chosen, rows.summed(piece)))
         if weights is not None:
-            chosen.scatter_(1, own[:, None], weights[:, None, start:stop].to(chosen.dtype))
-            sums.weights.add_(chosen.sum(dim=2, dtype=torch.float32))
-            _add_products(sums.weighted, chosen, rows[..., dim:])
-    return members, sums
+            chosen.scatter_(1, own[:, None], weights[:, None, span].to(chosen.dtype))
+            ofs = rows.summed(piece)[..., dim - rows.value_dim :]
+            weighted = _added(weighted, _product(chosen, ofs))
+    assert sums is not None
+    counts, added = sums[..., dim], sums[..., :dim]
+    if weighted is None:
+        none = added.new_zeros(rows.heads, clusters, rows.value_dim)
+        return members, _Sums(counts, added, torch.zeros_like(counts), none)
+    return members, _Sums(counts, added, weighted[..., rows.value_dim], weighted[..., : rows.value_dim])
 
 
-def _add_products(into: Tensor, chosen: Tensor, rows: Tensor) -> None:
-    """into (heads, clusters, dim) += chosen (heads, clusters, n) @ rows (heads, n, dim)."""
-    if chosen.dtype == torch.float32:
-        into.baddbmm_(chosen, rows.float())
-    else:
-        into.add_(torch.bmm(chosen, rows, out_dtype=torch.float32))
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left (heads, m, k) @ right (heads, k, n), summed in float32."""
+    return torch.bmm(left, right) if left.dtype == torch.float32 else torch.bmm(left, right, out_dtype=torch.float32)
+
+
+def _added(sums: Tensor | None, more: Tensor) -> Tensor:
+    return more if sums is None else sums.add_(more)
 
 
 def _bytes_per_key(keys: Tensor, values: Tensor, clusters: int) -> int:
-    """Return the bytes of a pass per key, all heads: numbers of it and its value, float32 or three times in halves;
-    scores and choices.
+    """Return the bytes of a pass per key, all heads: numbers of it and its value, float32 or twice in halves; scores and
+    choices.
     """
     return keys.shape[0] * (6 * (keys.shape[2] + values.shape[2]) + 8 * clusters)
 

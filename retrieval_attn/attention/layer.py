@@ -320,9 +320,9 @@ class CacheLayer(HandleLayer):
 class LayeredCache(Cache):
     """Cache methods of layer-major prefill. on_layer: called after each decoder layer of a forward, or None.
 
-    on_chunk: called before each chunk of each decoder layer, of which a short forward has one, with the most tokens that
-    it may have; returns how many it has at most. None: all of these. on_end: called behind a layer's last chunk, before
-    what ends its pass, or None.
+    on_chunk: called before each chunk of each decoder layer, of which a short forward has one, with the most tokens
+    that it may have; returns how many it has at most. None: all of these. on_end: called behind a layer's last chunk,
+    before what ends its pass, or None.
     """
 
     config: Config

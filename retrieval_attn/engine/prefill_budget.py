@@ -57,6 +57,8 @@ SHORT, LONG, END = "short", "long", "end"
 def chunk_kind(entry: ScheduledRequest) -> str:
     """Return the kind of the next chunk of a request."""
     return END if entry.at_end else LONG if entry.is_long else SHORT
+
+
 ALONE_SECONDS = 0.1
 """Time of the chunks that are granted at once while no sequence decodes, at least: a new request waits for them."""
 

@@ -67,12 +67,12 @@ class Int8RowMirror(KVReplica[Segment]):
     of_segments = from_device = reclaimable = True
 
     def __init__(self, heads: int, shape: RowShape, expected: int, device: torch.device) -> None:
-        """Allocate rows of `expected` tokens and some spare ones, of `heads` key-value heads; a thread has the GPU's
-        driver populate the pages, which takes a fifth of a prefill. Raises MemoryPlanError.
+        """Allocate rows of `expected` tokens and some spare ones, of `heads` key-value heads; a thread populates the
+        pages for a GPU. Raises MemoryPlanError.
         """
         self.shape, self.first, self.length = shape, 0, 0
         self._heads, self._device, self._turn = heads, device, threading.Lock()
-        self._taken: Future[torch.cuda.Event] | None = None
+        self._taken: Future[None] | None = None
         self._asked: tuple[tuple[int, ...], list[GatherEntry]] | None = None
         self._offloaded = False
         self._copy: Tensor | None = None  # of the steps, in host memory
@@ -80,7 +80,7 @@ class Int8RowMirror(KVReplica[Segment]):
         self.used = next(_uses)
         self._take(capacity_for(expected + SPARE_TOKENS))
         if device.type == "cuda" and has_managed(device):
-            self._taken = _takers().submit(_take_pages, self._memory, device)
+            self._taken = _takers().submit(take_pages, self._memory.view(-1).numpy())
 
     def _take(self, capacity: int) -> None:
         rows = host_rows(self._heads, capacity, self.shape.width, self._device)
@@ -164,7 +164,7 @@ class Int8RowMirror(KVReplica[Segment]):
         start, stop = self.length, self.length + keys.shape[1]
         self._copy, self._writes = None, self._writes + 1
         if self._taken is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._taken.result())
+            self._taken.result()
             self._taken = None
         if stop > self._rows.shape[1]:
             before, steps = self._rows, self._steps
@@ -445,16 +445,4 @@ def _makers() -> ThreadPool:
 
 @functools.cache
 def _takers() -> ThreadPool:
-    return ThreadPool(1, "retrieval_attn-pages")
-
-
-@functools.cache
-def _taking(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _take_pages(memory: Tensor, device: torch.device) -> torch.cuda.Event:
-    """Populate the pages of managed memory. Returns the event after which they are there."""
-    stream = _taking(device)
-    take_pages(memory.view(-1).numpy(), stream)
-    return stream.record_event()
+    return ThreadPool(2, "retrieval_attn-pages")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import mmap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -138,3 +139,9 @@ def test_memory_of_any_thread() -> None:
     assert array is not None and array.nbytes == 1 << 20
     array[:] = np.arange(1 << 20, dtype=np.uint8)
     assert torch.equal(torch.from_numpy(array).to("cuda"), torch.arange(1 << 20, device="cuda").to(torch.uint8))
+
+
+def test_a_byte_of_each_page_is_written() -> None:
+    memory = np.full(10 * mmap.PAGESIZE + 7, 5, np.uint8)
+    managed.take_pages(memory)
+    assert np.flatnonzero(memory == 0).tolist() == [page * mmap.PAGESIZE for page in range(11)]

@@ -53,6 +53,7 @@ class Pair:
     def __init__(self, model: Any, cache: RetrievalCache) -> None:
         self.model, self.row, self.alone = model, cache, cache.fork()
         self.token = 5
+        self.offs: list[float] = []
         self.worst, self.tolerance = 0.0, TOLERANCE if model.device.type == "cpu" else GPU_TOLERANCE
         self.seldom: int | None = None
         """Steps that may be off by more than `usual`, within the tolerance; None: any."""
@@ -72,10 +73,11 @@ class Pair:
         wanted = feed(self.model, self.alone, torch.tensor([[self.token]], device=device))
         off = float((logits - wanted).abs().max() / wanted.abs().max())
         self.worst = max(self.worst, off)
-        assert self.worst < self.tolerance
+        self.offs.append(off)
+        assert self.worst < self.tolerance, self.offs
         if self.seldom is not None and off > self.usual:
             self.seldom -= 1
-            assert self.seldom >= 0
+            assert self.seldom >= 0, self.offs
         assert int(logits.argmax()) == int(wanted.argmax())
         self.token = int(wanted.argmax())
 

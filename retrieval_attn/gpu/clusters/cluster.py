@@ -29,9 +29,9 @@ SAMPLE_QUERIES = 4096
 FLOOR = 1e-6
 """Least eigenvalue of the queries' second moment, of its mean: keys differ a little even where no query looks."""
 BYTES_AT_ONCE = 232 << 20
-"""Of scores, one-hot matrices and keys with values at a time: less than the activations of a chunk that was read before,
-and as much as the sample of eight heads takes. On one H100 pieces of 48 MiB took 20.8 ms for 131,072 keys of 8 heads and
-256 clusters, 15.2 of them to launch."""
+"""Of scores, one-hot matrices and keys with values at a time: less than the activations of a chunk that was read
+before, and as much as the sample of eight heads takes. On one H100 pieces of 48 MiB took 20.8 ms for 131,072 keys of 8
+heads and 256 clusters, 15.2 of them to launch."""
 BYTES_PER_SCORE = 12
 """While keys are weighed: a float32, what a logarithm of a sum takes, and who is best."""
 ALIGNED = 64
@@ -359,8 +359,8 @@ def _added(sums: Tensor | None, more: Tensor) -> Tensor:
 
 
 def _bytes_per_key(keys: Tensor, values: Tensor, clusters: int) -> int:
-    """Return the bytes of a pass per key, all heads: numbers of it and its value, float32 or twice in halves; scores and
-    choices.
+    """Return the bytes of a pass per key, all heads: its numbers and its value's, float32 or twice in halves, scores
+    and choices.
     """
     return keys.shape[0] * (6 * (keys.shape[2] + values.shape[2]) + 8 * clusters)
 

@@ -36,14 +36,18 @@ def test_steps_equal_eager_decoding(case: str) -> None:
 
 @pytest.mark.parametrize("host_dtype", ["auto", "int8"])
 def test_before_a_spill_nobody_asks_the_host(host_dtype: str) -> None:
-    """Then it attends to what has no codes."""
+    """Then it attends to what has no codes.
+
+    auto: eager steps attend to float32 rows, captured ones to int8 copies, which may choose other tokens.
+    """
     options: dict[str, Any] = {
         "config": CONFIG.replace(**{**REACHED, "host_dtype": host_dtype}),
         "prompt": 200,
         "new": 20,
     }
     model = on_device("llama")
-    eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
+    eager = Decoded(model, False, **options)
+    graphed = Decoded(model, True, **options, follows=None if host_dtype == "int8" else eager)
     assert graphed.difference(eager) <= (2e-4 if host_dtype == "int8" else 1e-2)
     layers = len(graphed.cache.layers)
     assert set(kinds_of(graphed.decoder)) == {(Reads.DEVICE,) * layers, (Reads.BOTH,) * layers}

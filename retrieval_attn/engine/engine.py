@@ -262,11 +262,11 @@ def default_limits(model: PreTrainedModel, config: Config) -> Limits:
         inter_token_seconds=INTER_TOKEN_SECONDS,
         chunk_tokens=chunk,
         layers=shape.layers,
-        prefix_cache_device_bytes=prefix_cache_device_bytes(model, _read_config(model, config, chunk), ROWS + 2),
+        prefix_cache_device_bytes=prefix_cache_device_bytes(model, read_config(model, config, chunk), ROWS + 2),
     )
 
 
-def _read_config(model: PreTrainedModel, config: Config, chunk_tokens: int) -> Config:
+def read_config(model: PreTrainedModel, config: Config, chunk_tokens: int) -> Config:
     """Return the config of prefills, whose forwards have chunks of `chunk_tokens` tokens."""
     wide = WIDE_CHUNKS if model.device.type == "cuda" else 1
     return config.replace(prefill_chunk=min(config.prefill_chunk, wide * chunk_tokens))
@@ -338,7 +338,7 @@ class Engine:
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         release_full_kv(llm.model)  # rows retrieve, and have the room
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits
-        self._config = _read_config(self._loop.model, llm.config, self._limits.chunk_tokens)
+        self._config = read_config(self._loop.model, llm.config, self._limits.chunk_tokens)
         self._template = PromptTemplate.of(llm.tokenizer)
         digest = template_digest(self._template.opening, self._template.middle, self._template.closing)
         self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts)

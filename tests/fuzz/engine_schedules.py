@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 import retrieval_attn as ra
 from retrieval_attn.engine import background_saves, prefix_handle, resident_set
+from retrieval_attn.engine import engine as engine_module
 from retrieval_attn.engine.background_saves import DiskTier
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
@@ -43,6 +44,8 @@ from tests.fuzz.engine_actions import Actions, watched
 from tests.small_windows import spill_early
 
 CONFIG = ra.Config(sink=4, window=24, retrieve=6, prefill_chunk=64)
+WIDE_TOKENS = 16
+"""Tokens of a chunk of every second schedule's prefills, of which four are one forward."""
 STOP = frozenset({3})
 SAVED_TOKENS = (150, 600)
 """Of the saved contexts that requests name."""
@@ -193,15 +196,20 @@ class Library:
         return replace(request, parts=(self.texts[request.context], *request.parts), context=None)
 
 
-def run(llm: Any, schedule: Schedule, library: Library | None = None, actions: Actions | None = None) -> list[Answered]:
+def run(
+    llm: Any, schedule: Schedule, library: Library | None = None, actions: Actions | None = None,
+    chunk_tokens: int | None = None,
+) -> list[Answered]:  # fmt: skip
     """All requests of a schedule by one engine, whose books are checked after each. With a store, all are asked again
-    when their texts are on the disk.
+    when their texts are on the disk. chunk_tokens: of a chunk of a prefill; None: the usual ones.
     """
     limits = replace(
         default_limits(llm.model, llm.config), rows=schedule.rows, ahead=schedule.ahead, inter_token_seconds=0.01
     )
     if schedule.host_tokens is not None:
         limits = replace(limits, host_bytes=schedule.host_tokens * limits.token_bytes)
+    if chunk_tokens is not None:
+        limits = replace(limits, chunk_tokens=chunk_tokens)
     store = None if library is None else library.store(llm)
     found: dict[int, list[Answered]] = {}
     errors: list[BaseException] = []
@@ -310,6 +318,7 @@ def main() -> int:
     tokenizer, answers, cached = number_tokenizer(vocabulary), 0, 0
     prefix_handle.LAST_TOKENS, resident_set.LEAST_OFFLOADED = 64, 1
     prefix_handle.on_device = _counted_on_device
+    engine_module.read_config = lambda model, config, chunk_tokens: config  # forwards of several chunks, as on a GPU
     background_saves.OPEN_SECONDS = -1e9  # texts are so short that none would be saved
     with tempfile.TemporaryDirectory() as folder, watched() as actions:
         library = Library(Path(folder), vocabulary)
@@ -317,7 +326,7 @@ def main() -> int:
             schedule = schedule_of(seed, args.requests, vocabulary, contexts=seed % 3 > 0)
             llm = llm_of(model, tokenizer, schedule.index, schedule.crops)
             with emulated() if args.graphs else nullcontext():
-                found = run(llm, schedule, library, actions)
+                found = run(llm, schedule, library, actions, WIDE_TOKENS if seed % 2 else None)
             if differ := wrong(llm, found, schedule.paged_prefix_tokens):
                 print(f"schedule {seed}: answers {differ} differ from those alone", file=sys.stderr)
                 return 1

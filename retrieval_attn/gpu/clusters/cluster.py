@@ -161,10 +161,10 @@ def make_clusters(
     sample = _sampled(keys, SAMPLE_KEYS), _sampled(values, SAMPLE_KEYS)
     joint = _joint_metric(*sample, metric)
     means = torch.cat(sample, dim=2)[:, spread(clusters, sample[0].shape[1], keys.device)].float()
-    rows = _Rows(*sample, clusters)
+    rows = _JoinedRows(*sample, clusters)
     for _ in range(ROUNDS):
         means = _pass(rows, means, joint)[1].means(means)
-    rows = _Rows(keys, values, clusters)
+    rows = _JoinedRows(keys, values, clusters)
     members, sums = _pass(rows, means, joint, weights)
     found = sums.means(means)
     shifts = torch.zeros_like(sums.weighted)
@@ -263,7 +263,7 @@ def _sides(centers: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
     return (away if metric is None else away @ metric).transpose(1, 2).contiguous(), bias
 
 
-class _Rows:
+class _JoinedRows:
     """Keys with their values as matrix products take them, a piece of the tokens at a time.
 
     Behind a row's numbers are ones, by which a product of rows adds a bias and counts. Rows of bfloat16 on a GPU come
@@ -320,7 +320,7 @@ def _terms(numbers: Tensor, count: int) -> list[Tensor]:
     return terms
 
 
-def _pass(rows: _Rows, means: Tensor, metric: Tensor, weights: Tensor | None = None) -> tuple[Tensor, _Sums]:
+def _pass(rows: _JoinedRows, means: Tensor, metric: Tensor, weights: Tensor | None = None) -> tuple[Tensor, _Sums]:
     """Assign keys with their values to the nearest of means (heads, clusters, dim of both), and sum.
 
     weights: (heads, n) of the keys.

@@ -212,7 +212,7 @@ class DeviceSize:
     def sliding_bytes(self) -> int:
         """Bytes of layers that only ever see a sliding window."""
         shape = self.shape
-        return self.batch * shape.sliding_layers * min(shape.sliding_window, self.context) * shape.kv_layer_bytes
+        return self.batch * shape.sliding_layers * min(shape.sliding_window, self.context) * shape.sliding_layer_bytes
 
     @property
     def logits_bytes(self) -> int:

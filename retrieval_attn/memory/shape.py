@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from retrieval_attn.config import Place
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, UnsupportedModelError
 from retrieval_attn.model.bundled import model_path
-from retrieval_attn.model.checkpoint import reason, require_reachable, require_sizes
+from retrieval_attn.model.checkpoint import heads_config, reason, require_reachable, require_sizes
 from retrieval_attn.model.gguf.file import read, resolve
 from retrieval_attn.model.rope import max_positions
 
@@ -39,7 +39,9 @@ class ModelShape:
     rotary_numbers: cosines and sines per token. state_layers: layers that keep a state of `state_layer_bytes` instead
     of keys (0 bytes where the config does not say how large it is); a token that goes through one takes
     `state_chunk_bytes` (0: not known). hidden_movable: whether hidden states may lie on the host while a model of one
-    device reads. host_table_bytes: of an input embedding in host memory, which weight_bytes does not count.
+    device reads. host_table_bytes: of an input embedding in host memory, which weight_bytes does not count. kv_heads,
+    key_dim, value_dim: of full layers; sliding_elements: numbers of keys and values per token of a sliding layer, 0 if
+    as many as of a full one.
     """
 
     name: str
@@ -71,6 +73,7 @@ class ModelShape:
     state_chunk_bytes: int = 0
     hidden_movable: bool = True
     host_table_bytes: int = 0
+    sliding_elements: int = 0
 
     @property
     def states_bytes(self) -> int:
@@ -81,6 +84,11 @@ class ModelShape:
     def kv_elements(self) -> int:
         """Numbers of keys and values per token and layer."""
         return self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def sliding_layer_bytes(self) -> int:
+        """Bytes of keys and values per token and sliding layer in the model's dtype."""
+        return (self.sliding_elements or self.kv_elements) * self.dtype_bytes
 
     @property
     def kv_layer_bytes(self) -> int:
@@ -235,8 +243,9 @@ def _shape(
     types, options = get_layer_types_and_kwargs(text)
     full = sum(kind_of == "full_attention" for kind_of in types)
     sliding = sum(kind_of in ("sliding_attention", "chunked_attention") for kind_of in types)
-    q_heads = text.num_attention_heads
-    key_dim = getattr(text, "head_dim", None) or text.hidden_size // q_heads
+    q_heads, heads, near = text.num_attention_heads, heads_config(text), heads_config(text, "sliding_attention")
+    key_dim = getattr(heads, "head_dim", None) or text.hidden_size // q_heads
+    near_dim = getattr(near, "head_dim", None) or key_dim
     embedding, head = _tables(model, text)
     return ModelShape(
         name=name,
@@ -254,9 +263,10 @@ def _shape(
         hidden=text.hidden_size,
         mlp_width=_mlp_width(text),
         q_heads=q_heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or q_heads,
+        kv_heads=getattr(heads, "num_key_value_heads", None) or q_heads,
         key_dim=key_dim,
         value_dim=getattr(text, "v_head_dim", None) or key_dim,
+        sliding_elements=0 if near is heads else 2 * near_dim * (getattr(near, "num_key_value_heads", None) or q_heads),
         vocab=text.vocab_size,
         max_positions=max_positions(text),
         embedding_parameters=embedding,

@@ -20,7 +20,8 @@ def require_sizes(config: Any, name: object) -> None:
     config: a transformers config. name: of the model, for the message.
     """
     text = config.get_text_config(decoder=True)
-    sizes = {size: getattr(text, size, None) for size in _SIZES}
+    heads = heads_config(text)
+    sizes = {size: getattr(heads, size, None) for size in _SIZES}
     for size, value in sizes.items():
         if value is None or isinstance(value, list | tuple):  # some models have one for each layer
             continue
@@ -30,6 +31,17 @@ def require_sizes(config: Any, name: object) -> None:
                 f"The config of {str(name)!r} must have {size} from 1 to {most}, got {value!r}; restore its "
                 "config.json."
             )
+
+
+def heads_config(text: Any, kind: str = "full_attention") -> Any:
+    """Return the config with the head counts and sizes of layers of a kind: of the first one, where layers differ.
+
+    Gemma 4 has fewer and wider heads in layers that attend to everything. text: a transformers text config.
+    """
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    kinds = list(text.layer_types)
+    return text.per_layer_config[kinds.index(kind) if kind in kinds else 0]
 
 
 def reason(error: BaseException) -> str:

@@ -46,6 +46,7 @@ class Rotation:
         self, tables: Callable[..., tuple[Tensor, Tensor]], apply: Callable[..., Any], kind: tuple[object, ...]
     ) -> None:
         self._tables, self._apply, self.kind = tables, apply, kind
+        self._takes_one = list(inspect.signature(apply).parameters)[1:3] == ["cos", "sin"]  # Gemma 4's
 
     @classmethod
     def of(cls, model: nn.Module, attention: nn.Module) -> Rotation:
@@ -133,6 +134,9 @@ class Rotation:
         )
 
     def _rotate(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._takes_one:
+            one: Tensor = self._apply(queries[None], cos, sin)[0]
+            return one
         rotated: Tensor = self._apply(queries[None], queries[None], cos, sin)[0][0]
         return rotated
 

@@ -59,6 +59,7 @@ from retrieval_attn.gpu.shared.partials import empty_pages, plan_shape, shared_p
 from retrieval_attn.gpu.shared.plan import SharedPlan
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.model.checkpoint import heads_config
 from retrieval_attn.model.fused.layers import load_layer_kernels, load_question_kernels
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.codes import beside, load_coder
@@ -251,7 +252,8 @@ def _load_exchange(device: torch.device) -> None:
 
 def _sizes(text: Any) -> tuple[int, int]:
     """Return the sizes of a head and of a hidden state, of a text config."""
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads), int(text.hidden_size)
+    size = getattr(heads_config(text), "head_dim", None)
+    return int(size or text.hidden_size // text.num_attention_heads), int(text.hidden_size)
 
 
 class _LayerWatch:

@@ -19,6 +19,7 @@ from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.config import Config
 from retrieval_attn.errors import RetrievalAttentionError, UnsupportedModelError
 from retrieval_attn.memory.shape import splits_heads
+from retrieval_attn.model.checkpoint import heads_config
 from retrieval_attn.model.multimodal import is_multimodal, text_attention, text_decoder
 from retrieval_attn.model.placement import input_device, tensor_ranks
 from retrieval_attn.model.quantization import own_method
@@ -134,6 +135,7 @@ TESTED = frozenset(
     {
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "gpt_oss",
         "lfm2",
         "llama",
@@ -176,7 +178,6 @@ REFUSED = {
     "deepseek_v4": _OWN_LAYERS,
     "mllama_text_model": _CROSS,
     "gemma3n_text": _SHARED,
-    "gemma4_text": _SHARED,
 }
 
 _verified: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
@@ -232,7 +233,8 @@ def _check_ranks(model: PreTrainedModel, text_config: PreTrainedConfig) -> None:
     if not splits_heads(text_config):
         _say_all_heads(text_config.model_type, ranks)
         return
-    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    sizes = heads_config(text_config)
+    heads = getattr(sizes, "num_key_value_heads", None) or text_config.num_attention_heads
     if heads % ranks:
         raise UnsupportedModelError(
             f"{text_config.model_type} has {heads} key-value heads, which {ranks} ranks cannot share evenly; start a "

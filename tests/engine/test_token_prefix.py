@@ -112,7 +112,7 @@ def test_a_generated_answer_is_cropped_too() -> None:
         assert following.tokens == alone(llm, edited)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral_sliding"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral_sliding"])
 def test_models_that_cannot_go_back_read_the_prompt(kind: str) -> None:
     """Sliding windows have dropped the keys of earlier tokens."""
     llm = llm_of(kind, **ALL)

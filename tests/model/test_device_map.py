@@ -200,7 +200,7 @@ def spread_over_fakes(name: str) -> Any:
 
 
 @needs_accelerate
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4", "qwen3"])
 def test_no_operation_mixes_two_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors know shapes and devices, and refuse operations over two. The host's work on numbers is left out.
 

@@ -87,7 +87,7 @@ def check_same_states(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral_sliding", "gemma2", "gemma3", "qwen3_moe", "gpt_oss", "phi3", *HYBRIDS]
+    "name", ["llama", "mistral_sliding", "gemma2", "gemma3", "gemma4", "qwen3_moe", "gpt_oss", "phi3", *HYBRIDS]
 )
 def test_the_host_path_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, keys and values on the host, and states, whatever a model does to embeddings; every chunk of every layer

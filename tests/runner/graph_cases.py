@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "roargraph": {"config": CONFIG.replace(**ROARGRAPH), "prompt": 200},
     **DEVICE_CASES,
 }
-MODELS = ("llama31", "qwen3", "gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe")
+MODELS = ("llama31", "qwen3", "gemma2", "gemma3", "gemma4", "mistral_sliding", "gpt_oss", "qwen3_moe")
 PROMPT, NEW = 60, 12  # spills after 8 tokens
 
 

@@ -118,7 +118,7 @@ def test_forgetting_equals_a_cache_whose_keys_are_embedded_anew(name: str, exact
     assert float((unforgotten - got[0]).abs().max()) > 1e-3 * float(got[0].abs().max()), "forgetting changed nothing"
 
 
-@pytest.mark.parametrize("name", ["mistral_sliding", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mistral_sliding", "gemma3", "gemma4", "gpt_oss"])
 def test_sliding_layers_forget_what_lies_in_their_window(name: str) -> None:
     """Their window reaches over what is forgotten, to the sinks, which leave it later; twice, then cropped."""
     model, ids = build_model(name, sliding_window=200), random_ids(1, TOKENS)

@@ -101,7 +101,7 @@ class Rows:
         )  # in shares, rounded
 
 
-@pytest.mark.parametrize("name", ["llama31", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "mistral_sliding"])
+@pytest.mark.parametrize("name", ["llama31", "gemma2", "gemma3", "gemma4", "gpt_oss", "qwen3_moe", "mistral_sliding"])
 def test_rows_of_every_model_are_as_alone(name: str) -> None:
     """Of any length, below a window and across spills; sliding layers, soft cap, learned sinks, experts."""
     rows = Rows(build_model(name), [20, 60, 150, 700])

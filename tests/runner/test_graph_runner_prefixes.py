@@ -67,7 +67,7 @@ def rows_of(model: Any, caches: list[RetrievalCache]) -> Rows:
     return rows
 
 
-@pytest.mark.parametrize("name", ["llama31", "gemma2", "gemma3", "gpt_oss", "mistral_sliding"])
+@pytest.mark.parametrize("name", ["llama31", "gemma2", "gemma3", "gemma4", "gpt_oss", "mistral_sliding"])
 def test_rows_of_every_model_are_as_alone(name: str) -> None:
     """Sliding layers have no pages; soft cap, learned sinks. Before there is anything on the host, and after."""
     model = build_model(name)

@@ -124,7 +124,7 @@ def test_wider_heads_in_bfloat16(dim: int) -> None:
     same_from_here(model, cache.fork(), restored(model, cache, [saved(cache)]))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral_sliding", "gpt_oss", "qwen3_moe", "llama31"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "mistral_sliding", "gpt_oss", "qwen3_moe", "llama31"])
 def test_every_family(name: str) -> None:
     """Sliding layers, learned sinks, soft caps."""
     model = ra.enable(copy.deepcopy(tiny_model(name)), CONFIG)

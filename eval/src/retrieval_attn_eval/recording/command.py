@@ -141,14 +141,16 @@ def numbers(flag: str, text: str) -> list[int] | None:
 def _plan(args: argparse.Namespace, layers: list[int] | None) -> str:
     from transformers import AutoConfig
 
+    from retrieval_attn.model.checkpoint import heads_config
     from retrieval_attn.model.loading import load
     from retrieval_attn_eval.models import model_path
 
     config = load(AutoConfig, model_path(args.model)).get_text_config(decoder=True)
     count = len(layers) if layers is not None else config.num_hidden_layers
-    per_layer = config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    group = config.num_attention_heads // config.num_key_value_heads
+    sizes = heads_config(config)
+    per_layer = sizes.num_key_value_heads
+    head_dim = getattr(sizes, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    group = config.num_attention_heads // per_layer
     vectors = 2 * args.tokens + 2 * group * min(RecordOptions.train, args.tokens)
     size = count * per_layer * vectors * head_dim * STORED_BYTES
     return (

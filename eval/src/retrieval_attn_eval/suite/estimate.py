@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.model.checkpoint import heads_config
 from retrieval_attn_eval.suite.runner import SuiteRun
 
 __all__ = ["overview"]
@@ -53,8 +54,9 @@ def _costs(config: Any, longest: int, lengths: Sequence[int]) -> tuple[float, fl
     """Bytes of keys and values of the longest context (2 bytes per number), and operations of one prefill of each."""
     c = config.get_text_config()
     layers, hidden, heads = c.num_hidden_layers, c.hidden_size, c.num_attention_heads
-    kv_heads = getattr(c, "num_key_value_heads", None) or heads
-    head_dim = getattr(c, "head_dim", None) or hidden // heads
+    sizes = heads_config(c)
+    kv_heads = getattr(sizes, "num_key_value_heads", None) or heads
+    head_dim = getattr(sizes, "head_dim", None) or hidden // heads
     inner = getattr(c, "intermediate_size", None) or 4 * hidden
     weights = layers * (hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
     work = sum(2 * weights * n + 2 * layers * heads * head_dim * n * n for n in lengths)

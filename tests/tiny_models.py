@@ -51,6 +51,16 @@ _LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 
+_GEMMA4 = {  # as 31B: fewer, wider heads that attend to everything, and values made of their keys
+    "sliding_window": 24,
+    "layer_types": _ALTERNATING,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+
 # name -> (model_type, changes to BASE). Yi is of type llama with another rope base and no llama-3 scaling.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -75,33 +85,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 24, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING},
     ),
     "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING}),
-    "gemma4": (  # as 31B: fewer, wider heads that attend to everything, and values made of their keys
-        "gemma4_text",
-        {
-            "sliding_window": 24,
-            "layer_types": _ALTERNATING,
-            "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": VOCABULARY,
-        },
-    ),
+    "gemma4": ("gemma4_text", _GEMMA4),
     "gemma4_moe": (  # as 26B-A4B
         "gemma4_text",
-        {
-            "sliding_window": 24,
-            "layer_types": _ALTERNATING,
-            "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": VOCABULARY,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 32,
-        },
+        {**_GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     ),
     "gpt_oss": (
         "gpt_oss",

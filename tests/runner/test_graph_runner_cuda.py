@@ -216,7 +216,19 @@ def test_rows_over_pages_join_leave_and_lose_tokens(kind: str, head_dim: int) ->
     rows.check_books()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3"])
+@pytest.mark.parametrize("kind", [{}, {"index": "device"}], ids=["host", "device"])
+def test_heads_of_512_are_as_alone(kind: dict[str, Any]) -> None:
+    """Gemma 4's: twice as wide as those that most attention kernels take."""
+    model = build_model("gemma4", global_head_dim=512, max_position_embeddings=8192).cuda()
+    rows = Rows(model, [50, 900, 3000], **kind)
+    for pair in rows.pairs if kind else ():
+        pair.allow(1e-2, 3)
+    rows.steps(rows.pairs, 20)
+    assert (rows.runner.replays, rows.runner.reason) == (20, "")
+    rows.check_books()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "qwen3"])
 def test_rows_over_pages_of_other_models_are_as_alone(name: str) -> None:
     """Sliding layers have no pages; soft cap."""
     model = build_model(name).cuda()

@@ -12,6 +12,7 @@ __all__ = [
     "ContextList",
     "ContextRecord",
     "Deleted",
+    "DeletedResponse",
     "Detokenized",
     "ERRORS",
     "ErrorAnswer",
@@ -21,6 +22,7 @@ __all__ = [
     "ModelList",
     "ModelRecord",
     "Props",
+    "ResponseAnswer",
     "StatusRecord",
     "TextAnswer",
     "Tokens",
@@ -303,6 +305,48 @@ class Deleted(AnswerBody):
 
     id: str
     object: Literal["context"]
+    deleted: Literal[True]
+
+
+class ResponseAnswer(AnswerBody):
+    """Response of POST /v1/responses without stream. output: items of the types message, reasoning, function_call."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    background: Literal[False]
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, str | None]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: Literal[0]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: dict[str, Any]
+    user: str | None
+
+
+class DeletedResponse(AnswerBody):
+    """Response of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"]
     deleted: Literal[True]
 
 

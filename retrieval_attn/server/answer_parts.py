@@ -25,7 +25,15 @@ from retrieval_attn.server.tool_formats import (
     format_of,
 )
 
-__all__ = ["AnswerFormat", "AnswerPart", "AnswerReader", "PROMPT_END_TOKENS", "message_of", "template_text"]
+__all__ = [
+    "AnswerFormat",
+    "AnswerPart",
+    "AnswerReader",
+    "PROMPT_END_TOKENS",
+    "arguments_object",
+    "message_of",
+    "template_text",
+]
 
 PROMPT_END_TOKENS = 24
 """Last tokens of a prompt in which a template may open the model's thinking."""
@@ -289,6 +297,15 @@ class AnswerReader:
                 call_id = f"call_{uuid.uuid4().hex[:24]}" if self._calls is None else self._calls.call_id()
             found.append(AnswerPart("call", piece.arguments, self._count - 1, piece.name, call_id))
         return found
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Parse the arguments of a call; return text that is no JSON object as `raw_arguments` of one."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"raw_arguments": arguments}
 
 
 def message_of(parts: Sequence[AnswerPart]) -> dict[str, Any]:

@@ -290,7 +290,7 @@ async def _requests(
     caller = caller_of(http)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = []
-    with text_from(_field(body)):
+    with text_from(body.prompt_field):
         prompts = await asyncio.to_thread(lambda: [make() for make in makes])
     for parts in prompts:
         asked = forked(parts) if answers > 1 else parts
@@ -314,15 +314,10 @@ async def _requests(
     return requests
 
 
-def _field(body: SampledBody) -> str:
-    """Return the name of the field with the prompt."""
-    return "messages" if isinstance(body, ChatBody) else "prompt"
-
-
 async def _answer(
     service: Service, http: HttpRequest, body: SampledBody, requests: Sequence[Request], form: Form
 ) -> Response:
-    choices = Choices(service.client, service.admission, service.settings.deadline_seconds, _field(body))
+    choices = Choices(service.client, service.admission, service.settings.deadline_seconds, body.prompt_field)
 
     async def end(scope: Scope) -> None:
         await choices.__aexit__()

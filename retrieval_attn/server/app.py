@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from transformers import PreTrainedTokenizerBase
 
 import retrieval_attn
-from retrieval_attn.server import answering, context_routes, messages
+from retrieval_attn.server import answering, context_routes, messages, responses
 from retrieval_attn.server.answer_bodies import (
     ERRORS,
     Detokenized,
@@ -212,8 +212,8 @@ def make_app(service: Service) -> FastAPI:
     )  # fmt: skip
     app.state.service = service
     routers = (
-        answering.router, messages.router, context_routes.router, page_router, status_router, router, open_router,
-        admin_router,
+        answering.router, messages.router, responses.router, context_routes.router, page_router, status_router, router,
+        open_router, admin_router,
     )  # fmt: skip
     for one in routers:
         app.include_router(one)

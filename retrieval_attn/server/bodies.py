@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
@@ -71,12 +71,28 @@ class Bodies:
             self._held += len(pieces[-1])
             if held > self._most:
                 raise self._too_large()
-            if self._held > self._total and self._held > held:
-                raise ApiError(
-                    503, f"Bodies of other requests use {self._held - held:,} of {self._total:,} bytes; send this "
-                    "again later.", code="bodies_full", retry_after=1,
-                )  # fmt: skip
+            self._require_room(held)
         return True
+
+    @contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Reserve memory for stored text that a request brings back, as for a body. Raises ApiError: 413, 503."""
+        if nbytes > self._most:
+            raise self._too_large()
+        self._held += nbytes
+        try:
+            self._require_room(nbytes)
+            yield
+        finally:
+            self._held -= nbytes
+
+    def _require_room(self, held: int) -> None:
+        """Raise ApiError 503 if other requests, besides one with `held` bytes, use the memory."""
+        if self._held > self._total and self._held > held:
+            raise ApiError(
+                503, f"Bodies of other requests use {self._held - held:,} of {self._total:,} bytes; send this "
+                "again later.", code="bodies_full", retry_after=1,
+            )  # fmt: skip
 
     async def parse(self, body: bytes, kind: type[BaseModel]) -> BaseModel:
         """Parse and validate JSON. Raises ApiError 400."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.server.answer_bodies import AnswerBody, MessagesErrorAnswer
-from retrieval_attn.server.answer_parts import AnswerPart, AnswerReader
+from retrieval_attn.server.answer_parts import AnswerPart, AnswerReader, arguments_object
 from retrieval_attn.server.answering import EVENTS, answer_chat, chat_prompt
 from retrieval_attn.server.failure import ApiError, invalid, text_from
 from retrieval_attn.server.formatting import Form, encoded
@@ -346,7 +346,7 @@ class MessagesForm:
             blocks[-1][name] += part.text
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = _input(block["input"])
+                block["input"] = arguments_object(block["input"])
         return self._message(blocks, end, self._usage(usage))
 
     def _message(self, content: list[Value], end: Finished | None, usage: Value) -> Value:
@@ -424,15 +424,6 @@ _DELTAS = {
 
 def _event(value: Value) -> bytes:
     return f"event: {value['type']}\ndata: {encoded(value)}\n\n".encode("ascii")
-
-
-def _input(arguments: str) -> Value:
-    """Return a call's arguments; those that are no JSON object as one with their text."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"raw_arguments": arguments}
 
 
 router = APIRouter(tags=["messages"], route_class=UserRoute)

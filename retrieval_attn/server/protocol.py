@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
@@ -160,6 +160,9 @@ class SampledBody(Body):
     effect: other options of vLLM with their neutral value.
     """
 
+    prompt_field: ClassVar[str] = "prompt"
+    """Name of the field with the prompt, for errors."""
+
     model: str = Field(max_length=512)
     context: ContextName | None = None
     n: int | None = Field(None, ge=1, le=128)
@@ -238,6 +241,8 @@ class ChatBody(SampledBody):
 
     Tools go to the chat template, and so do reasoning_effort and enable_thinking if it has such variables.
     """
+
+    prompt_field: ClassVar[str] = "messages"
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)

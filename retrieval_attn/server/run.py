@@ -41,6 +41,7 @@ from retrieval_attn.server.protocol import MAX_MESSAGES
 from retrieval_attn.server.remote import RemoteEngine
 from retrieval_attn.server.service import Service
 from retrieval_attn.server.settings import EngineSpec, Facts, Settings
+from retrieval_attn.server.stored_responses import StoredResponses
 from retrieval_attn.server.streaming import FailureReply
 from retrieval_attn.server.token_texts import TokenTexts
 from retrieval_attn.store import ContextStore
@@ -105,6 +106,7 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
         AllowedHosts(settings.allowed_hosts, settings.cors) if settings.allowed_hosts or not keys else None,
         started.facts.sampling,
         answer_format,
+        StoredResponses(settings.response_bytes),
     )
 
 

@@ -18,6 +18,7 @@ from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.prompts import Prompts
 from retrieval_attn.server.settings import Settings
+from retrieval_attn.server.stored_responses import StoredResponses
 from retrieval_attn.server.token_texts import TokenTexts
 
 __all__ = ["Service", "caller_of", "service_of"]
@@ -44,6 +45,7 @@ class Service:
     hosts: AllowedHosts | None
     sampling: Mapping[str, Any]
     answer_format: AnswerFormat
+    responses: StoredResponses
 
     def context_of(self, model: str, context: str | None) -> str | None:
         """Return the saved context of a request, from MODEL@NAME or its `context` field; None without one.

@@ -35,8 +35,8 @@ class Settings:
     answer whose request says nothing about it. choices: `n` of a request, at most. connections: of one address, at
     most. allowed_hosts: names of this server in requests without a key, in addition to those of this machine; "*": any.
     cors: origins of web pages that may use it from a browser, such as https://chat.example. parse_special: words of
-    special tokens in raw prompts become these tokens. Raises ConfigError for a number below 1, a name with "@", or an
-    origin with a path.
+    special tokens in raw prompts become these tokens. response_bytes: of responses that later requests continue by id.
+    Raises ConfigError for a number below 1, a name with "@", or an origin with a path.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Settings:
     parse_special: bool = False
     aliases: tuple[str, ...] = ()
     any_name: bool = False
+    response_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         for name in self.names:

@@ -21,7 +21,7 @@ ADMIN_PATHS = ("/metrics", "/v1/contexts", "/v1/contexts/files", "/v1/contexts/x
 BEHIND = ("", "%0A", "%0a%0a", "%0D", "%00", "/", "//", "/.", ";x", "?x", "%3f", "%23", "%20", "%09", "%e2%80%a8")
 USER_PATHS = (
     "/v1/models", "/v1/models/tiny", "/tokenize", "/detokenize", "/props", "/v1/completions", "/v1/messages",
-    "/v1/messages/count_tokens", "/openapi.json", "/status",
+    "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/x", "/openapi.json", "/status",
 )  # fmt: skip
 
 
@@ -121,6 +121,32 @@ def test_a_key_of_anthropics_clients(keyed: Inside) -> None:
             usage = [web.post("/v1/messages", json=body | {"messages": [{"role": "user", "content": "5 6 7 " * 100}]},
                               headers={"x-api-key": caller}).json()["usage"] for _ in range(2)]  # fmt: skip
             assert usage[0]["cache_read_input_tokens"] == 0 < usage[1]["cache_read_input_tokens"]
+
+
+def test_a_response_is_read_with_its_callers_key_alone(keyed: Inside) -> None:
+    """Another key, an admin's too, gets the answer to an unknown id: it is not read, deleted or continued."""
+    host, port = keyed.address
+    body = {"model": "tiny", "max_output_tokens": 4, "input": "1 2 3"}
+    with httpx.Client(base_url=f"http://{host}:{port}") as web:
+
+        def ask(method: str, path: str, key: str | None, **fields: object) -> httpx.Response:
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            return web.request(method, path, headers=headers, json=fields or None)
+
+        made = ask("POST", "/v1/responses", USER, **body)
+        assert made.status_code == 200
+        name = made.json()["id"]
+        path = f"/v1/responses/{name}"
+        for method in ("GET", "DELETE"):
+            other, unknown = ask(method, path, ADMIN), ask(method, "/v1/responses/resp_0", ADMIN)
+            assert other.status_code == unknown.status_code == 404
+            assert other.text.replace(name, "resp_0") == unknown.text
+            assert ask(method, path, None).status_code == ask(method, path, "wrong-key").status_code == 401
+        assert ask("POST", "/v1/responses", ADMIN, **body, previous_response_id=name).status_code == 404
+        assert ask("POST", "/v1/responses", USER, **body, previous_response_id=name).status_code == 200
+        assert ask("GET", path, USER).json() == made.json()
+        assert ask("DELETE", path, USER).json() == {"id": name, "object": "response", "deleted": True}
+        assert ask("GET", path, USER).status_code == 404
 
 
 def test_every_route_has_a_permission(keyed: Inside) -> None:

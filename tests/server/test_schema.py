@@ -39,6 +39,9 @@ OPERATIONS = [
     ("GET", "/props"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
     ("GET", "/metrics"),
 ]
 
@@ -57,11 +60,11 @@ def bounded(case: Any) -> Any:
     """The model is one that is there, or nothing behind it would be reached; answers are short."""
     if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
         case.body["model"] = "bundled"
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if type(case.body.get(name)) is int:
                 case.body[name] = min(case.body[name], MAX_TOKENS)
         if case.path != "/v1/messages/count_tokens":
-            case.body.setdefault("max_tokens", MAX_TOKENS)
+            case.body.setdefault("max_output_tokens" if case.path == "/v1/responses" else "max_tokens", MAX_TOKENS)
         if type(case.body.get("n")) is int:
             case.body["n"] = min(case.body["n"], 2)
     return case

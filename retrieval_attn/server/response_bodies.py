@@ -80,7 +80,8 @@ class ReasoningItem(Body):
     @field_validator("encrypted_content")
     @classmethod
     def _is_from_here(cls, value: str) -> str:
-        _unpacked(value)
+        if value:
+            _unpacked(value)
         return value
 
     @property
@@ -112,12 +113,21 @@ def _unpacked(packed: str) -> str:
     raise ValueError("encrypted_content is not of this server; leave the item out, or give its content")
 
 
+def _parsed(arguments: str) -> Value | None:
+    """Parse the arguments of a call, None for text that is no JSON object."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 class FunctionCallItem(Body):
     """A function call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    name: str
     arguments: str
     id: str | None = None
     status: Status | None = None
@@ -125,11 +135,7 @@ class FunctionCallItem(Body):
     @field_validator("arguments")
     @classmethod
     def _is_an_object(cls, value: str) -> str:
-        try:
-            found = json.loads(value or "{}")
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+        if _parsed(value) is None:
             raise ValueError("arguments of a function call must be the text of a JSON object")
         return value
 
@@ -188,9 +194,12 @@ def turns_of(items: Sequence[InputItem], before: Sequence[Mapping[str, Any]] = (
             turns.append({"role": item.role, "content": _text(item.content)})
             answer = None
         else:
-            calls = answer is not None and "tool_calls" in answer
-            ends = isinstance(item, ReasoningItem) and (said or calls) or isinstance(item, MessageItem) and said > calls
-            if answer is None or ends:
+            called_before = answer is not None and "tool_calls" in answer
+            if isinstance(item, ReasoningItem):
+                begins = said or called_before
+            else:
+                begins = isinstance(item, MessageItem) and said and not called_before
+            if answer is None or begins:
                 answer, said = {"role": "assistant", "content": ""}, False
                 turns.append(answer)
             if isinstance(item, MessageItem):
@@ -210,10 +219,11 @@ def turns_of(items: Sequence[InputItem], before: Sequence[Mapping[str, Any]] = (
 
 def turns_of_output(output: Sequence[Value]) -> list[Value]:
     """Return the output items of an answer as chat messages. Arguments that are no JSON object become one."""
-    items = [
-        {**item, "arguments": json.dumps(arguments_object(item["arguments"]))} if "arguments" in item else item
-        for item in output
-    ]
+    items = []
+    for item in output:
+        if "arguments" in item and _parsed(item["arguments"]) is None:
+            item = {**item, "arguments": json.dumps(arguments_object(item["arguments"]))}
+        items.append(item)
     return turns_of(_ITEMS.validate_python(items))
 
 

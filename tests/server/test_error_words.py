@@ -272,7 +272,7 @@ def test_bodies_of_another_kind(http: httpx.Client) -> None:
 def test_paths_that_are_not_served_tell_which_are(http: httpx.Client) -> None:
     """Of OpenAI's and of other APIs."""
     for path in (
-        "/v1/responses",
+        "/v1/images/generations",
         "/v1/complete",
         "/v1/embeddings",
         "/v1/chat/completions/",

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from retrieval_attn.server.failure import ApiError
+from retrieval_attn.server.response_bodies import ResponsesBody, turns_of_output
 from tests.server.chat_templates import FAMILIES, TOOLS
 from tests.server.process import ANSWER, QUESTION, Served, document, serving
 from tests.server.scripted_model import save_scripted_model
@@ -143,20 +145,64 @@ def test_an_answer_that_is_cut_off(client: Any) -> None:
 
 
 def test_reasoning_goes_back(client: Any) -> None:
-    """As content, and as the encrypted_content that clients return alone."""
-
-    def size(given: list[Any]) -> int:
-        return int(ask(client, given, tool_choice="none").usage.input_tokens)
-
+    """As content, as the encrypted_content that clients return alone, and as a summary."""
     first = ask(client, include=["reasoning.encrypted_content"], store=False)
-    thought, *rest = [item.model_dump(exclude_none=True) for item in first.output]
-    packed = {"type": "reasoning", "summary": [], "encrypted_content": thought["encrypted_content"]}
-    plain = {"type": "reasoning", "summary": [], "content": thought["content"]}
-    user = {"role": "user", "content": WEATHER}
-    sizes = [size([user, *more, *rest, *results(first)]) for more in ([packed], [plain], [])]
-    assert sizes[0] == sizes[1]
+    thought = first.output[0].model_dump(exclude_none=True)
+    assert ask(client).output[0].encrypted_content is None
+    head = {"type": "reasoning", "summary": []}
+    for more in (
+        {"encrypted_content": thought["encrypted_content"]},
+        {"content": thought["content"], "encrypted_content": ""},
+        {"summary": [{"type": "summary_text", "text": "Both, I think."}]},
+    ):
+        (turn,) = turns([head | more])
+        assert turn == {"role": "assistant", "content": "", "reasoning_content": "Both, I think."}
+    wrong = head | {"encrypted_content": "gAAAAABo"}
     with pytest.raises(openai.BadRequestError, match="encrypted_content is not of this server"):
-        ask(client, [user, {**packed, "encrypted_content": "gAAAAABo"}, *rest])
+        ask(client, [{"role": "user", "content": WEATHER}, wrong])
+
+
+def turns(items: list[Any], before: list[Any] | None = None) -> list[Any]:
+    return ResponsesBody.model_validate({"model": "m", "input": items}).turns(before or [])
+
+
+def call(name: str, arguments: str = "{}") -> dict[str, Any]:
+    return {"type": "function_call", "call_id": name, "name": f"f_{name}", "arguments": arguments}
+
+
+def called(*names: str) -> list[Any]:
+    return [{"id": n, "type": "function", "function": {"name": f"f_{n}", "arguments": "{}"}} for n in names]
+
+
+def test_items_become_messages() -> None:
+    """Reasoning, a text and calls are one message of the assistant; a text behind calls belongs to them."""
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]}
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]}
+    output = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "r"}]}
+    one = {"role": "assistant", "content": "a"}
+    result = {"role": "tool", "tool_call_id": "1", "name": "f_1", "content": "r"}
+    more = {"tool_calls": called("1", "2"), "reasoning_content": "t"}
+    assert turns([thought, said, call("1"), call("2"), output, said]) == [one | more, result, one]
+    assert turns([call("1"), said, call("2")]) == [one | {"tool_calls": called("1", "2")}]
+    assert turns([said, said]) == [one, one]
+    assert turns([said, thought, call("1")]) == [
+        one, {"role": "assistant", "content": "", "reasoning_content": "t", "tool_calls": called("1")},
+    ]  # fmt: skip
+    assert turns([output], [one | {"tool_calls": called("1")}]) == [result]
+    with pytest.raises(ApiError, match="call_id '1'"):
+        turns([output], [one | {"tool_calls": called("2")}])
+    cut = call("1", '{"city": "Os') | {"status": "incomplete"}
+    (kept,) = turns_of_output([cut])
+    assert kept["tool_calls"][0]["function"]["arguments"] == '{"raw_arguments": "{\\"city\\": \\"Os"}'
+
+
+def test_first_messages_of_the_system_are_one() -> None:
+    body = ResponsesBody.model_validate({"model": "m", "instructions": "a", "input": "x"})
+    first = [{"role": "developer", "content": "b"}, {"role": "system", "content": "c"}]
+    rest = [{"role": "user", "content": "d"}, {"role": "developer", "content": "e"}, {"role": "user", "content": "f"}]
+    found = [message.turn for message in body.chat([*first, *rest]).messages]
+    assert found[0] == {"role": "system", "content": "a\n\nb\n\nc"}
+    assert [turn["role"] for turn in found] == ["system", "user", "system", "user"]
 
 
 def test_instructions_are_of_one_request(bundled: Any) -> None:

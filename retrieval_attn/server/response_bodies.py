@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
 from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.engine.request import Event, Finished, Request
@@ -123,12 +123,13 @@ def _parsed(arguments: str) -> Value | None:
 
 
 class FunctionCallItem(Body):
-    """A function call of an earlier answer."""
+    """A function call of an earlier answer. namespace: see `NamespaceTool`."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
     status: Status | None = None
 
@@ -141,11 +142,13 @@ class FunctionCallItem(Body):
 
 
 class FunctionOutputItem(Body):
-    """The result of a function call."""
+    """The result of a function call. name and namespace have no effect: the call has them."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: Texts
+    name: str | None = None
+    namespace: str | None = None
     id: str | None = None
     status: Status | None = None
 
@@ -209,8 +212,8 @@ def turns_of(items: Sequence[InputItem], before: Sequence[Mapping[str, Any]] = (
                 thought = [answer.get("reasoning_content", ""), item.text]
                 answer["reasoning_content"] = "\n".join(filter(None, thought))
             else:
-                called[item.call_id] = item.name
-                function = {"name": item.name, "arguments": item.arguments}
+                called[item.call_id] = name = _full_name(item.namespace, item.name)
+                function = {"name": name, "arguments": item.arguments}
                 answer.setdefault("tool_calls", []).append(
                     {"id": item.call_id, "type": "function", "function": function}
                 )
@@ -230,37 +233,69 @@ def turns_of_output(output: Sequence[Value]) -> list[Value]:
 # -- requests -------------------------------------------------------------------------------------
 
 
+FunctionWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    """Return the name of a function as the model reads and writes it."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 class FunctionTool(Body):
     """A function of the client. Tools that OpenAI's servers run are not served."""
 
     type: Literal["function"]
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    name: FunctionWord
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_a_function(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise ValueError(f"this server serves function tools alone, and none of the type {kind[:80]!r}")
-        return given
+    def function(self, namespace: str | None = None, about: str | None = None) -> Value:
+        """Return the tool in the form of chat completions. about: text before its description."""
+        text = PARAGRAPH.join(part for part in (about, self.description) if part)
+        described = {"description": text} if text else {}
+        taken = {} if self.parameters is None else {"parameters": self.parameters}
+        return {"type": "function", "function": {"name": _full_name(namespace, self.name), **described, **taken}}
 
     @property
-    def function(self) -> Value:
-        """The tool in the form of chat completions."""
-        described = {} if self.description is None else {"description": self.description}
-        taken = {} if self.parameters is None else {"parameters": self.parameters}
-        return {"type": "function", "function": {"name": self.name, **described, **taken}}
+    def echo(self) -> Value:
+        """The tool as responses have it."""
+        names = ("type", "name", "description", "parameters")
+        return {**{name: getattr(self, name) for name in names}, "strict": bool(self.strict)}
+
+
+class NamespaceTool(Body):
+    """Functions of one source, such as an MCP server. The model reads their names as NAMESPACE__NAME.
+
+    The namespace's description precedes the one of its first function.
+    """
+
+    type: Literal["namespace"]
+    name: FunctionWord
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=256, fail_fast=True)]
+
+    @property
+    def functions(self) -> list[Value]:
+        """The tools in the form of chat completions."""
+        texts = [self.description, *(None for _ in self.tools[1:])]
+        return [tool.function(self.name, text) for tool, text in zip(self.tools, texts, strict=False)]
+
+    @property
+    def echo(self) -> Value:
+        """The tool as responses have it."""
+        return {
+            "type": self.type, "name": self.name, "description": self.description,
+            "tools": [tool.echo for tool in self.tools],
+        }  # fmt: skip
 
 
 class NamedFunction(Body):
     """A tool_choice that forces a call of one function."""
 
     type: Literal["function"]
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    name: FunctionWord
 
 
 class ReasoningChoice(Body):
@@ -323,7 +358,13 @@ class ResponsesBody(Body):
     previous_response_id: ResponseId | None = None
     store: bool | None = None
     stream: bool | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=256, fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]],
+            Field(max_length=256, fail_fast=True),
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningChoice | None = None
@@ -356,6 +397,12 @@ class ResponsesBody(Body):
             return [{"role": "user", "content": self.input}]
         return turns_of(self.input, before)
 
+    @property
+    def namespaces(self) -> dict[str, str]:
+        """Namespace of each function that has one, by the name that the model reads."""
+        spaces = [tool for tool in self.tools or () if isinstance(tool, NamespaceTool)]
+        return {_full_name(space.name, tool.name): space.name for space in spaces for tool in space.tools}
+
     def chat(self, turns: Sequence[Value]) -> ChatBody:
         """Return the chat request for the messages of a conversation. Raises ApiError 400.
 
@@ -365,6 +412,9 @@ class ResponsesBody(Body):
         count = next((number for number, turn in enumerate(turns) if turn["role"] not in SYSTEM), len(turns))
         said = [self.instructions, *(turn["content"] for turn in turns[:count])]
         system = PARAGRAPH.join(text for text in said if text)
+        tools: list[Value] = []
+        for tool in self.tools or ():
+            tools += tool.functions if isinstance(tool, NamespaceTool) else [tool.function()]
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
@@ -375,8 +425,8 @@ class ResponsesBody(Body):
         given = {
             "model": self.model,
             "messages": [*([{"role": "system", "content": system}] if system else []), *turns[count:]],
-            "tools": [tool.function for tool in self.tools or ()] or None,
-            "tool_choice": choice if self.tools or choice not in ("none", "auto") else None,
+            "tools": tools or None,
+            "tool_choice": choice if tools or choice not in ("none", "auto") else None,
             "max_tokens": self.max_output_tokens,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "response_format": None if self.text is None else self.text.response_format,
@@ -391,11 +441,6 @@ class ResponsesBody(Body):
     def head(self, request: Request) -> Value:
         """Return the response without output, status and usage. request: the engine's."""
         choice = self.tool_choice or "auto"
-        tools = [
-            {"type": "function", "name": one.name, "description": one.description, "parameters": one.parameters,
-             "strict": bool(one.strict)}
-            for one in self.tools or ()
-        ]  # fmt: skip
         return {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -420,7 +465,7 @@ class ResponsesBody(Body):
             "temperature": request.draw.temperature,
             "text": {"format": (self.text and self.text.format) or {"type": "text"}},
             "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice,
-            "tools": tools,
+            "tools": [tool.echo for tool in self.tools or ()],
             "top_logprobs": 0,
             "top_p": request.draw.top_p,
             "truncation": "disabled",
@@ -447,15 +492,15 @@ class ResponsesForm:
 
     def __init__(
         self, head: Value, make_reader: Callable[[], AnswerReader], tokenizer: PreTrainedTokenizerBase,
-        keep: Callable[[Value], None], *, packs_reasoning: bool,
+        keep: Callable[[Value], None], namespaces: Mapping[str, str], *, packs_reasoning: bool,
     ) -> None:  # fmt: skip
         """head: the response without output, status and usage. keep: called with the finished response.
 
-        packs_reasoning: give reasoning items their `encrypted_content`.
+        namespaces: see `ResponsesBody`. packs_reasoning: give reasoning items their `encrypted_content`.
         """
         self.id: str = head["id"]
         self._head, self._reader, self._tokenizer, self._keep = head, make_reader(), tokenizer, keep
-        self._packs_reasoning = packs_reasoning
+        self._namespaces, self._packs_reasoning = namespaces, packs_reasoning
         self._output: list[Value] = []
         self._open: tuple[str, int] | None = None  # kind and number of the call, of the last item while it is open
         self._pieces: list[str] = []  # text of the open item
@@ -540,9 +585,10 @@ class ResponsesForm:
         name = uuid.uuid4().hex
         item: Value = {"id": f"msg_{name}", "type": "message", "role": "assistant", "content": []}
         if part.kind == "call":
-            item = {
-                "id": f"fc_{name}", "type": "function_call", "call_id": part.id, "name": part.name, "arguments": "",
-            }  # fmt: skip
+            called = part.name or ""
+            item = {"id": f"fc_{name}", "type": "function_call", "call_id": part.id, "name": called, "arguments": ""}
+            if (namespace := self._namespaces.get(called)) is not None:
+                item |= {"name": called.removeprefix(_full_name(namespace, "")), "namespace": namespace}
         elif part.kind == "reasoning":
             item = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": []}
         self._output.append({**item, "status": "in_progress"})

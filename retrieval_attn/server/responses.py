@@ -50,9 +50,8 @@ async def respond(body: ResponsesBody, request: HttpRequest) -> Response:
                     stored.keep(namespace, response, turns, earlier)
 
             packs = "reasoning.encrypted_content" in (body.include or ())
-            return ResponsesForm(
-                body.head(requests[0]), make_reader, service.prompts.tokenizer, keep, packs_reasoning=packs
-            )
+            head, tokenizer = body.head(requests[0]), service.prompts.tokenizer
+            return ResponsesForm(head, make_reader, tokenizer, keep, body.namespaces, packs_reasoning=packs)
 
         return await answer_chat(chat, request, form)
 

@@ -19,12 +19,14 @@ openai = pytest.importorskip("openai", reason="tests of the server need openai")
 
 FUNCTIONS = [{"type": "function", "strict": False, **tool["function"]} for tool in TOOLS]
 WEATHER = "Weather?"
+SPACED = 'One.</think><tool_call>{"name": "get__weather", "arguments": {"city": "Bergen"}} </tool_call>\n \n'
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("scripted")
-    save_scripted_model(folder, FAMILIES["qwen3-thinking"], SCRIPTS, BEHIND)
+    scripts = SCRIPTS | {"spaced": SPACED}
+    save_scripted_model(folder, FAMILIES["qwen3-thinking"], scripts, BEHIND)
     with serving(str(folder), "--name", "tiny", "--store", str(folder / "store"), "--warm-up", "0") as served:
         yield served
 
@@ -123,6 +125,24 @@ def test_choices_of_tools(client: Any) -> None:
     assert items(forced) == [("get_weather", {"city": "Bonn", "days": 4})] and forced.tool_choice.name == "get_weather"
     assert items(ask(client, tool_choice="required")) == [("write_file", {"path": "x"})]
     assert items(client.responses.create(model="tiny", input=WEATHER))[0] == WANTED[0]
+
+
+def test_functions_of_a_namespace(client: Any) -> None:
+    """The model reads them under a name with their namespace, and clients get and return the two apart."""
+    space = {"type": "namespace", "name": "get", "description": "About.", "tools": [FUNCTIONS[0] | {"name": "weather"}]}
+    body = ResponsesBody.model_validate({"model": "m", "input": "x", "tools": [space]})
+    (read,) = body.chat(body.turns([])).read_tools
+    assert read["function"]["name"] == "get__weather" and read["function"]["description"] == "About.\n\nWeather."
+    options: dict[str, Any] = {"tools": [space], "extra_body": {"chat_template_kwargs": {"script": "spaced"}}}
+    first = ask(client, **options)
+    _, call = first.output
+    assert (call.namespace, call.name, call.arguments) == ("get", "weather", '{"city": "Bergen"}')
+    assert first.tools[0].type == "namespace"
+    events = [event for event in ask(client, stream=True, **options) if event.type.startswith("response.output_item")]
+    assert [(event.item.namespace, event.item.name) for event in events[2:]] == [("get", "weather")] * 2
+    (kept,) = turns_of_output([call.to_dict()])
+    assert kept["tool_calls"][0]["function"]["name"] == "get__weather"
+    assert ask(client, results(first), previous_response_id=first.id, tools=[space]).output_text == "Both are wet."
 
 
 def test_an_answer_that_is_cut_off(client: Any) -> None:

@@ -115,8 +115,11 @@ def _beginning(body: Mapping[str, Any]) -> str:
         return _shared(prompt)
     if isinstance(prompt, list):
         return json.dumps(prompt[:SAME_TOKENS])
-    messages = body.get("messages")
-    said: list[str] = []
+    items, instructions = body.get("input"), body.get("instructions")  # of the Responses API
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    messages = body.get("messages", items)
+    said: list[str] = [instructions] if isinstance(instructions, str) and messages else []
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None
         said.append(content if isinstance(content, str) else json.dumps(content))

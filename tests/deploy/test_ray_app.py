@@ -91,7 +91,21 @@ def test_names_of_requests() -> None:
     prompts = [affinity(call("/v1/completions", prompt=f"{document}\n\n{end}")) for end in ("a", "b")]
     assert prompts[0] == prompts[1] != ""
     assert affinity(call("/v1/completions", prompt=[1] * 5000)) == affinity(call("/v1/completions", prompt=[1] * 4096))
-    for body in (b"", b"[1]", b"{", b'{"messages": 3}', b'{"messages": [1]}', b'{"model": 3}'):
+    responses = [
+        affinity(call("/v1/responses", input=given, instructions=words))
+        for given, words in ((first, "Be kind."), (later, "Be kind."), (first[0]["content"], "Be kind."), (first, "x"))
+    ]
+    assert responses[0] == responses[1] == responses[2] != responses[3]
+    for body in (
+        b"",
+        b"[1]",
+        b"{",
+        b'{"messages": 3}',
+        b'{"input": [1], "instructions": "x"}',
+        b'{"input": ""}',
+        b'{"messages": [1]}',
+        b'{"model": 3}',
+    ):
         assert isinstance(affinity(call()._replace(body=body)), str)
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from retrieval_attn.server.answer_parts import AnswerReader
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.response_bodies import ResponsesBody, turns_of_output
+from retrieval_attn.server.response_bodies import ResponsesBody, ResponsesForm, turns_of_output
 from tests.server.chat_templates import FAMILIES, TOOLS
 from tests.server.process import ANSWER, QUESTION, Served, document, serving
 from tests.server.scripted_model import save_scripted_model
+from tests.server.test_messages import MARKED
 from tests.server.test_tool_calls import BEHIND, CALLS, SCRIPTS
 
 openai = pytest.importorskip("openai", reason="tests of the server need openai")
@@ -283,6 +285,22 @@ def test_a_saved_context_is_asked(bundled: Any, served: Served) -> None:
     assert ANSWER in first.output_text and first.usage.input_tokens_details.cached_tokens > 800
     again = bundled.responses.create(input=QUESTION, previous_response_id=first.id, **options)
     assert again.usage.input_tokens > first.usage.input_tokens
+
+
+def test_a_stream_that_fails() -> None:
+    """Its last event has the error and what was said before it, and nothing is stored."""
+    kept: list[Any] = []
+    form = ResponsesForm(
+        {"id": "resp_1", "error": None}, AnswerReader, MARKED.tokenizer, kept.append, {}, packs_reasoning=False
+    )
+    events = [*form.opening(0).split(b"\n\n"), *form.chunk(0, "It ra", ()).split(b"\n\n")]
+    last = form.failure(ApiError(504, "Too late.", code="deadline"))
+    found = [json.loads(event.partition(b"data: ")[2]) for event in [*events, *last.split(b"\n\n")] if event]
+    assert last.startswith(b"event: response.failed\n")
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    response = found[-1]["response"]
+    assert response["status"] == "failed" and response["error"] == {"code": "server_error", "message": "Too late."}
+    assert [item["type"] for item in response["output"]] == ["message"] and kept == []
 
 
 def test_errors_are_those_of_the_client(client: Any) -> None:

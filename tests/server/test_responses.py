@@ -34,13 +34,15 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def client(qwen: Served) -> Any:
-    return openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="none", max_retries=0)
+def client(qwen: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
 
 
 @pytest.fixture
-def bundled(served: Served) -> Any:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+def bundled(served: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
 
 
 def ask(client: Any, given: Any = WEATHER, **options: Any) -> Any:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from retrieval_attn.index.threads import kernel_threads as kernel_threads
     from retrieval_attn.memory.device_room import IndexChoice as IndexChoice
     from retrieval_attn.memory.host_room import available_host_bytes as available_host_bytes
+    from retrieval_attn.model.checkpoint import heads_config as heads_config
     from retrieval_attn.model.hooks import MaskSpec as MaskSpec
     from retrieval_attn.model.rotation import Rotation as Rotation
     from retrieval_attn.offload.queries import SPAN as SPAN
@@ -99,6 +100,7 @@ _EXPORTS = {
     "index.threads": "check_threads kernel_threads",
     "memory.device_room": "IndexChoice",
     "memory.host_room": "available_host_bytes",
+    "model.checkpoint": "heads_config",
     "model.hooks": "MaskSpec",
     "model.rotation": "Rotation",
     "offload.queries": "SPAN",

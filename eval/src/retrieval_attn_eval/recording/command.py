@@ -141,8 +141,8 @@ def numbers(flag: str, text: str) -> list[int] | None:
 def _plan(args: argparse.Namespace, layers: list[int] | None) -> str:
     from transformers import AutoConfig
 
-    from retrieval_attn.model.checkpoint import heads_config
     from retrieval_attn.model.loading import load
+    from retrieval_attn.testing import heads_config
     from retrieval_attn_eval.models import model_path
 
     config = load(AutoConfig, model_path(args.model)).get_text_config(decoder=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrieval_attn.memory.units import show_bytes
-from retrieval_attn.model.checkpoint import heads_config
+from retrieval_attn.testing import heads_config
 from retrieval_attn_eval.suite.runner import SuiteRun
 
 __all__ = ["overview"]

@@ -10,6 +10,7 @@ import gc
 import importlib.metadata
 import os
 import platform
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,6 +102,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def _unchanged_models() -> Iterator[None]:
+    """Fail if a cached tiny model has another attention implementation afterwards; restore it for later tests."""
+    models = sys.modules.get("tests.tiny_models")
+    before = {} if models is None else models.changed_models()
+    yield
+    models = sys.modules.get("tests.tiny_models")
+    after = {} if models is None else models.changed_models()
+    left = [name for name in after if name not in before]
+    for name in left:
+        models.restore_model(after[name])  # type: ignore[union-attr]
+    assert not left, f"{left} are not as they were: call retrieval_attn.disable(model), or change a copy"
+
+
+# Automatic fixtures are set up first and torn down last: one checks tests, one checks fixtures of modules.
+tests_leave_shared_models = pytest.fixture(autouse=True)(_unchanged_models)
+modules_leave_shared_models = pytest.fixture(autouse=True, scope="module")(_unchanged_models)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import retrieval_attn as ra
+from retrieval_attn.runner.prefill import first_decoder_layer
 
 VOCABULARY = 97
 LAYERS = 2
@@ -103,7 +104,42 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@cache
+_shared: dict[str, tuple[Any, Any, dict[str, Any]]] = {}
+"""Cached models by name, each with the config of its text decoder and the attributes of its first decoder layer."""
+
+
+def shared_by_tests(make: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Cache the models that `make` returns by their names. A test that leaves one with another attention fails."""
+
+    @cache
+    @wraps(make)
+    def found(name: str) -> Any:
+        model = make(name)
+        layer = first_decoder_layer(model)
+        assert layer is not None
+        name = f"{make.__module__}.{make.__name__}({name!r})"
+        _shared[name] = model, model.config.get_text_config(decoder=True), layer.__dict__
+        return model
+
+    return found
+
+
+def changed_models() -> dict[str, Any]:
+    """Return cached models whose attention is not eager or whose layers have another forward. Takes microseconds."""
+    return {
+        name: model
+        for name, (model, config, layer) in _shared.items()
+        if config._attn_implementation != "eager" or "forward" in layer
+    }
+
+
+def restore_model(model: Any) -> None:
+    """Give a cached model its eager attention again."""
+    ra.disable(model)
+    model.set_attn_implementation("eager")
+
+
+@shared_by_tests
 def tiny_model(name: str) -> Any:
     """A float32 model of `name` with seeded weights, eager attention, eval mode. Shared: leave it as it was."""
     return build_model(name)

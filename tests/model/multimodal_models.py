@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from tests.tiny_models import VOCABULARY, random_ids
+from tests.tiny_models import VOCABULARY, random_ids, shared_by_tests
 
 IMAGE, VIDEO, OPEN, CLOSE = 90, 91, 92, 93
 """Ids of the placeholder of an image's part, of a video's, and of what stands around an image."""
@@ -84,7 +83,7 @@ def new_model(name: str, vocabulary: int = VOCABULARY) -> Any:
     return model
 
 
-@cache
+@shared_by_tests
 def shared_model(name: str) -> Any:
     """`new_model(name)`, one for all tests: leave it as it was."""
     return new_model(name)

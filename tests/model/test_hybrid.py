@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import cache as kept
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.runner.prefill import out_of_memory
 from retrieval_attn.runner.support import TESTED
 from tests.model.test_models import ALL, PROMPT, STEPS, TOLERANCE, decode_pieces, eager_steps, generated, steps, worst
-from tests.tiny_models import BASE, handed_out, random_ids
+from tests.tiny_models import BASE, handed_out, random_ids, shared_by_tests
 
 _LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -60,7 +59,7 @@ def new_model(name: str, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-@kept
+@shared_by_tests
 def shared_model(name: str) -> Any:
     """`new_model(name)`, one for all tests: leave it as it was."""
     return new_model(name)

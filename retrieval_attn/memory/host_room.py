@@ -12,7 +12,7 @@ from typing import Any
 from retrieval_attn.config import Config
 from retrieval_attn.errors import MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.arithmetic import Item
-from retrieval_attn.memory.plan import plan
+from retrieval_attn.memory.plan import host_needs
 from retrieval_attn.memory.reclaim import reclaim
 from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes
 
@@ -52,13 +52,13 @@ def require_host_room(model_config: Any, config: Config, tokens: int, batch: int
     """
     try:
         # a GPU without limits: hidden states are counted below, where they are
-        needs = plan(model_config, tokens, gpu_memory=1 << 60, host_memory=1, batch=batch, config=config, decide=False)
+        shape, needs = host_needs(model_config, tokens, batch, config)
     except RetrievalAttentionError as error:
         log.warning("memory of the host is not checked before reading: %s", error)
         return
-    items = [*needs.host[:-1]]  # the last one is the process itself
+    items = [*needs[:-1]]  # the last one is the process itself
     if hidden_on_host:
-        size = tokens * batch * needs.shape.hidden * needs.shape.dtype_bytes
+        size = tokens * batch * shape.hidden * shape.dtype_bytes
         items.append(Item("prefill: hidden states", size, "page-locked, while reading"))
     needed = sum(item.bytes for item in items)
     available = available_host_bytes()

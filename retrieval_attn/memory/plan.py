@@ -195,6 +195,17 @@ def plan(
     )
 
 
+def host_needs(model_config: Any, context: int, batch: int, config: Config) -> tuple[ModelShape, tuple[Item, ...]]:
+    """Return the shape of a model and the host memory of reading `context` tokens, as `plan` for a GPU without limits.
+
+    It searches for no largest context, which takes milliseconds. Raises as `plan`.
+    """
+    limit = 1 << 60
+    shape = with_embedding(model_shape(model_config), embedding_place("auto", alone=True), limit)
+    case = _Case(shape, part_of(shape, 1, "layers"), (1, "layers"), batch, limit, host_limit=1)
+    return shape, case.arithmetic(config, context).host()
+
+
 def plan_fitting(model_or_config_or_path: Any, most: int | None = None, **sizes: Any) -> Plan:
     """Plan for `most` tokens, or for as many as fit both memories if these are fewer.
 

@@ -23,7 +23,7 @@ from tests.engine.audit import check_engine
 from tests.engine.test_saved_contexts import NEVER, ids, llm_of, read
 from tests.fuzz.engine_schedules import CONFIG
 
-ALL = CONFIG.replace(retrieve="all")
+ALL = CONFIG.replace(retrieve="all", prefill_chunk=512)
 ROOM = 2_000_000
 """Bytes of three texts of 1,000 tokens."""
 

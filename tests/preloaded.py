@@ -22,9 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
-__all__ = ["CLI", "PreloadedProcess", "run_preloaded", "run_program"]
+__all__ = ["CLI", "PreloadedPopen", "PreloadedProcess", "forked_processes", "run_preloaded", "run_program"]
 
 CLI = ("-m", "retrieval_attn.cli")
 """What a new interpreter would get to run `retrieval-attn`."""
@@ -44,17 +45,19 @@ class PreloadedProcess:
         cwd: str | os.PathLike[str],
         files: Mapping[int, int],
         constants: Mapping[str, float] | None = None,
+        new_session: bool = False,
     ) -> None:
         """Start `python WORDS`, which begin with "-c" or "-m".
 
         environment: replaces the forking process's. files: file descriptors that become the standard input (0), output
         (1) and error output (2); they stay open here. A terminal as input becomes the controlling terminal.
-        constants: values of module constants by their dotted names.
+        constants: values of module constants by their dotted names. new_session: lead a session and a process group.
         """
         context = _context()
         passed = {number: _Descriptor(file) for number, file in files.items()}
         self._process = context.Process(
-            target=run_program, args=(list(words), dict(environment), os.fspath(cwd), dict(constants or {}), passed)
+            target=run_program,
+            args=(list(words), dict(environment), os.fspath(cwd), dict(constants or {}), passed, new_session),
         )
         with _variables_of_imports():
             self._process.start()
@@ -83,6 +86,54 @@ class PreloadedProcess:
         """Wait until it has ended."""
         self._process.join()
         self._process.close()
+
+
+class PreloadedPopen(PreloadedProcess):
+    """`subprocess.Popen` of a Python module, forked from a process with all modules imported."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        stdin: int | None = None,
+        stdout: IO[Any] | None = None,
+        stderr: IO[Any] | None = None,
+        start_new_session: bool = False,
+    ) -> None:
+        """command: `sys.executable`, options of the interpreter, which are dropped, "-m", and the rest. stdin: None or
+        DEVNULL; the program must not read it.
+        """
+        assert command[0] == sys.executable and stdin in (None, subprocess.DEVNULL)
+        words = command[command.index("-m") :]
+        files = {number: file.fileno() for number, file in ((1, stdout), (2, stderr)) if file is not None}
+        super().__init__(words, os.environ if env is None else env, cwd or Path.cwd(), files, None, start_new_session)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or None while the process runs."""
+        return self.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status. Raise `subprocess.TimeoutExpired` after `timeout` seconds."""
+        if timeout is not None:
+            return super().wait(timeout)
+        self._process.join()
+        return super().wait(0)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def forked_processes() -> Any:
+    """Return a module `subprocess` whose `Popen` forks, for a test that replaces that of a module with it."""
+    return SimpleNamespace(**{**vars(subprocess), "Popen": PreloadedPopen})
 
 
 def run_preloaded(
@@ -141,9 +192,12 @@ def run_program(
     cwd: str,
     constants: Mapping[str, float],
     files: dict[int, _Descriptor],
+    new_session: bool = False,
 ) -> None:
     """Run `python WORDS` to its end, as a new interpreter would."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if new_session:
+        os.setsid()
     for number, file in files.items():
         file.replace(number)
     if 0 in files:

@@ -14,13 +14,14 @@ from eval.tests.test_bench_session import SMALL
 from retrieval_attn.cli import build_parser, main
 from retrieval_attn.errors import ConfigError, ContextLengthError
 from retrieval_attn.store import ContextStore
-from retrieval_attn_eval.bench.session import process
+from retrieval_attn_eval.bench.session import children, process
 from retrieval_attn_eval.bench.session.children import Process
 from retrieval_attn_eval.bench.session.command import run
 from retrieval_attn_eval.bench.session.page_cache import context_files, in_ram, make_cold, read_through
 from retrieval_attn_eval.bench.session.row import Row
 from retrieval_attn_eval.bench.session.saving import NAME, Job, Saved
 from retrieval_attn_eval.bench.session.saving_report import saving_table
+from tests.preloaded import forked_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -129,8 +130,11 @@ def test_refusals_come_before_anything_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_command_with_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_with_the_bundled_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three processes: one saves, two others open; no session process runs."""
+    monkeypatch.setattr(children, "subprocess", forked_processes())
     flags = ["bench", "session", "--stages", "saving", "--device", "cpu", "--index", "flat", "--length", "1k"]
     out = ["--n", "1", "--no-plot", "--output-dir", str(tmp_path / "one"), "--store", str(tmp_path / "store")]
     assert main([*flags, *out]) == 0

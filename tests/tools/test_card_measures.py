@@ -17,8 +17,10 @@ from torch import nn
 
 from retrieval_attn.gpu.attention import flash
 from retrieval_attn.model.fused import layers as fused_layers
+from tests.preloaded import forked_processes
 from tests.runner.graph_cases import Decoded, enabled
 from tests.tiny_models import LAYERS
+from tools.card import runs
 from tools.card.four_bits import made
 from tools.card.int4 import steps_by
 from tools.card.measure import Goal, Measure, decode_rate, of_row, ratio, value
@@ -212,8 +214,11 @@ def test_models_are_made_in_four_bits() -> None:
 
 
 @pytest.mark.slow
-def test_tiny_measures_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_measures_run_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of each kind of measure: all of their numbers are found. int4_8b is int4_27b_hybrid of a smaller model."""
+    monkeypatch.setattr(runs, "subprocess", forked_processes())
     assert (
         main(["--tiny", "--only", "cuda_tests,document_exact,steps,int4_27b_hybrid", "--out", str(tmp_path / "out")])
         == 0

@@ -39,7 +39,8 @@ BEHIND = {
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("scripted")
     save_scripted_model(folder, FAMILIES["qwen3-thinking"], SCRIPTS, BEHIND)
-    with serving(str(folder), "--name", "tiny", "--store", str(folder / "store"), "--warm-up", "0") as served:
+    options = "--name", "tiny", "--store", str(folder / "store"), "--warm-up", "0"
+    with serving(str(folder), *options, preloaded=True) as served:
         yield served
 
 
@@ -281,7 +282,7 @@ def test_markers_that_are_special_tokens_come_from_the_engines_process(tmp_path:
     }
     save_scripted_model(tmp_path, FAMILIES["mistral-v13"], scripts, {})
     with serving(str(tmp_path), "--name", "tiny", "--store", str(tmp_path / "store"), "--warm-up", "0",
-                 "--engine", "process") as served:  # fmt: skip
+                 "--engine", "process", preloaded=True) as served:  # fmt: skip
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         message = chat(client).choices[0].message
         assert (message.reasoning_content, message.content) == ("Rain?", "See.")

@@ -99,12 +99,15 @@ class PreloadedPopen(PreloadedProcess):
         cwd: str | os.PathLike[str] | None = None,
         stdin: int | None = None,
         stdout: IO[Any] | None = None,
-        stderr: IO[Any] | None = None,
+        stderr: IO[Any] | int | None = None,
         start_new_session: bool = False,
     ) -> None:
         """command: `sys.executable`, options of the interpreter, which are dropped, "-m", and the rest. stdin: None or
-        DEVNULL; the program must not read it.
+        DEVNULL; the program must not read it. stderr: a file, or STDOUT.
         """
+        if isinstance(stderr, int):
+            assert stderr == subprocess.STDOUT
+            stderr = stdout
         assert command[0] == sys.executable and stdin in (None, subprocess.DEVNULL)
         words = command[command.index("-m") :]
         files = {number: file.fileno() for number, file in ((1, stdout), (2, stderr)) if file is not None}

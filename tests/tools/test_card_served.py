@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import retrieval_attn as ra
+from tests.preloaded import forked_processes
+from tools.card import served
 from tools.card.served import main, make_model
 
 
@@ -21,7 +23,10 @@ def test_a_made_model_has_a_token_for_each_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_are_printed_for_a_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_printed_for_a_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "subprocess", forked_processes())
     flags = ["--", "--device", "cpu", "--store", str(tmp_path / "store"), "--warm-up", "0"]
     assert main(["tiny", "--out", str(tmp_path), "--only", "short", "--tokens", "3", *flags]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]

@@ -17,6 +17,7 @@ from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.engine import saved_text
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import (
     AdmissionError,
     ContextLengthError,
@@ -289,6 +290,30 @@ def damage(store: ContextStore, name: str, array: str, *, bits: int = 1, count: 
 LATER = ("host/0/keys", "host/0/values")
 
 
+def compare_beside_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next check of files begin after ten steps of an engine, which then waits for the end of the check."""
+    begun, ended, steps = threading.Event(), threading.Event(), 0
+    run, decode = late_check._run, Stepper.decode
+
+    def compared(*given: Any) -> None:
+        assert begun.wait(60)
+        try:
+            run(*given)
+        finally:
+            ended.set()
+
+    def decoded(stepper: Stepper, rows: Any, *given: Any) -> Any:
+        nonlocal steps
+        steps += bool(rows) and any(row.request.context for row in rows.values())
+        if steps == 10:
+            begun.set()
+            assert ended.wait(60)
+        return decode(stepper, rows, *given)
+
+    monkeypatch.setattr(late_check, "_run", compared)
+    monkeypatch.setattr(Stepper, "decode", decoded)
+
+
 @pytest.mark.parametrize(
     ("array", "late"), [("tail/key", True), ("host/0/values", False), *((one, True) for one in LATER)]
 )
@@ -300,14 +325,15 @@ def test_damage_is_a_miss(
     """
     monkeypatch.setattr(late_check, "FIRST_SECONDS", 0.0)
     monkeypatch.setattr(saved_text, "WHOLE_BYTES", 0 if late else 1 << 30)
-    tokens = 200 if late and array in LATER else 50  # more while a file is checked beside the answer
-    llm, requests = llm_of(), [Request((ids(5, n),), tokens, context="book", stop_ids=NEVER) for n in range(3)]
+    llm, requests = llm_of(), [Request((ids(5, n),), 50, context="book", stop_ids=NEVER) for n in range(3)]
     read(llm_of(config=CONFIG.replace(retrieve=7)), 900, 3).save("book", store=store)
     with Engine(llm, store=store) as engine:
         expected = [ticket.result().tokens for ticket in [engine.submit(one) for one in requests]]
     damage(store, "book", array)
+    if late and array in LATER:
+        compare_beside_answers(monkeypatch)
     with Engine(llm, store=store) as engine:
-        beside = engine.submit(Request((ids(40, 1),), tokens, stop_ids=NEVER))
+        beside = engine.submit(Request((ids(40, 1),), 50, stop_ids=NEVER))
         tickets = [engine.submit(one) for one in requests]
         events = [[event.token for event in ticket] for ticket in tickets]
         found = [ticket.result() for ticket in tickets]
@@ -346,15 +372,19 @@ def test_damage_that_was_marked_is_read_at_once(store: ContextStore, openings: l
 
 def test_an_answer_that_damage_changed_ends_with_an_error(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was told of it cannot be taken back; who asks again is answered."""
-    monkeypatch.setattr(late_check, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(late_check, "FIRST_SECONDS", 0.0)
     monkeypatch.setattr(saved_text, "WHOLE_BYTES", 0)
-    llm, request = llm_of(), Request((ids(5, 1),), 400, context="book", stop_ids=NEVER)
+    llm, request = llm_of(), Request((ids(5, 1),), 20, context="book", stop_ids=NEVER)
     read(llm, 900, 3).save("book", store=store)
     with Engine(llm, store=store) as engine:
         expected = engine.submit(request).result().tokens
-    damage(store, "book", "host/0/values", bits=2, count=4000)
+    damage(store, "book", "host/0/values", bits=0x82, count=4000)
+    compare_beside_answers(monkeypatch)
     with Engine(llm, store=store) as engine:
-        found = engine.submit(request).result()
+        ticket = engine.submit(request)
+        told = [next(iter(ticket)).token for _ in range(10)]
+        assert told != list(expected[:10])
+        found = ticket.result()
         assert isinstance(found.error, StoreDamagedError) and "Send the request again" in str(found.error)
         assert engine.submit(request).result().tokens == expected
         check_engine(engine)

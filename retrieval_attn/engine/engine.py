@@ -65,6 +65,7 @@ from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.staging import host_format
 from retrieval_attn.offload.threads import with_device_memory
 from retrieval_attn.runner.full_attention import release_full_kv
+from retrieval_attn.sampling.grammar import GrammarCompiler
 from retrieval_attn.sampling.sampler import require_known
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.saving.save import Saved, template_digest
@@ -103,11 +104,12 @@ class RequestAdmission:
         self._loop, self._outputs, self._saved = loop, outputs, saved
         self._tree, self._exact, self._counts = tree, paged, counts
         self._require_room, self._crops = empty.require_room, empty.crops_anywhere
+        self._grammars = GrammarCompiler(loop.tokenizer, loop.vocabulary, loop.eos)
 
     def row(self, request: Request, handle: RequestHandle, before: RunningRequest | None = None) -> RunningRequest:
         """before: had the request until files of its saved context were found damaged. Raises ContextLengthError,
-        AdmissionError, InputDataError for a logit bias of an unknown token, and for a saved context what `LLM.open`
-        raises.
+        AdmissionError, InputDataError for a logit bias of an unknown token and for a grammar that cannot be enforced,
+        ConfigError for one without llguidance, and for a saved context what `LLM.open` raises.
         """
         require_known(request.draw, self._loop.vocabulary)
         shared, held = 0, 0
@@ -122,7 +124,11 @@ class RequestAdmission:
         self._require_room(held + request.prompt_tokens + request.max_tokens)
         paged = self._exact is not None and saved is None and request.prompt_logprobs is None
         pages = PageAllocation(self._exact, request.parts) if self._exact is not None and paged else None
-        return RunningRequest(request, handle, self._loop, self._outputs, saved, pages, before, self._crops, shared)
+        grammar = request.grammar  # compiled here, in the submitting thread, while other rows decode
+        matcher = None if grammar is None else self._grammars.matcher(grammar, request.stop_ids)
+        return RunningRequest(
+            request, handle, self._loop, self._outputs, saved, pages, before, self._crops, shared, matcher
+        )
 
     def _found_by_content(self, parts: Sequence[Sequence[int]], namespace: str | None) -> tuple[SavedText | None, int]:
         """Return the saved context that shares more tokens with a prompt than the prefix cache has of it, and the

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from retrieval_attn.engine.request_needs import PRIORITIES, Priority
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.sampling.sampler import TokenScore
 from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams, is_encodable, is_int
 
@@ -40,6 +41,8 @@ class Request:
         prompt_logprobs: 0 to 20: return the log-probability of each prompt token, and of as many of the likeliest
             tokens in its place; the prompt is then prefilled without the prefix cache. None: do not.
         visible: special tokens that the text of the answer keeps, such as markers of tool calls.
+        grammar: grammar of the answer, which ends when it is complete; needs the extra `grammar`. None: any text. An
+            answer of `max_tokens` tokens may be incomplete.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -54,6 +57,7 @@ class Request:
     min_tokens: int = 0
     prompt_logprobs: int | None = None
     visible: frozenset[int] = frozenset()
+    grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         given: Sequence[Any] = self.parts
@@ -73,6 +77,8 @@ class Request:
                 f"min_tokens must be an integer in [0, {self.max_tokens}], the most tokens of the answer; got "
                 f"{self.min_tokens!r}."
             )
+        if self.grammar is not None and self.min_tokens:
+            raise ConfigError(f"min_tokens must be 0 for an answer with a grammar, got {self.min_tokens!r}.")
         scored = self.prompt_logprobs
         if scored is not None and (not is_int(scored) or not 0 <= scored <= MAX_LOGPROBS or self.context is not None):
             raise ConfigError(

@@ -25,12 +25,19 @@ from retrieval_attn.engine.prefix_handle import PrefixHandle, text_mark
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request import Reason, Request, RequestHandle
 from retrieval_attn.engine.saved_text import OpenedText, Opening, SavedText
-from retrieval_attn.errors import CacheMismatchError, RetrievalAttentionError, StoreDamagedError
+from retrieval_attn.errors import (
+    CacheMismatchError,
+    InputDataError,
+    NotFiniteError,
+    RetrievalAttentionError,
+    StoreDamagedError,
+)
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import require_same, weight_state
 from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.runner.decode import PromptState
-from retrieval_attn.sampling.sampler import History, TokenScore, token_scores
+from retrieval_attn.sampling.grammar import TokenMatcher
+from retrieval_attn.sampling.sampler import History, MaskedParams, TokenScore, token_scores
 
 __all__ = ["RunningRequest"]
 
@@ -52,12 +59,13 @@ class RunningRequest:
     def __init__(
         self, request: Request, handle: RequestHandle, loop: AnswerLoop, outputs: OutputQueue, saved: SavedText | None =
         None, pages: PageAllocation | None = None, before: RunningRequest | None = None, crops: bool = False,
-        shared: int = 0,
+        shared: int = 0, matcher: TokenMatcher | None = None,
     ) -> None:  # fmt: skip
         """loop: of the model that answers. outputs: takes what the handle is told. saved: what the prompt begins with.
         shared: tokens of the request that are those of the saved context; 0: it names the context and continues it.
         pages: for parts of it that are attended to exactly; None: none are. before: had the same request, and keys that
         were found damaged: what it told is not told again. crops: prefix-cache entries may be cropped at any token.
+        matcher: state of the request's grammar; None: it has none.
         """
         self.request, self.handle = request, handle
         self._begun = 0 if saved is None else shared or saved.tokens  # tokens of the saved context
@@ -101,6 +109,8 @@ class RunningRequest:
         )  # fmt: skip
         prompt = self.sharing.ids[marks:]
         self._history = History.of(request.draw, prompt, self.tokens, self._stops, request.min_tokens)
+        self.matcher = matcher
+        self.draw = request.draw if matcher is None else MaskedParams.of(request.draw, matcher)
         self._done = self._inside = 0  # parts that the cache holds, and tokens that it holds of the next one
         self._pages = pages
         self._began: float = time.perf_counter() if before is None else before._began
@@ -228,9 +238,10 @@ class RunningRequest:
         if token in self._stops:
             return True
         self.tokens.append(token)
+        complete = self.matcher is not None and self.matcher.accept(token)
         if len(self.tokens) <= len(told):
-            return len(self.tokens) == len(told) and self._detokenizer.stopped
-        return self._detokenizer.token(token, logprob, top)
+            return complete or (len(self.tokens) == len(told) and self._detokenizer.stopped)
+        return self._detokenizer.token(token, logprob, top) or complete
 
     def finish(self, reason: Reason, error: BaseException | None = None) -> None:
         """Tell who asked, once; later calls change nothing."""
@@ -248,6 +259,8 @@ class RunningRequest:
             self.read.cancel()
         if self._opening is not None:
             self._opening.cancel()
+        if self.matcher is not None:
+            self.matcher.close()
         self.sharing.leave()
         self.read = self.cache = self.logits = self._opening = self._pages = None
 
@@ -267,6 +280,13 @@ class RunningRequest:
     def require_weights(self) -> None:
         """Raise CacheMismatchError if the model has other weights, or acting adapters, than when this was submitted."""
         require_same(self.weights, weight_state(self._loop.model), f"Request {self.handle.id} was submitted")
+
+    @property
+    def choice_error(self) -> RetrievalAttentionError:
+        """Error of a step in which no token could be chosen."""
+        if self.matcher is not None and self.matcher.error:
+            return InputDataError(f"The grammar of the answer failed: {self.matcher.error}")
+        return NotFiniteError("the model gave logits that are not finite")
 
     @property
     def cached_by_tier(self) -> TierTokens:

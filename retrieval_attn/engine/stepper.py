@@ -15,7 +15,6 @@ from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.running_request import RunningRequest
-from retrieval_attn.errors import NotFiniteError
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
 from retrieval_attn.runner.graph_slot import StepClock
 from retrieval_attn.sampling.sampler import SampledToken, Sampler
@@ -83,7 +82,7 @@ class Stepper:
                 continue
             choice, row = choices[number], rows[number]
             if choice is None:
-                self._fail(number, NotFiniteError("the model gave logits that are not finite"), failed)
+                self._fail(number, row.choice_error, failed)
             elif row.chosen(*choice):
                 damage = row.damage()
                 if damage is not None:
@@ -138,12 +137,20 @@ class Stepper:
     def _step(self, fed: Mapping[str, RunningRequest], failed: list[str], overlap: bool) -> Stepped:
         """Feed the newest token of each request."""
         rows = list(fed.values())
+        matchers = [row.matcher for row in rows if row.matcher is not None]
+
+        def launched() -> None:
+            self._outputs.flush_async()
+            for one in matchers:  # the masks of the next tokens are computed while the step runs
+                _ = one.mask
+
         caches = [row.cache for row in rows if row.cache is not None]
         inputs = [(row.tokens[-1], row.position) for row in rows]
         try:
             # a graph chooses from the model's logits: rows whose scores are changed before choose from what it returns
-            draws = [None if row.history else row.request.draw for row in rows]
-            stepped = self._runner.advance(caches, inputs, draws, self._outputs.flush_async, overlap=overlap)
+            draws = [None if row.history else row.draw for row in rows]
+            overlap = overlap and not matchers  # a mask depends on the token before
+            stepped = self._runner.advance(caches, inputs, draws, launched, overlap=overlap)
         except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
             for number in fed:
                 self._fail(number, error, failed)
@@ -157,7 +164,7 @@ class Stepper:
         """Sample from logits (1, vocabulary) of each request."""
         if not rows:
             return {}
-        draws, histories = [row.request.draw for row in rows.values()], [row.history for row in rows.values()]
+        draws, histories = [row.draw for row in rows.values()], [row.history for row in rows.values()]
         found = self._sampler(draws, torch.cat(list(logits)), [row.position + 1 for row in rows.values()], histories)
         return dict(zip(rows, found, strict=True))
 

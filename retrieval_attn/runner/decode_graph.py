@@ -103,6 +103,7 @@ class GraphSampler:
         self._params: Mapping[int, SamplingParams] = {}
         self._graphs: dict[tuple[int, DrawMode], list[GraphSampling]] = {}  # take turns
         self._drawing: GraphSampling | None = None
+        self._logits: Tensor | None = None
 
     def prepare(self, params: Mapping[int, SamplingParams], logits: Tensor) -> bool:
         """Set the sampling parameters of the next step by place; other places sample greedily.
@@ -111,7 +112,8 @@ class GraphSampler:
         the inputs of the next step. Raises CaptureError.
         """
         self._sampler.assign(params)
-        self._params, mode = params, self._sampler.mode
+        self._sampler.prepare_masks(logits)
+        self._params, self._logits, mode = params, logits, self._sampler.mode
         if mode.logprobs is not None:
             wanted = min(count for count in LOGPROBS if count >= mode.logprobs)
             mode = mode._replace(logprobs=min(wanted, logits.shape[1]))
@@ -125,8 +127,12 @@ class GraphSampler:
         return there
 
     def launch(self) -> GraphSampling:
-        """Sample after the step of `prepare`. Returns the memory of the result."""
-        assert self._drawing is not None
+        """Sample after the step of `prepare`. Returns the memory of the result.
+
+        Masks of grammars are copied to the device while the step runs.
+        """
+        assert self._drawing is not None and self._logits is not None
+        self._sampler.upload_masks(self._logits)
         self._drawing.replay()
         return self._drawing
 

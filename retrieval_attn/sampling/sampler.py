@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,20 @@ from torch import Tensor
 
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.gpu.decode.kernels import kernels_for
+from retrieval_attn.sampling.grammar import TokenMatcher, mask_words
 from retrieval_attn.sampling.sampling_params import SamplingParams, is_int
 
-__all__ = ["Chosen", "DrawMode", "History", "SampledToken", "Sampler", "TokenScore", "require_known", "token_scores"]
+__all__ = [
+    "Chosen",
+    "DrawMode",
+    "History",
+    "MaskedParams",
+    "SampledToken",
+    "Sampler",
+    "TokenScore",
+    "require_known",
+    "token_scores",
+]
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -63,12 +74,28 @@ class DrawMode(NamedTuple):
     """Options of all rows of a step; a graph captured for a mode also serves rows that need less.
 
     sample: some row draws; otherwise choosing costs an argmax. filters: a row that draws excludes tokens. logprobs:
-    the most that a row requests; None: no row requests even the chosen token's.
+    the most that a row requests; None: no row requests even the chosen token's. masked: a row has a grammar.
     """
 
     sample: bool = False
     filters: bool = False
     logprobs: int | None = None
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class MaskedParams(SamplingParams):
+    """Parameters of a row whose tokens a grammar constrains.
+
+    matcher: state of the grammar; its mask must be that of the next token when the token is chosen.
+    """
+
+    matcher: TokenMatcher | None = None
+
+    @classmethod
+    def of(cls, params: SamplingParams, matcher: TokenMatcher) -> MaskedParams:
+        """Return parameters with a grammar."""
+        return cls(**{one.name: getattr(params, one.name) for one in fields(SamplingParams)}, matcher=matcher)
 
 
 class Chosen(NamedTuple):
@@ -120,6 +147,7 @@ class Sampler:
         self._numbers_view, self._words_view = self._numbers_cpu.numpy(), self._words_cpu.numpy()
         self._numbers = self._numbers_cpu.to(device, copy=True)
         self._words = self._words_cpu.to(device, copy=True)
+        self._masks: _Masks | None = None
 
     def __call__(
         self,
@@ -128,9 +156,12 @@ class Sampler:
         positions: Sequence[int],
         histories: Sequence[History | None] = (),
     ) -> list[SampledToken | None]:
-        """Choose a token for each row of logits and copy it to the host: `assign`, `choose` and `Chosen.tokens`."""
+        """Choose a token for each row of logits and copy it to the host: `assign`, `upload_masks`, `choose` and
+        `Chosen.tokens`.
+        """
         rows = dict(enumerate(params))
         self.assign(rows)
+        self.upload_masks(logits)
         return self.choose(logits, torch.tensor(positions, device=logits.device), histories).tokens(rows)
 
     def assign(self, params: Mapping[int, SamplingParams]) -> None:
@@ -155,7 +186,26 @@ class Sampler:
         if changed:
             sample = any(not one.greedy for one in self._params)
             logprobs = max(one.logprobs for one in self._params) or None
-            self.mode = DrawMode(sample, any(one.filters for one in self._params), logprobs)
+            masked = any(isinstance(one, MaskedParams) for one in self._params)
+            self.mode = DrawMode(sample, any(one.filters for one in self._params), logprobs, masked)
+
+    def prepare_masks(self, logits: Tensor) -> None:
+        """Allocate the masks of rows with a grammar, if there is one. A graph must be captured after this.
+
+        logits: (rows, vocabulary) on the sampler's device, of which only the width counts: the same one in all calls.
+        """
+        if self.mode.masked and self._masks is None:
+            self._masks = _Masks(len(self._params), logits)
+
+    def upload_masks(self, logits: Tensor) -> None:
+        """Copy the masks of rows with a grammar to the device, for the next `choose`; does nothing without such rows.
+
+        logits: see `prepare_masks`. On a GPU copies are queued on the current stream. Call it again only after they
+        have run.
+        """
+        self.prepare_masks(logits)
+        if self.mode.masked and self._masks is not None:
+            self._masks.upload(self._params)
 
     def choose(
         self, logits: Tensor, positions: Tensor, histories: Sequence[History | None] = (), mode: DrawMode | None = None
@@ -164,13 +214,16 @@ class Sampler:
 
         logits: float32 (rows, vocabulary), numbers of a row contiguous; not changed. positions: int64 (rows,) >= 0 of
         the chosen tokens. histories: tokens of each row for penalties; (): no row's scores change. mode: the mode of a
-        captured graph, which must include `self.mode`; None: `self.mode`. Without histories no row waits for the host
+        captured graph, which must include `self.mode`; None: `self.mode`. With a grammar `upload_masks` must have been
+        called. Without histories no row waits for the host
         and no shape depends on data, so a CUDA graph can record it. A failed row changes nothing in others. Raises
         ShapeError for other shapes and dtypes, and for more rows than the sampler has.
         """
         self._require_shapes(logits, positions)
         mode = self.mode if mode is None else mode
         scores = self._penalties(logits, histories)
+        if mode.masked and self._masks is not None:
+            scores = self._masks.applied(scores)
         size = len(logits) if mode == DrawMode() else _rows_together(logits)
         raw = None if scores is logits else logits
         if size >= len(logits):
@@ -225,6 +278,46 @@ class Sampler:
             )
         if len(logits) > len(self._params):
             raise ShapeError(f"{len(logits)} rows of logits for a Sampler of {len(self._params)}; make a larger one.")
+
+
+class _Masks:
+    """Masks of all rows of a sampler, in memory whose addresses do not change."""
+
+    def __init__(self, rows: int, logits: Tensor) -> None:
+        self._width, device = logits.shape[1], logits.device
+        self._host = torch.full((rows, mask_words(self._width)), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._view = self._host.numpy()
+        # on a CPU the host's memory itself
+        self._device = self._host if device.type == "cpu" else self._host.to(device, copy=True)
+        self._shifts = torch.arange(32, dtype=torch.int32, device=device)
+        self._masked: set[int] = set()
+
+    def upload(self, params: Sequence[SamplingParams]) -> None:
+        """Write the masks of rows with a grammar; other rows get all tokens."""
+        matchers = {
+            row: one.matcher
+            for row, one in enumerate(params)
+            if isinstance(one, MaskedParams) and one.matcher is not None
+        }
+        for row in self._masked - matchers.keys():
+            self._view[row] = -1
+        for row, matcher in matchers.items():
+            mask = matcher.mask[: self._view.shape[1]]
+            self._view[row, : len(mask)] = mask
+            self._view[row, len(mask) :] = 0
+        changed = sorted(self._masked | matchers.keys())
+        self._masked = set(matchers)
+        if changed and self._device is not self._host:
+            rows = slice(changed[0], changed[-1] + 1)
+            self._device[rows].copy_(self._host[rows], non_blocking=True)
+
+    def applied(self, scores: Tensor) -> Tensor:
+        """Return scores (rows, vocabulary) float32, minus infinity for excluded tokens. NaN and infinity stay visible:
+        minus infinity is added.
+        """
+        words = self._device[: len(scores), :, None]
+        excluded = ((words >> self._shifts) & 1).flatten(1)[:, : scores.shape[1]] == 0
+        return scores + torch.zeros_like(scores).masked_fill_(excluded, -math.inf)
 
 
 def _rows_together(logits: Tensor) -> int:

@@ -309,6 +309,7 @@ async def _requests(
                     caller.name,
                     context=context,
                     min_tokens=body.min_tokens or 0,
+                    grammar=body.grammar,
                 )  # fmt: skip
             )
     return requests

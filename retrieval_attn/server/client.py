@@ -56,7 +56,7 @@ Item = Event | Finished
 Put = Callable[[Item], None]
 """Receives the events of a request and then its end, in the event loop."""
 OPENERS = 4
-"""Threads that submit requests with saved contexts, which may block on the disk."""
+"""Threads that submit requests with saved contexts, which may block on the disk, or with grammars to compile."""
 
 
 class Submitted(NamedTuple):
@@ -149,7 +149,7 @@ class LocalEngine:
 
     async def submit(self, request: Request, put: Put) -> Submitted:
         """See `EngineClient`."""
-        pool = None if request.context is None else self._openers
+        pool = None if request.context is None and request.grammar is None else self._openers
         submitting = asyncio.get_running_loop().run_in_executor(pool, self._submit, request, put)
         try:
             return await asyncio.shield(submitting)

@@ -14,6 +14,7 @@ import numpy as np
 
 from retrieval_attn import errors
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.sampling.sampler import TokenScore
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server.failure import EngineLostError
@@ -114,6 +115,7 @@ def request_of(request: Request) -> Plain:
         "min_tokens": request.min_tokens,
         "prompt_logprobs": request.prompt_logprobs,
         "visible": sorted(request.visible),
+        "grammar": None if request.grammar is None else asdict(request.grammar),
     }
 
 
@@ -126,6 +128,7 @@ def request_from(plain: Plain) -> Request:
         "stop": tuple(plain["stop"]),
         "stop_ids": None if stop_ids is None else frozenset(stop_ids),
         "visible": frozenset(plain["visible"]),
+        "grammar": None if plain["grammar"] is None else GrammarSpec(**plain["grammar"]),
     }
     return Request(**{**plain, **changed})
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from retrieval_attn.sampling.grammar import GrammarKind, GrammarSpec
 from retrieval_attn.sampling.sampling_params import (
     BIAS_LIMIT,
     MAX_LOGPROBS,
@@ -139,6 +140,25 @@ Tools = Annotated[list[dict[str, Any]], Field(max_length=256, fail_fast=True)]
 TemplateOptions = Annotated[dict[str, Any], AfterValidator(_for_template)]
 
 
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+MAX_CHOICES = 4096
+
+
+def _schema_text(text: str) -> str:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("a JSON schema must be a JSON object, or the text of one")
+    return text
+
+
+def _plain_schema(schema: str | dict[str, Any] | None) -> str | None:
+    """Return the text of a schema, with the keys in their order: objects are written in that order."""
+    return json.dumps(schema) if isinstance(schema, dict) else schema
+
+
 class StreamOptions(Body):
     """include_usage: a last chunk tells the tokens."""
 
@@ -146,17 +166,69 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponseFormat(Body):
-    """Structured output is not served."""
+class JsonSchema(Body):
+    """A named schema of OpenAI's API. name, description and strict have no effect: the schema is always enforced."""
 
-    type: Literal["text"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(ANY_OBJECT, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Form of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_belongs_to_its_type(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError('json_schema belongs to the type "json_schema", and is needed there')
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """Schema of the answer; None: it is text."""
+        if self.type == "text":
+            return None
+        return ANY_OBJECT if self.json_schema is None else self.json_schema.schema_
+
+
+Choices = Annotated[list[Words], Field(min_length=1, max_length=MAX_CHOICES)]
+Schema = dict[str, Any] | Annotated[str, AfterValidator(_schema_text)]
+
+
+class StructuredOutputs(Body):
+    """Grammar of an answer, as vLLM has it since version 0.11: exactly one of its fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    json_: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Words | None = None
+    choice: Choices | None = None
+    grammar: Words | None = None
+
+    @property
+    def specs(self) -> list[GrammarSpec]:
+        """Grammars of all given fields."""
+        found: list[tuple[GrammarKind, str | None]] = [
+            ("json_schema", _plain_schema(self.json_)),
+            ("json_schema", json.dumps(ANY_OBJECT) if self.json_object else None),
+            ("regex", self.regex),
+            ("choice", None if self.choice is None else json.dumps(self.choice)),
+            ("grammar", self.grammar),
+        ]
+        return [GrammarSpec(kind, text) for kind, text in found if text is not None]
 
 
 class SampledBody(Body):
     """Common fields of requests for an answer.
 
-    Besides OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos as in vLLM, and context, the name of a
-    saved context that the prompt continues (also as model MODEL@NAME). Fields from `user` on are accepted without
+    Besides OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, guided_json, guided_regex,
+    guided_choice, guided_grammar and structured_outputs as in vLLM, and context, the name of a saved context that the
+    prompt continues (also as model MODEL@NAME). Fields from `user` on are accepted without
     effect: other options of vLLM with their neutral value.
     """
 
@@ -181,6 +253,12 @@ class SampledBody(Body):
     logit_bias: dict[TokenKey, TokenBias] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: Schema | None = None
+    guided_regex: Words | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Words | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -199,6 +277,31 @@ class SampledBody(Body):
     @classmethod
     def _whole_number(cls, value: object) -> object:
         return int(value) if isinstance(value, float) and value in (0, 1) else value  # clients send 1.0 as well
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> SampledBody:
+        if len(self._grammars) > 1:
+            raise ValueError(
+                "an answer has one grammar: give one of response_format, guided_json, guided_regex, guided_choice, "
+                "guided_grammar and structured_outputs"
+            )
+        if self._grammars and self.min_tokens:
+            raise ValueError("min_tokens must be 0 for an answer with a grammar, which ends when it is complete")
+        return self
+
+    @property
+    def _grammars(self) -> list[GrammarSpec]:
+        schema = None if self.response_format is None else self.response_format.schema_of_answer
+        guided = StructuredOutputs(
+            json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
+        )
+        given = [StructuredOutputs(json=schema), guided, self.structured_outputs]
+        return [spec for one in given if one is not None for spec in one.specs]
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """Grammar of the answer; None: any text."""
+        return next(iter(self._grammars), None)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -251,7 +354,6 @@ class ChatBody(SampledBody):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     service_tier: str | None = None

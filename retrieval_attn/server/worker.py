@@ -70,7 +70,7 @@ class Worker:
     def _pool(self, frame: Plain) -> ThreadPoolExecutor:
         if frame["do"] == "keep":
             return self._keepers
-        opens = frame["do"] == "submit" and frame["request"]["context"] is not None
+        opens = frame["do"] == "submit" and any(frame["request"][name] is not None for name in ("context", "grammar"))
         return self._openers if opens else self._threads
 
     def _answer(self, frame: Plain) -> None:

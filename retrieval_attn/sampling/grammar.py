@@ -61,8 +61,8 @@ class TokenMatcher:
     """
 
     def __init__(self, matcher: Any, vocabulary: int, model_ends: Collection[int], ends: Collection[int]) -> None:
-        """vocabulary: ids in the mask. model_ends: tokens that the compiled grammar allows at its end. ends: tokens that
-        end this answer.
+        """vocabulary: ids in the mask. model_ends: tokens that the compiled grammar allows at its end. ends: tokens
+        that end this answer.
         """
         self._matcher, self.error = matcher, ""
         self._words = np.zeros(mask_words(vocabulary), np.int32)

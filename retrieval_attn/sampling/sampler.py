@@ -285,7 +285,9 @@ class _Masks:
 
     def __init__(self, rows: int, logits: Tensor) -> None:
         self._width, device = logits.shape[1], logits.device
-        self._host = torch.full((rows, mask_words(self._width)), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = torch.full(
+            (rows, mask_words(self._width)), -1, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
         self._view = self._host.numpy()
         # on a CPU the host's memory itself
         self._device = self._host if device.type == "cpu" else self._host.to(device, copy=True)

@@ -58,7 +58,7 @@ REFUSED: dict[str, str] = {
     "top without logprobs": body_with(top_logprobs=3),
     "unknown field": body_with(tempratur=0),
     "a lone surrogate": '{"model": "bundled", "messages": [{"role": "user", "content": "\\ud800"}]}',
-    "structured output": body_with(response_format={"type": "json_object"}),
+    "structured output": body_with(response_format={"type": "json_schema"}),
     "a name that is a path": body_with(context="../../etc/passwd"),
     "no context behind the @": body_with(model="bundled@"),
     "two contexts": body_with(model="bundled@one", context="two"),

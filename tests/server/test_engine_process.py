@@ -28,6 +28,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.engine.warm_up import WarmUpProgress
 from retrieval_attn.model.bundled import model_path
+from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server import engine_process, remote
 from retrieval_attn.server import ipc as frames
@@ -136,6 +137,8 @@ def test_frames_bring_what_was_sent() -> None:
         visible=frozenset({4, 7}),
     )
     assert frames.request_from(json.loads(json.dumps(frames.request_of(request)))) == request
+    constrained = Request(((5, 6),), grammar=GrammarSpec("regex", "a+", "</think>"))
+    assert frames.request_from(json.loads(json.dumps(frames.request_of(constrained)))) == constrained
     ends = Finished(
         "error", "t\ud83d", (1, 2), 5, 3, (0.5, 1.5), errors.ContextLengthError("too long", limit=9, tokens=12)
     )

@@ -317,9 +317,35 @@ class _Masks:
         """Return scores (rows, vocabulary) float32, minus infinity for excluded tokens. NaN and infinity stay visible:
         minus infinity is added.
         """
-        words = self._device[: len(scores), :, None]
-        excluded = ((words >> self._shifts) & 1).flatten(1)[:, : scores.shape[1]] == 0
-        return scores + torch.zeros_like(scores).masked_fill_(excluded, -math.inf)
+        words = self._device[: len(scores)]
+        return _compiled_masked(scores, words) if scores.device.type == "cpu" else _masked(scores, words, self._shifts)
+
+
+def _masked(scores: Tensor, words: Tensor, shifts: Tensor) -> Tensor:
+    excluded = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, : scores.shape[1]] == 0
+    return scores + torch.zeros_like(scores).masked_fill_(excluded, -math.inf)
+
+
+@torch.library.custom_op(
+    "retrieval_attn::masked_scores", mutates_args=(), device_types="cpu",
+    schema="(Tensor scores, Tensor words) -> Tensor",
+)  # fmt: skip
+def _compiled_masked(scores: Tensor, words: Tensor) -> Tensor:
+    masked = torch.empty(scores.shape)
+    _fill_masked(scores.numpy(), words.numpy(), masked.numpy())
+    return masked
+
+
+@njit(nogil=True, cache=True)
+def _fill_masked(scores: Ids, words: Ids, out: Ids) -> None:
+    """Write the result of `_masked`."""
+    for row in range(len(scores)):
+        for word in range(words.shape[1]):
+            bits = words[row, word]
+            start = word * 32
+            for i in range(min(32, scores.shape[1] - start)):
+                score = scores[row, start + i]
+                out[row, start + i] = score if (bits >> i) & 1 else score - np.float32(np.inf)
 
 
 def _rows_together(logits: Tensor) -> int:

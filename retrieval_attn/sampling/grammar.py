@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from retrieval_attn.errors import ConfigError, InputDataError
 
-__all__ = ["GrammarCompiler", "GrammarSpec", "TokenMatcher", "mask_words"]
+__all__ = ["CallGrammar", "GrammarCompiler", "GrammarSpec", "TokenMatcher", "mask_words"]
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "calls"]
 Mask = NDArray[np.int32]
@@ -38,20 +38,53 @@ class GrammarSpec:
 
     Attributes:
         kind: meaning of `text`: "json_schema", "regex" (of Rust's syntax), "choice" (a JSON list of strings), "grammar"
-            (Lark or GBNF), or "calls" (tool calls, a JSON object of `ToolCalls`).
+            (Lark or GBNF), or "calls" (a JSON object of `CallGrammar`).
         text: the grammar.
         after: marker that ends the model's thinking; the grammar constrains the text after it. "": the whole answer.
+        opens: marker that begins thinking, if the answer may begin with it; "": the prompt has begun the thinking.
     """
 
     kind: GrammarKind
     text: str
     after: str = ""
+    opens: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
             raise ConfigError(f"kind must be one of {', '.join(get_args(GrammarKind))}; got {self.kind!r}.")
         if not isinstance(self.text, str) or not self.text:
             raise ConfigError(f"the text of a grammar must be a non-empty string, got {self.text!r}.")
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """Tool calls with JSON arguments.
+
+    Attributes:
+        names: names of the functions.
+        schemas: schema of the arguments of each.
+        firsts: text before the arguments of a first call of each, after `trigger`, or after the prompt.
+        nexts: text before the arguments of a later call; (): an answer has one call.
+        close: text after the arguments of a call.
+        end: text after the last call.
+        trigger: text that begins calls after other text. "": the answer is calls or a text that does not begin with a
+            brace. None: the prompt has begun a call.
+        markers: special tokens that the other text may have.
+    """
+
+    names: Sequence[str]
+    schemas: Sequence[Mapping[str, Any]]
+    firsts: Sequence[str]
+    nexts: Sequence[str]
+    close: str
+    end: str
+    trigger: str | None
+    markers: Sequence[str] = ()
+
+    @property
+    def spec(self) -> GrammarSpec:
+        """The grammar of an answer."""
+        return GrammarSpec("calls", json.dumps(asdict(self)))
 
 
 class TokenMatcher:
@@ -221,6 +254,10 @@ class _Markers:
         added = {str(one.content): token for token, one in tokenizer.added_tokens_decoder.items()}
         self._special = {word: token for word, token in added.items() if tokens.is_special_token(token)}
 
+    def is_special(self, text: str) -> bool:
+        """Return whether a text is one special token."""
+        return text in self._special
+
     def written(self, text: str) -> str:
         """Return an expression that matches a text, "" for an empty one."""
         found = []
@@ -251,12 +288,13 @@ def _written(llguidance: Any, spec: GrammarSpec, markers: _Markers) -> str:
     elif spec.kind == "choice":
         found = matcher.grammar_from_lark("start: " + " | ".join(map(_quoted, json.loads(spec.text))))
     elif spec.kind == "calls":
-        found = matcher.grammar_from_lark(_calls(json.loads(spec.text), markers))
+        found = matcher.grammar_from_lark(_calls(CallGrammar(**json.loads(spec.text)), markers))
     else:
         found = llguidance.grammar_from("grammar", spec.text)
     if not spec.after:
         return str(found)
-    lark = f"start: thinking blank @answer\n{markers.until('thinking', spec.after)}blank: {BLANK}\n"
+    thinking = f"({markers.written(spec.opens)} thinking)?" if spec.opens else "thinking"
+    lark = f"start: {thinking} blank @answer\n{markers.until('thinking', spec.after)}blank: {BLANK}\n"
     parts = json.loads(found)["grammars"]
     parts[0]["name"] = "answer"
     return json.dumps({"grammars": [{"name": "thinking", "lark_grammar": lark}, *parts]})
@@ -266,6 +304,27 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _calls(calls: Mapping[str, Any], markers: _Markers) -> str:
-    """Return a Lark grammar of tool calls; see `tool_calls` in `server/tool_grammar.py`."""
-    raise NotImplementedError
+def _calls(calls: CallGrammar, markers: _Markers) -> str:
+    """Return a Lark grammar of tool calls."""
+    options = {"whitespace_pattern": WHITESPACE, "lenient": False}
+    count = range(len(calls.names))
+    rules = [f"arguments_{n}: %json {json.dumps({**calls.schemas[n], 'x-guidance': options})}" for n in count]
+    for kind, texts in (("first", calls.firsts), ("next", calls.nexts)):
+        rules += [
+            f'{kind}_{n}: {markers.written(text)} " "? arguments_{n} {markers.written(calls.close)}'
+            for n, text in enumerate(texts)
+        ]
+    first, later = (" | ".join(f"{kind}_{n}" for n in count) for kind in ("first", "next"))
+    more = f"({later})*" if calls.nexts else ""
+    rules.append(f"calls: ({first}) {more} {markers.written(calls.end)}")
+    if calls.trigger is None:
+        start = "calls"
+    elif not calls.trigger:
+        start = "calls | other"
+        rules.append(r"other: /([^{](.|\n)*)?/")
+    else:
+        start = "(marked head calls)* marked text" if calls.nexts else "marked text | marked head calls"
+        special = " | ".join(markers.written(one) for one in calls.markers if markers.is_special(one))
+        rules += [markers.until("head", calls.trigger), f"text: {TEXT}"]
+        rules.append(f"marked: (text ({special}))*" if special else 'marked: ""')
+    return "\n".join(["%llguidance {}", f"start: {start}", *rules])

@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.prompt.text_stream import decoding
+from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.server.tool_formats import (
     FORMATS,
     CallPiece,
@@ -23,6 +24,7 @@ from retrieval_attn.server.tool_formats import (
     ToolFormat,
     Tools,
     format_of,
+    is_strict,
 )
 
 __all__ = [
@@ -144,6 +146,36 @@ class AnswerFormat:
                 'Use "auto".'
             )
         return self.calls.opening(name)
+
+    def grammar_of_calls(self, tools: Tools, opening: str, *, many: bool) -> GrammarSpec | None:
+        """Return the grammar of calls of these tools; None if none of them is strict.
+
+        opening, many: see `ToolFormat.grammar`. Raises InputDataError if the format's arguments cannot be constrained.
+        """
+        if not any(map(is_strict, tools)):
+            return None
+        found = None
+        if self.calls is not None:
+            found = self.calls.grammar(tools, opening, many=many, markers=self.thinking or ())
+        if found is None:
+            name = "unknown" if self.calls is None else self.calls.name
+            raise InputDataError(
+                f"strict tools cannot be enforced with tool_choice {'forced' if opening else 'auto'}: the format of "
+                f"calls of this model is {name}. Leave strict out."
+            )
+        return found.spec
+
+    def constrained(self, grammar: GrammarSpec, prompt_end: str) -> GrammarSpec:
+        """Return the grammar of an answer after the model's thinking.
+
+        prompt_end: see `reader`. Raises InputDataError for a model that writes its answer in channels.
+        """
+        if isinstance(self.calls, HarmonyFormat):
+            raise InputDataError("Structured output is not possible with this model: it writes answers in channels.")
+        thinking = self.thinking
+        if thinking is None or prompt_end.rstrip().endswith(thinking.close):
+            return grammar
+        return replace(grammar, after=thinking.close, opens="" if self._thinks(prompt_end) else thinking.open)
 
     def thinking_end(self, prompt_end: str) -> str:
         """Return the text that ends the thinking which a prompt begins, "" for a prompt that begins none."""

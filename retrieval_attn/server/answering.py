@@ -20,9 +20,10 @@ from starlette.types import Scope
 
 from retrieval_attn.engine.ids import int32_row
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.server.admission import Admission, QueuedPrompt, QueuedRequest
 from retrieval_attn.server.answer_bodies import ERRORS, ChatAnswer, TextAnswer
-from retrieval_attn.server.answer_parts import AnswerReader
+from retrieval_attn.server.answer_parts import AnswerFormat, AnswerReader
 from retrieval_attn.server.client import EngineClient, Item, Submitted
 from retrieval_attn.server.failure import ApiError, failure_of, text_from
 from retrieval_attn.server.formatting import ChatForm, EchoedPrompt, EchoForm, Form, TextForm, usage_of
@@ -215,10 +216,32 @@ async def answer_chat(
     requests = await _requests(
         service, request, body, [make], context=context, most=body.most_tokens, logprobs=logprobs, stops=stops
     )
-    requests = [replace(one, visible=answer_format.visible) for one in requests]
     end = prompts.end_of(requests[0].parts)
+    grammar = _chat_grammar(body, answer_format, opening, end)
+    requests = [replace(one, visible=answer_format.visible, grammar=grammar) for one in requests]
     make_reader = partial(answer_format.reader, body.read_tools, end, opening, body.most_calls)
     return await _answer(service, request, body, requests, make_form(requests, make_reader))
+
+
+def _chat_grammar(body: ChatBody, answer_format: AnswerFormat, opening: str, prompt_end: str) -> GrammarSpec | None:
+    """Return the grammar of a chat answer: of its calls if tools are strict, else of its text; None: neither.
+
+    opening: text of a forced call. prompt_end: text of the prompt's last tokens. Raises ApiError for both at once, and
+    InputDataError.
+    """
+    tools = body.read_tools
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        tools = [tool for tool in tools if tool.get("function", {}).get("name") == name]
+    calls = answer_format.grammar_of_calls(tools, opening, many=body.most_calls is None)
+    if opening or body.grammar is None:  # a forced call has no text
+        return calls
+    if tools:
+        raise ApiError(
+            400, 'A grammar of the text excludes calls of tools: give tool_choice "none", "required" or a function, '
+            "or leave the grammar out.", param="tools",
+        )  # fmt: skip
+    return answer_format.constrained(body.grammar, prompt_end)
 
 
 def chat_prompt(service: Service, body: ChatBody, context: str | None) -> Callable[[], Parts]:

@@ -165,7 +165,9 @@ class Tool(Block):
     def function(self) -> Value:
         """The tool in OpenAI's form."""
         described = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
+        strict = {} if self.strict is None else {"strict": self.strict}
+        function = {"name": self.name, **described, **strict, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
 
 
 class Choice(Body):

@@ -15,7 +15,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from transformers.utils.chat_parsing.content_parsers import parse_content
 
-__all__ = ["CallPiece", "CallReader", "FORMATS", "ToolFormat", "Tools", "format_of", "function_names"]
+from retrieval_attn.sampling.grammar import CallGrammar
+
+__all__ = ["CallPiece", "CallReader", "FORMATS", "ToolFormat", "Tools", "format_of", "function_names", "is_strict"]
 
 Tools = Sequence[Mapping[str, Any]]
 """Tools of a request in OpenAI's form."""
@@ -42,6 +44,16 @@ class CallReader(Protocol):
 def function_names(tools: Tools) -> frozenset[str]:
     """Return the names of the tools' functions."""
     return frozenset(str(_function(tool).get("name")) for tool in tools)
+
+
+def is_strict(tool: Mapping[str, Any]) -> bool:
+    """Return whether the arguments of a tool's calls must have its schema."""
+    return _function(tool).get("strict") is True
+
+
+def _arguments_schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = _function(tool).get("parameters")
+    return parameters if is_strict(tool) and isinstance(parameters, Mapping) else {"type": "object"}
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -302,6 +314,11 @@ class ToolFormat:
         words: markers that may be special tokens of the tokenizer, so that the text must keep them.
         region: anchors of the call region, as in transformers' response templates.
         around: text that opened and closed a region, to return one that has no call.
+        close: text after the arguments of a call. None: arguments are not written as a JSON object.
+        between: text between two calls, before the opening of the next one. None: an answer has one call.
+        shared: text of `opening` that only the first call has.
+        last: text after the last call.
+        trigger: text that begins calls, "" if nothing does. None: calls cannot be told from the text before them.
     """
 
     name: ClassVar[str]
@@ -309,6 +326,11 @@ class ToolFormat:
     words: ClassVar[tuple[str, ...]] = ()
     region: ClassVar[Mapping[str, str | list[str]]]
     around: ClassVar[tuple[str, str]] = ("", "")
+    close: ClassVar[str | None] = None
+    between: ClassVar[str | None] = None
+    shared: ClassVar[str] = ""
+    last: ClassVar[str] = ""
+    trigger: ClassVar[str | None] = None
 
     def opening(self, name: str | None) -> str:
         """Return the text that begins a call of `name`, of any function if that is None."""
@@ -317,6 +339,27 @@ class ToolFormat:
     def reader(self, tools: Tools) -> CallReader:
         """Return a parser of one call region."""
         raise NotImplementedError
+
+    def grammar(self, tools: Tools, opening: str, *, many: bool, markers: Sequence[str] = ()) -> CallGrammar | None:
+        """Return the grammar of calls of these tools; None if their arguments cannot be constrained.
+
+        Arguments of a tool that is not strict are any object. opening: the text of a forced call that the prompt has;
+        "": the model may answer with a text. many: an answer may have several calls. markers: see `CallGrammar`.
+        """
+        trigger = None if opening else self.trigger
+        if self.close is None or (not opening and trigger is None):
+            return None
+        names, begun = sorted(function_names(tools)), len(opening or trigger or "")
+        schemas = {str(_function(tool).get("name")): _arguments_schema(tool) for tool in tools}
+        openings = {name: self.opening(name) for name in names}
+        fitting = [name for name in names if openings[name].startswith(opening or trigger or "")]
+        nexts: list[str] = []
+        if many and self.between is not None:
+            nexts = [self.between + openings[name].removeprefix(self.shared) for name in fitting]
+        return CallGrammar(
+            fitting, [schemas[name] for name in fitting], [openings[name][begun:] for name in fitting], nexts,
+            self.close, self.last, trigger, markers,
+        )  # fmt: skip
 
     def call_id(self) -> str:
         """Return an id for a call."""
@@ -341,6 +384,9 @@ class HermesFormat(ToolFormat):
     words: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     region = {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"}
     around = ("<tool_call>", "</tool_call>")
+    close: ClassVar[str | None] = "}\n</tool_call>"
+    between: ClassVar[str | None] = "\n"
+    trigger: ClassVar[str | None] = "<tool_call>"
 
     def opening(self, name: str | None) -> str:
         """See `ToolFormat`."""
@@ -356,6 +402,7 @@ class QwenCoderFormat(HermesFormat):
 
     name = "qwen-xml"
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=", "<parameter=")
+    close = None
 
     def opening(self, name: str | None) -> str:
         """See `ToolFormat`."""
@@ -374,6 +421,7 @@ class GlmFormat(HermesFormat):
     name = "glm"
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "<arg_key>", "<arg_value>")
     words: ClassVar[tuple[str, ...]] = (*HermesFormat.words, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    close = None
 
     def opening(self, name: str | None) -> str:
         """See `ToolFormat`."""
@@ -395,6 +443,9 @@ class LlamaFormat(ToolFormat):
     marks: ClassVar[tuple[str, ...]] = ("<|start_header_id|>", '"parameters"')
     words: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
     region = {"open_pattern": r'\A\s*(?=\{\s*"(?:name|type)")|<\|python_tag\|>'}
+    close = "}"
+    between = "; "
+    trigger = ""
 
     def opening(self, name: str | None) -> str:
         """See `ToolFormat`."""
@@ -419,6 +470,11 @@ class MistralFormat(ToolFormat):
     words: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
     region = {"open_pattern": r"\s*\[TOOL_CALLS\]"}
     around = ("[TOOL_CALLS]", "")
+    close: ClassVar[str | None] = "}"
+    between: ClassVar[str | None] = ", "
+    shared: ClassVar[str] = "[TOOL_CALLS]["
+    last: ClassVar[str] = "]"
+    trigger = "[TOOL_CALLS]"
 
     def opening(self, name: str | None) -> str:
         """See `ToolFormat`."""
@@ -451,6 +507,7 @@ class MistralArgsFormat(MistralFormat):
     name = "mistral-args"
     marks: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]")
     words: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    close = between = shared = last = ""
 
     def opening(self, name: str | None) -> str:
         """See `ToolFormat`."""
@@ -477,6 +534,11 @@ class DeepSeekFormat(ToolFormat):
     )
     region = {"open_pattern": r"\s*<｜tool▁calls▁begin｜>", "close": "<｜tool▁calls▁end｜>"}
     around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    close: ClassVar[str | None] = "<｜tool▁call▁end｜>"
+    between: ClassVar[str | None] = ""
+    shared = "<｜tool▁calls▁begin｜>"
+    last = "<｜tool▁calls▁end｜>"
+    trigger = "<｜tool▁calls▁begin｜>"
     begin: ClassVar[str] = r"\s*(?:<｜tool▁call▁end｜>)?\s*<｜tool▁call▁begin｜>"
 
     def opening(self, name: str | None) -> str:
@@ -493,6 +555,8 @@ class DeepSeekBlockFormat(DeepSeekFormat):
 
     name = "deepseek-v3"
     marks: ClassVar[tuple[str, ...]] = (*DeepSeekFormat.marks, "```json")
+    close = "\n```<｜tool▁call▁end｜>"
+    between = "\n"
 
     def opening(self, name: str | None) -> str:
         """See `ToolFormat`."""
@@ -523,6 +587,7 @@ class HarmonyFormat(ToolFormat):
         "close": ["<|call|>", "<|end|>", "<|return|>"],
     }
     around = ("<|channel|>commentary to=functions.", "<|call|>")
+    close = ""
 
     def opening(self, name: str | None) -> str:
         """See `ToolFormat`."""

@@ -43,12 +43,14 @@ if TYPE_CHECKING:
     from retrieval_attn.runner.generate import generate
     from retrieval_attn.runner.prefill import prefill_by_layer
     from retrieval_attn.runner.switch import Report, disable, enable, verify
+    from retrieval_attn.sampling.grammar import GrammarSpec
     from retrieval_attn.sampling.sampling_params import Sampling, SamplingParams
 
 __version__ = "0.1.0"
 
 _NAMES = {
     "answer": ("Answer", "Stats", "Stream"),
+    "sampling.grammar": ("GrammarSpec",),
     "sampling.sampling_params": ("Sampling", "SamplingParams"),
     "engine.engine": ("Engine",),
     "engine.request": ("Event", "Finished", "Request"),
@@ -77,6 +79,7 @@ __all__ = [
     "EngineFullError",
     "Event",
     "Finished",
+    "GrammarSpec",
     "InputDataError",
     "LLM",
     "MemoryPlanError",

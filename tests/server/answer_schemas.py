@@ -109,7 +109,7 @@ SCHEMAS: dict[str, Schema] = {
         "description": "Options of a server.",
         "$schema": "https://json-schema.org/draft/2020-12/schema",
     },
-    "unicode": record(**{"größe": integer(1, 3), 'naïve "key"': {"enum": ["日本", "é\n"]}}),
+    "unicode": record(None, **{"größe": integer(1, 3), 'naïve "key"': {"enum": ["日本", "é\n"]}}),
     "list of records": items(record(id=integer(1, 99), ok={"type": "boolean"}), 1, 3),
     "word": {"enum": ["yes", "no", 3, None]},
     "all of": {"allOf": [record(a=integer(0, 9), b=text(3)), {"type": "object"}]},

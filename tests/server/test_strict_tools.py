@@ -27,8 +27,12 @@ for tool in STRICT:
     function["parameters"]["additionalProperties"] = False
     for schema in function["parameters"]["properties"].values():
         schema.update({"maxLength": 20} if schema["type"] == "string" else {"minimum": 0, "maximum": 99})
-GOOD = [("get_weather", {"city": 'Oslo "ü"', "days": 3}), ("write_file", {"path": "a", "text": "b\n"}), ("now", {})]
-WRONG = [
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": 'Oslo "ü"', "days": 3}),
+    ("write_file", {"path": "a", "text": "b\n"}),
+    ("now", {}),
+]
+WRONG: list[tuple[str, dict[str, Any]]] = [
     ("get_weather", {"city": "Oslo", "days": "three"}),
     ("get_weather", {"city": "Oslo"}),
     ("other", {"path": "a"}),

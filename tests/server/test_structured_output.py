@@ -81,18 +81,23 @@ def test_a_batch_of_all_kinds_answers_as_each_alone(client: Any) -> None:
 
 def test_the_forms_of_vllm(client: Any) -> None:
     record = SCHEMAS["person"]
-    for extra in (
+    forms: list[dict[str, Any]] = [
         {"guided_json": record}, {"guided_json": json.dumps(record)}, {"structured_outputs": {"json": record}},
         {"response_format": formatted(record)},
-    ):  # fmt: skip
-        require_valid(complete(client, **extra).text, record)
-    for extra in ({"guided_choice": ["yes", "no 1"]}, {"structured_outputs": {"choice": ["yes", "no 1"]}}):
-        assert complete(client, **extra).text in ("yes", "no 1")
-    for extra in ({"guided_regex": r"(\d{2}/){2}\d{4}"}, {"structured_outputs": {"regex": r"(\d{2}/){2}\d{4}"}}):
-        assert re.fullmatch(r"(\d{2}/){2}\d{4}", complete(client, **extra).text)
+    ]  # fmt: skip
+    for form in forms:
+        require_valid(complete(client, **form).text, record)
+    forms = [{"guided_choice": ["yes", "no 1"]}, {"structured_outputs": {"choice": ["yes", "no 1"]}}]
+    for form in forms:
+        assert complete(client, **form).text in ("yes", "no 1")
+    pattern = r"(\d{2}/){2}\d{4}"
+    forms = [{"guided_regex": pattern}, {"structured_outputs": {"regex": pattern}}]
+    for form in forms:
+        assert re.fullmatch(pattern, complete(client, **form).text)
     for grammar in ('root ::= "a" [0-9] ("b" | "cd") "e"', 'start: "a" /[0-9]/ ("b" | "cd") "e"'):
-        for extra in ({"guided_grammar": grammar}, {"structured_outputs": {"grammar": grammar}}):
-            assert re.fullmatch("a[0-9](b|cd)e", complete(client, **extra).text)
+        forms = [{"guided_grammar": grammar}, {"structured_outputs": {"grammar": grammar}}]
+        for form in forms:
+            assert re.fullmatch("a[0-9](b|cd)e", complete(client, **form).text)
 
 
 def test_an_object_and_a_stream(client: Any) -> None:

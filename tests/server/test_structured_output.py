@@ -150,3 +150,14 @@ def test_what_cannot_be_enforced_is_refused(client: Any, name: str) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="bundled", messages=QUESTION, extra_body=extra)
     assert word in str(error.value), error.value
+
+
+def test_responses_have_their_schema(client: Any) -> None:
+    """The format of a response is flat: name and schema lie beside its type."""
+    name = next(iter(SCHEMAS))
+    form = {"type": "json_schema", "name": "answer", "schema": SCHEMAS[name], "strict": True}
+    found = client.responses.create(
+        model="bundled", input="The sky is blue.", temperature=1, max_output_tokens=700, text={"format": form}
+    )
+    assert found.status == "completed"
+    require_valid(found.output_text, SCHEMAS[name])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,9 +14,15 @@ from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.prefix_handle import PrefixEntry
 from retrieval_attn.gpu.attention.window import WindowCache
-from tests.tiny_models import random_ids, tiny_model
+from tests.tiny_models import handed_out, random_ids, tiny_model
 
 CONFIG = ra.Config(sink=4, window=24, retrieve=6)
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    for found in handed_out(tiny_model("llama")):
+        yield ra.enable(found)
 
 
 def windows_of(cache: RetrievalCache) -> list[WindowCache]:
@@ -23,10 +32,8 @@ def windows_of(cache: RetrievalCache) -> list[WindowCache]:
 
 
 @pytest.mark.parametrize("tokens", [3, 20, 100])
-def test_a_fork_of_a_packed_cache_goes_on_as_before(tokens: int) -> None:
+def test_a_fork_of_a_packed_cache_goes_on_as_before(tokens: int, model: Any) -> None:
     """Its buffers are as large as ever, so that graphs know them; tokens that come move the window as without."""
-    model = tiny_model("llama")
-    ra.enable(model)
     plain, held = RetrievalCache(model, CONFIG), RetrievalCache(model, CONFIG)
     ids, more = random_ids(1, tokens), random_ids(1, 40, seed=1)
     with torch.no_grad():
@@ -48,10 +55,8 @@ def test_a_fork_of_a_packed_cache_goes_on_as_before(tokens: int) -> None:
         assert torch.equal(wanted, found)
 
 
-def test_every_node_counts_its_own_windows() -> None:
+def test_every_node_counts_its_own_windows(model: Any) -> None:
     """A node behind another has a copy of the windows, and not what both share."""
-    model = tiny_model("llama")
-    ra.enable(model)
     first = RetrievalCache(model, CONFIG)
     with torch.no_grad():
         model(random_ids(1, 100), past_key_values=first)
@@ -65,10 +70,8 @@ def test_every_node_counts_its_own_windows() -> None:
     assert other.sizes.total >= windows
 
 
-def test_host_and_device_are_told_apart() -> None:
+def test_host_and_device_are_told_apart(model: Any) -> None:
     """On a CPU all is the host's. Where windows lie elsewhere, they and codes are counted there, tensor by tensor."""
-    model = tiny_model("llama")
-    ra.enable(model)
     cache = RetrievalCache(model, CONFIG.replace(index="device"))
     with torch.no_grad():
         model(random_ids(1, 300), past_key_values=cache)

@@ -99,6 +99,7 @@ class TokenMatcher:
         """
         self._matcher, self.error = matcher, ""
         self._words = np.zeros(mask_words(vocabulary), np.int32)
+        self._address = self._words.ctypes.data
         self._is_current = False
         both = set(model_ends) == set(ends)
         self._dropped = () if both else tuple(token for token in model_ends if token not in ends)
@@ -128,7 +129,7 @@ class TokenMatcher:
         if self._matcher is None or self._matcher.is_error():
             self._fail()
             return
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._words.nbytes)
         if self._matcher.is_error():
             self._fail()
             return

@@ -284,15 +284,15 @@ class _Masks:
     """Masks of all rows of a sampler, in memory whose addresses do not change."""
 
     def __init__(self, rows: int, logits: Tensor) -> None:
-        self._width, device = logits.shape[1], logits.device
-        self._host = torch.full(
-            (rows, mask_words(self._width)), -1, dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
+        width, device = logits.shape[1], logits.device
+        self._host = torch.full((rows, mask_words(width)), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._view = self._host.numpy()
-        # on a CPU the host's memory itself
-        self._device = self._host if device.type == "cpu" else self._host.to(device, copy=True)
         self._shifts = torch.arange(32, dtype=torch.int32, device=device)
         self._masked: set[int] = set()
+        self._words: Tensor | None = None if device.type == "cpu" else self._host.to(device, copy=True)
+        # on a CPU in place of the words: 0 and minus infinity
+        self._added = torch.zeros(rows if self._words is None else 0, width)
+        self._added_view = self._added.numpy()
 
     def upload(self, params: Sequence[SamplingParams]) -> None:
         """Write the masks of rows with a grammar; other rows get all tokens."""
@@ -301,51 +301,44 @@ class _Masks:
             for row, one in enumerate(params)
             if isinstance(one, MaskedParams) and one.matcher is not None
         }
-        for row in self._masked - matchers.keys():
-            self._view[row] = -1
-        for row, matcher in matchers.items():
-            mask = matcher.mask[: self._view.shape[1]]
-            self._view[row, : len(mask)] = mask
-            self._view[row, len(mask) :] = 0
         changed = sorted(self._masked | matchers.keys())
+        for row in changed:
+            matcher, view = matchers.get(row), self._view[row]
+            if matcher is None:
+                view[:] = -1
+            elif len(mask := matcher.mask) == len(view):
+                view[:] = mask
+            else:
+                view[:] = 0
+                count = min(len(mask), len(view))
+                view[:count] = mask[:count]
         self._masked = set(matchers)
-        if changed and self._device is not self._host:
-            rows = slice(changed[0], changed[-1] + 1)
-            self._device[rows].copy_(self._host[rows], non_blocking=True)
+        if not changed:
+            return
+        rows = slice(changed[0], changed[-1] + 1)
+        if self._words is None:
+            _fill_added(self._view[rows], self._added_view[rows])
+        else:
+            self._words[rows].copy_(self._host[rows], non_blocking=True)
 
     def applied(self, scores: Tensor) -> Tensor:
         """Return scores (rows, vocabulary) float32, minus infinity for excluded tokens. NaN and infinity stay visible:
         minus infinity is added.
         """
-        words = self._device[: len(scores)]
-        return _compiled_masked(scores, words) if scores.device.type == "cpu" else _masked(scores, words, self._shifts)
-
-
-def _masked(scores: Tensor, words: Tensor, shifts: Tensor) -> Tensor:
-    excluded = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, : scores.shape[1]] == 0
-    return scores + torch.zeros_like(scores).masked_fill_(excluded, -math.inf)
-
-
-@torch.library.custom_op(
-    "retrieval_attn::masked_scores", mutates_args=(), device_types="cpu",
-    schema="(Tensor scores, Tensor words) -> Tensor",
-)  # fmt: skip
-def _compiled_masked(scores: Tensor, words: Tensor) -> Tensor:
-    masked = torch.empty(scores.shape)
-    _fill_masked(scores.numpy(), words.numpy(), masked.numpy())
-    return masked
+        if self._words is None:
+            return scores + self._added[: len(scores)]
+        words = self._words[: len(scores), :, None]
+        excluded = ((words >> self._shifts) & 1).flatten(1)[:, : scores.shape[1]] == 0
+        return scores + torch.zeros_like(scores).masked_fill_(excluded, -math.inf)
 
 
 @njit(nogil=True, cache=True)
-def _fill_masked(scores: Ids, words: Ids, out: Ids) -> None:
-    """Write the result of `_masked`."""
-    for row in range(len(scores)):
-        for word in range(words.shape[1]):
-            bits = words[row, word]
-            start = word * 32
-            for i in range(min(32, scores.shape[1] - start)):
-                score = scores[row, start + i]
-                out[row, start + i] = score if (bits >> i) & 1 else score - np.float32(np.inf)
+def _fill_added(words: Ids, out: Ids) -> None:
+    """Write 0 for tokens whose bit is set, else minus infinity. words: (rows, words). out: (rows, vocabulary)."""
+    for row in range(len(out)):
+        for token in range(out.shape[1]):
+            is_set = (words[row, token >> 5] >> (token & 31)) & 1
+            out[row, token] = np.float32(0) if is_set else -np.float32(np.inf)
 
 
 def _rows_together(logits: Tensor) -> int:

@@ -22,7 +22,8 @@ from retrieval_attn.model.fused.layers import fused_layers
 from tests.runner.graph_cases import MODELS, Decoded, enabled
 from tests.tiny_models import CONFIGS, LAYERS, build_model, random_ids
 
-KEPT = ("gemma2", "gemma3", "gpt_oss")  # norms that add 1 to their weights; cosines of half a head
+KEPT = ("gemma2", "gemma3", "gemma4", "gemma4_moe", "gpt_oss")
+"""Norms that add 1 to their weights, or four of them in a layer; cosines of half a head."""
 
 
 @pytest.fixture(autouse=True)

@@ -287,7 +287,7 @@ def _sum_groups(words, sums):
 def multiply(matrix, inputs, queries, out, function, pool, threads, scratch, sums):
     """Multiply float32 inputs (queries, columns) at an address with a stored matrix; returns what `run_job` returned.
 
-    matrix: `StoredMatrix.address`. function: the first of `task_addresses`. scratch: address of `scratch_bytes`.
+    matrix: `StoredMatrix.address`. function: the first of `task_addresses`. scratch: address of `scratch_for`.
     sums: address of 4 bytes for each group of the inputs; not used by a matrix without offsets.
     """
     stored = carray(at_address(matrix), _WORDS, np.int64)
@@ -306,9 +306,13 @@ def multiply(matrix, inputs, queries, out, function, pool, threads, scratch, sum
     return run_job(pool, function, scratch, (rows + tile - 1) // tile, threads)
 
 
-def scratch_bytes(workers: int, groups: int) -> int:
-    """Return the bytes of scratch memory of `multiply`, and of sums of `groups` behind it."""
-    return _WORDS_BYTES + workers * _SCRATCH_BYTES + 4 * groups
+def scratch_for(workers: int, groups: int) -> tuple[npt.NDArray[np.uint8], int, int]:
+    """Return scratch memory of `multiply` with sums of `groups` behind it, which the caller keeps, and the addresses of
+    both.
+    """
+    first = _WORDS_BYTES + workers * _SCRATCH_BYTES
+    memory = np.empty(first + 4 * groups, np.uint8)
+    return memory, memory.ctypes.data, memory.ctypes.data + first
 
 
 class StoredMatrix:
@@ -373,9 +377,7 @@ class StoredMatrix:
         out: address of float32 (queries, rows). Raises BackendError if the pool is closed.
         """
         pool = default_pool()
-        scratch = np.empty(scratch_bytes(pool.workers, queries * self.groups), np.uint8)
-        place = scratch.ctypes.data
-        sums = place + scratch_bytes(pool.workers, 0)
+        _memory, place, sums = scratch_for(pool.workers, queries * self.groups)
         function = task_addresses()[0]
         check_job(multiply(self._address, inputs, queries, out, function, pool.address, pool.threads, place, sums))
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray, njit
 
-from retrieval_attn.cpu.matrix import StoredMatrix, check_job, multiply, scratch_bytes, task_addresses
+from retrieval_attn.cpu.matrix import StoredMatrix, check_job, multiply, scratch_for, task_addresses
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.index.kernels.dots import bits_to_float
 from retrieval_attn.index.task.atomics import at_address
@@ -146,8 +146,7 @@ class Program:
             self._words = np.array(self._steps, np.int64)
         pool, table = default_pool(), np.zeros(SLOTS, np.int64)
         table[: len(slots)] = slots
-        scratch = np.empty(scratch_bytes(pool.workers, rows * self._groups), np.uint8)
-        place = scratch.ctypes.data
+        _memory, place, sums = scratch_for(pool.workers, rows * self._groups)
         check_job(
             run_program(
                 self._words.ctypes.data,
@@ -158,7 +157,7 @@ class Program:
                 pool.address,
                 pool.threads,
                 place,
-                place + scratch_bytes(pool.workers, 0),
+                sums,
             )  # fmt: skip
         )
 

@@ -327,7 +327,7 @@ class DiskTier:
         self._waiting: Mapping[Node, int] = {}
         self._looked_at: tuple[Sizes, int] | None = None  # memory of the cache, and its nodes, all of them saved
         self._broken_until, self._closed = 0.0, False
-        self._rate, self._most_seconds = WRITE_BYTES_PER_SECOND, float("inf")
+        self._rate = WRITE_BYTES_PER_SECOND
         self._held_bytes: int | None = None  # of the disk
         self._saved = self._saved_bytes = self._evicted = self._removed = 0
         register(self)
@@ -364,7 +364,7 @@ class DiskTier:
                 SAVED_SHARE of the limit.
             lacking: bytes of host memory that a request waits for.
         """
-        saving, self._most_seconds = self._saving, WRITE_SECONDS if lacking else float("inf")
+        saving, most_seconds = self._saving, WRITE_SECONDS if lacking else float("inf")
         slow = saving is not None and lacking > 0 and self._seconds_left(saving) > WRITE_SECONDS
         coming = 0 if saving is None or slow else saving.sizes.host
         ahead = max(0, int(SAVED_SHARE * limit.host) - max(0, free))
@@ -374,7 +374,7 @@ class DiskTier:
             return
         nodes, freed = waiting(), Sizes()
         if now.lacking:
-            keeps = self._keeps if now.host > 0 else self._note_eviction
+            keeps = functools.partial(self._keeps, most_seconds) if now.host > 0 else self._note_eviction
             freed = self._tree.evict(now, limit, waiting=nodes, keeps=keeps)
         if slow and freed.host < lacking:  # its text is all that is left
             self._broken_until = max(self._broken_until, time.monotonic() + RECLAIM_SECONDS)
@@ -405,9 +405,9 @@ class DiskTier:
         with self._lock:
             self._closed = True
 
-    def _keeps(self, node: Node) -> bool:
-        """Return whether a node must not be evicted yet."""
-        if not self._has(node) and self._wants(node) and _write_seconds(node, self._rate) <= self._most_seconds:
+    def _keeps(self, most_seconds: float, node: Node) -> bool:
+        """Return whether a node must not be evicted yet. most_seconds: longest write to wait for."""
+        if not self._has(node) and self._wants(node) and _write_seconds(node, self._rate) <= most_seconds:
             return True
         return self._note_eviction(node)
 

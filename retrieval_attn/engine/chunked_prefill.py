@@ -79,9 +79,8 @@ class ChunkedPrefill(GatedRead):
         self._gate, self._end = Gate(chunks, settling(loop.model), layer_chunks if ends else 0, unit), _End()
         self.cache = cache
         self._thread = threading.Thread(
-            target=_run, args=(loop, cache, batch, self._gate, self._end, ends > 0), name="retrieval_attn-read",
-            daemon=True,
-        )  # fmt: skip
+            target=_run, args=(loop, cache, batch, self._gate, self._end), name="retrieval_attn-read", daemon=True
+        )
         self._thread.start()
         weakref.finalize(self, self._gate.cancel)
 
@@ -123,14 +122,12 @@ class _End:
     error: BaseException | None = None
 
 
-def _run(
-    loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate, end: _End, has_ends: bool
-) -> None:  # fmt: skip
-    """Run the prefill thread. has_ends: whether the end of a layer's pass is a chunk of its own."""
+def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate, end: _End) -> None:
+    """Run the prefill thread."""
     before: Rollback | None = None
     try:
         before = Rollback(cache) if cache.get_seq_length() else None
-        cache.on_chunk, cache.on_end = gate.enter, functools.partial(gate.enter, end=True) if has_ends else None
+        cache.on_chunk, cache.on_end = gate.enter, functools.partial(gate.enter, end=True) if gate.has_ends else None
         try:
             state = loop.read_whole(cache, batch, read_done=gate.finish)
         finally:

@@ -241,8 +241,8 @@ SHOWN, HEAD_TOKENS = 100, 40
 READ_TOKENS = 2048
 """Of a prompt, in a layer, between two steps at most: 8,192 behind 128K others take longer than rows should wait."""
 WIDE_CHUNKS = 2
-"""Such chunks in one forward on a GPU, if both are granted: a prefill of 24K tokens of an 8B model launches kernels for
-5.2 s, of which the GPU works 1.3 s (H200). More need more memory."""
+"""Such chunks in one forward on a GPU, if both are granted: a prefill of 24K tokens of an 8B model took 5.2 s, its
+kernels 1.3 s (H200, these in chunks of 8,192). More need more memory."""
 
 
 class Loaded(Protocol):
@@ -273,7 +273,9 @@ def default_limits(model: PreTrainedModel, config: Config) -> Limits:
 
 
 def read_config(model: PreTrainedModel, config: Config, chunk_tokens: int) -> Config:
-    """Return the config of prefills, whose forwards have chunks of `chunk_tokens` tokens."""
+    """Return the config of prefills that are granted chunks of `chunk_tokens` tokens. Its `prefill_chunk` is the most
+    that a forward has: WIDE_CHUNKS of them on a GPU.
+    """
     wide = WIDE_CHUNKS if model.device.type == "cuda" else 1
     return config.replace(prefill_chunk=min(config.prefill_chunk, wide * chunk_tokens))
 

@@ -44,6 +44,11 @@ class Gate:
         self._changed = threading.Condition()
 
     @property
+    def has_ends(self) -> bool:
+        """Whether the end of a layer's pass is a chunk of its own."""
+        return self._layer_chunks > 0
+
+    @property
     def chunks_done(self) -> int:
         """Completed chunks, without the running one."""
         with self._changed:

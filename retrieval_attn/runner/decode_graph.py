@@ -103,7 +103,6 @@ class GraphSampler:
         self._params: Mapping[int, SamplingParams] = {}
         self._graphs: dict[tuple[int, DrawMode], list[GraphSampling]] = {}  # take turns
         self._drawing: GraphSampling | None = None
-        self._logits: Tensor | None = None
 
     def prepare(self, params: Mapping[int, SamplingParams], logits: Tensor) -> bool:
         """Set the sampling parameters of the next step by place; other places sample greedily.
@@ -113,7 +112,7 @@ class GraphSampler:
         """
         self._sampler.assign(params)
         self._sampler.prepare_masks(logits)
-        self._params, self._logits, mode = params, logits, self._sampler.mode
+        self._params, mode = params, self._sampler.mode
         if mode.logprobs is not None:
             wanted = min(count for count in LOGPROBS if count >= mode.logprobs)
             mode = mode._replace(logprobs=min(wanted, logits.shape[1]))
@@ -131,8 +130,8 @@ class GraphSampler:
 
         Masks of grammars are copied to the device while the step runs.
         """
-        assert self._drawing is not None and self._logits is not None
-        self._sampler.upload_masks(self._logits)
+        assert self._drawing is not None
+        self._sampler.upload_masks()
         self._drawing.replay()
         return self._drawing
 

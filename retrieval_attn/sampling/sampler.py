@@ -156,12 +156,13 @@ class Sampler:
         positions: Sequence[int],
         histories: Sequence[History | None] = (),
     ) -> list[SampledToken | None]:
-        """Choose a token for each row of logits and copy it to the host: `assign`, `upload_masks`, `choose` and
-        `Chosen.tokens`.
+        """Choose a token for each row of logits and copy it to the host: `assign`, `prepare_masks`,
+        `upload_masks`, `choose` and `Chosen.tokens`.
         """
         rows = dict(enumerate(params))
         self.assign(rows)
-        self.upload_masks(logits)
+        self.prepare_masks(logits)
+        self.upload_masks()
         return self.choose(logits, torch.tensor(positions, device=logits.device), histories).tokens(rows)
 
     def assign(self, params: Mapping[int, SamplingParams]) -> None:
@@ -197,13 +198,12 @@ class Sampler:
         if self.mode.masked and self._masks is None:
             self._masks = _Masks(len(self._params), logits)
 
-    def upload_masks(self, logits: Tensor) -> None:
+    def upload_masks(self) -> None:
         """Copy the masks of rows with a grammar to the device, for the next `choose`; does nothing without such rows.
 
-        logits: see `prepare_masks`. On a GPU copies are queued on the current stream. Call it again only after they
-        have run.
+        `prepare_masks` must have been called. On a GPU copies are queued on the current stream. Call it again only
+        after they have run.
         """
-        self.prepare_masks(logits)
         if self.mode.masked and self._masks is not None:
             self._masks.upload(self._params)
 

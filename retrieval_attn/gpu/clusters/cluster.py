@@ -359,8 +359,8 @@ def _added(sums: Tensor | None, more: Tensor) -> Tensor:
 
 
 def _bytes_per_key(keys: Tensor, values: Tensor, clusters: int) -> int:
-    """Return the bytes of a pass per key, all heads: its numbers and its value's, float32 or twice in halves, scores
-    and choices.
+    """Return the bytes of a pass per key, all heads, at most: 6 for each of its numbers and its value's, and those of
+    scores and choices.
     """
     return keys.shape[0] * (6 * (keys.shape[2] + values.shape[2]) + 8 * clusters)
 

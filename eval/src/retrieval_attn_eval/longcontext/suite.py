@@ -15,7 +15,6 @@ from retrieval_attn_eval.longcontext.extraction import Extraction
 from retrieval_attn_eval.longcontext.files import FILES, Asked, HiddenFact, Needle, read_records
 from retrieval_attn_eval.longcontext.graph import Walk
 from retrieval_attn_eval.longcontext.scoring import SCORERS
-from retrieval_attn_eval.prompts import PromptFormat
 from retrieval_attn_eval.suite.fit import Draft
 from retrieval_attn_eval.suite.fitted import FittedSuite, Stock, TaskSpec
 from retrieval_attn_eval.suite.sample import Row
@@ -122,10 +121,9 @@ class LongContextSuite(FittedSuite):
     def _cut(self, spec: TaskSpec, length: int | None, i: int, tokenizer: Any) -> Row:
         """A row of a file whose whole text is the context, cut to `length` tokens with its answer."""
         records, digest = self._files[spec.name]
-        record, form = records[i], self.form or PromptFormat.of(tokenizer, "never")
+        record = records[i]
         assert isinstance(record, Asked)
-        counter = self.stock_of(tokenizer).counter
-        around = len(form.head) + counter.count(record.question + form.tail + record.prefix) + spec.max_new_tokens
+        [around] = self._around(self.stock_of(tokenizer), [record], spec)
         room = None if length is None else length - around
         context = cut_context(tokenizer, record.before, record.context, "", room)
         used = len(context.ids) + around

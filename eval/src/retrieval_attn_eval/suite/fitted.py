@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn_eval.prompts import PromptFormat
@@ -46,6 +46,16 @@ class Stock:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+class Asking(Protocol):
+    """What asks about a context: a question, and how the answer begins."""
+
+    @property
+    def question(self) -> str: ...
+
+    @property
+    def prefix(self) -> str: ...
 
 
 class FittedSuite:
@@ -98,8 +108,8 @@ class FittedSuite:
             self._stock = Stock(tokenizer)
         return self._stock
 
-    def _around(self, stock: Stock, drafts: Sequence[Draft], spec: TaskSpec) -> list[int]:
-        """Tokens of each sample beside its context."""
+    def _around(self, stock: Stock, drafts: Sequence[Asking], spec: TaskSpec) -> list[int]:
+        """Return the tokens of each sample without its context."""
         form = self.form or PromptFormat.of(stock.tokenizer, "never")
         texts = [draft.question + form.tail + draft.prefix for draft in drafts]
         fixed = len(form.head) + spec.max_new_tokens

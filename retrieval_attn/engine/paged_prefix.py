@@ -126,7 +126,9 @@ class PagePool:
 
 
 COLLECT_SECONDS = 1.0
-"""Between two looks for pages that nobody uses and that were not given back yet."""
+"""Least time from the end of one garbage collection for pages to the next."""
+COLLECT_SHARE = 0.05
+"""Of the time, at most, that goes into them: one takes over a second where a process holds many objects."""
 PARTS = 8
 """Of a prefix, each of which may leave a page in part."""
 
@@ -147,7 +149,7 @@ class PagedKVPool:
         self.nbytes = 0
         self.layers = PagedLayers(pages, int8=int8)
         self._pool = PagePool(pages, PAGE_TOKENS)
-        self._collected_at = 0.0
+        self._next_collection = 0.0
         self._returned: deque[NDArray[np.int32]] = deque()  # a finalizer may run anywhere, where a lock is held, too
         if self._pool.pages_for(tokens) > pages:
             raise ConfigError(
@@ -203,11 +205,12 @@ class PagedKVPool:
         """Objects that refer to each other keep pages until the collector comes, which need not be soon where all wait:
         let it, once in a while; whether it was let.
         """
-        now = time.monotonic()
-        if now - self._collected_at < COLLECT_SECONDS:
+        began = time.monotonic()
+        if began < self._next_collection:
             return False
-        self._collected_at = now
         gc.collect()
+        ended = time.monotonic()
+        self._next_collection = ended + max(COLLECT_SECONDS, (ended - began) / COLLECT_SHARE)
         return True
 
     @property

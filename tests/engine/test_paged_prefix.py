@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache, Rollback
 from retrieval_attn.attention.paged_prefix import PagedPrefix
+from retrieval_attn.engine import paged_prefix
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
@@ -402,3 +404,23 @@ def test_pages_that_circles_keep_come_back() -> None:
         assert pool.take([64], None) is not None
     finally:
         gc.enable()
+
+
+def test_a_long_collection_lets_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes longer than the time between two is not begun again at once: the engine would never leave it."""
+    calls: list[float] = []
+
+    def collect() -> int:
+        calls.append(time.monotonic())
+        assert len(calls) < 3, "the engine's thread stays in the garbage collector"
+        time.sleep(0.02)
+        return 0
+
+    monkeypatch.setattr(gc, "collect", collect)
+    monkeypatch.setattr(paged_prefix, "COLLECT_SECONDS", 0.01)
+    pool = PagedKVPool(64, 1)
+    held = pool.take([64], None)
+    assert held is not None
+    assert pool.take([64], None) is None
+    assert pool.take([64], None) is None
+    assert len(calls) == 1

@@ -77,7 +77,9 @@ async def started(spec: EngineSpec, child: Child | None = None) -> Started:
 
 
 def service_for(started: Started, settings: Settings, keys: Keys, store: str | Path | None) -> Service:
-    """Make the state of the routes. store: folder of saved contexts, the same as the engine's."""
+    """Make the state of the routes. store: folder of saved contexts, the same as the engine's, and of responses, which
+    without it are in memory.
+    """
     tokenizer, client = started.tokenizer, started.client
     answer_format = AnswerFormat.of(tokenizer)
     if tokenizer.chat_template:
@@ -106,7 +108,7 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
         AllowedHosts(settings.allowed_hosts, settings.cors) if settings.allowed_hosts or not keys else None,
         started.facts.sampling,
         answer_format,
-        StoredResponses(settings.response_bytes),
+        StoredResponses(settings.response_bytes, None if store is None else Path(store) / "responses"),
     )
 
 
@@ -198,6 +200,8 @@ class _Server(uvicorn.Server):
         self._close()
         if self._closing is not None:
             await self._closing
+        if self._service is not None:
+            self._service.responses.close()
 
     def _close(self) -> None:
         if self._closing is None and self._service is not None:

@@ -1,6 +1,6 @@
 """Where things lie in a store, the store's lock, and the pins by which running saves keep nodes from `gc`.
 
-    STORE/VERSION LOCK tmp/ nodes/ab/<sha256>/node.json layer-000.ra ... contexts/<name>.json
+    STORE/VERSION LOCK tmp/ nodes/ab/<sha256>/node.json layer-000.ra ... contexts/<name>.json responses/
 
 A pin is a locked file `tmp/<uuid>.lock` that lists digests: it holds as long as its process lives. What begins with the
 same uuid in `tmp` belongs to it. LOCK is held for moments only: to take a pin, to publish, to name, to find garbage.
@@ -30,7 +30,7 @@ FORMAT = 2
 BUSY_SECONDS = 30.0
 _KIND = "retrieval-attn contexts "
 _VERSION_BYTES = 1 << 12
-_PARTS = {"VERSION", "LOCK", "tmp", "nodes", "contexts"}
+_PARTS = {"VERSION", "LOCK", "tmp", "nodes", "contexts", "responses"}
 logger = logging.getLogger(__name__)
 
 

@@ -1,9 +1,11 @@
-"""Responses in memory: a bound that holds whatever is stored, continued and deleted, and callers apart."""
+"""Stored responses: a bound that holds whatever is stored, continued and deleted, callers apart, and restarts."""
 
 from __future__ import annotations
 
 import json
-import weakref
+import logging
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from retrieval_attn.errors import StoreError
 from retrieval_attn.server.failure import ApiError
-from retrieval_attn.server.stored_responses import StoredResponse, StoredResponses
+from retrieval_attn.server.stored_responses import OVERHEAD_BYTES, StoredResponse, StoredResponses
 from tests.server.inside import Inside
 
 MOST = 20_000
 CALLERS = ("key:a", "key:b")
+BODIES = "SELECT coalesce(sum(length(body)), 0) FROM responses"
+TURNS = f"SELECT coalesce(sum(length(said) + {OVERHEAD_BYTES}), 0) FROM turns"
+UNREACHED = """SELECT count(*) FROM turns AS one WHERE turn NOT IN (SELECT turn FROM responses)
+    AND NOT EXISTS (SELECT 1 FROM turns WHERE earlier = one.turn)"""
 
 
 def kept(store: StoredResponses, caller: str, name: str, size: int = 10, earlier: Any = None) -> Any:
@@ -50,13 +57,64 @@ def test_a_conversation_outlives_its_first_responses() -> None:
     first = kept(store, "key:a", "one")
     second = kept(store, "key:a", "two", earlier=first)
     third = kept(store, "key:a", "three", earlier=second)
-    gone, bodies = weakref.ref(first), len(first.body) + len(second.body)
     total = store.nbytes
     assert store.remove("key:a", "one") and store.remove("key:a", "two") and not store.remove("key:a", "one")
-    assert store.nbytes == total - bodies and said(third) == ["one", "two", "three"]
-    del first, second, third
+    assert store.nbytes == total - len(first.body) - len(second.body) and said(third) == ["one", "two", "three"]
     assert store.remove("key:a", "three") and store.nbytes == 0
-    assert gone() is None
+
+
+def test_a_response_that_goes_before_it_is_read() -> None:
+    """A request that waited finds its conversation gone, and never another's: rows are not used twice."""
+    store = StoredResponses(MOST)
+    waiting = kept(store, "key:a", "one")
+    assert store.remove("key:a", "one")
+    kept(store, "key:b", "two")
+    with pytest.raises(ApiError) as found:
+        waiting.conversation  # noqa: B018
+    assert found.value.status == 404
+
+
+def test_a_new_process_finds_them(tmp_path: Path) -> None:
+    """With a folder, and other servers on it as well; none but the file's owner can read it."""
+    first = StoredResponses(MOST, tmp_path / "responses")
+    kept(first, "key:a", "one")
+    beside = StoredResponses(MOST, tmp_path / "responses")
+    two = kept(beside, "key:a", "two", earlier=beside.get("key:a", "one"))
+    assert said(two) == ["one", "two"] and first.nbytes == beside.nbytes
+    first.close()
+    beside.close()
+    later = StoredResponses(MOST, tmp_path / "responses")
+    again = later.get("key:a", "two")
+    assert again is not None and again.body == two.body and said(again) == ["one", "two"]
+    assert later.get("key:b", "two") is None
+    later.close()
+    assert (tmp_path / "responses" / "responses.sqlite3").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("content, words", [(b"x" * 5000, "not a database"), (None, "has version 7")])
+def test_a_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "responses.sqlite3"
+    if content is None:
+        other = sqlite3.connect(path)
+        other.execute("PRAGMA user_version=7")
+        other.close()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(StoreError, match=words) as found:
+        StoredResponses(MOST, tmp_path)
+    assert str(path) in str(found.value)
+
+
+def test_an_answer_that_cannot_be_stored_is_still_an_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = StoredResponses(MOST, tmp_path)
+    kept(store, "key:a", "one")
+    other = sqlite3.connect(tmp_path / "responses.sqlite3")
+    other.execute("DROP TABLE callers")
+    other.close()
+    with caplog.at_level(logging.WARNING):
+        store.keep("key:a", {"id": "two", "output": []}, [], None)
+    assert "response two was answered but not stored" in caplog.text and store.get("key:a", "two") is None
+    store.close()
 
 
 class Storing(RuleBasedStateMachine):
@@ -79,6 +137,7 @@ class Storing(RuleBasedStateMachine):
         self.words[name] = [*(self.words[before] if before else ()), name]
         found = kept(self.store, caller, name, size, held[before] if before else None)
         if found is not None:
+            assert said(found) == self.words[name]
             held[name] = found
 
     @precondition(lambda self: self.count)
@@ -91,22 +150,18 @@ class Storing(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         """The bytes counted are those of all that can be reached, and no caller finds another's."""
-        total = 0
         for caller in CALLERS:
-            reached: dict[int, int] = {}
             for name in map(str, range(self.count)):
                 one = self.store.get(caller, name)
                 if one is not None:
                     assert name in self.held[caller] and said(one) == self.words[name]
-                while one is not None:
-                    reached[id(one)] = one.nbytes
-                    one = one.earlier
-            total += sum(reached.values())
-        assert total == self.store.nbytes <= MOST
+        bodies, turns = (self.store._one(one)[0] for one in (BODIES, TURNS))
+        assert bodies + turns == self.store.nbytes <= MOST
+        assert self.store._one(UNREACHED) == (0,)
 
 
 TestStoring = Storing.TestCase
-TestStoring.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+TestStoring.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 
 
 def test_the_server_evicts_and_limits_a_conversation(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -135,3 +190,23 @@ def test_the_server_evicts_and_limits_a_conversation(tmp_path_factory: pytest.Te
             assert third.status_code == 413 and "3,000 bytes" in third.json()["error"]["message"]
     finally:
         inside.end()
+
+
+def test_a_restarted_server_continues_a_conversation(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """By the id of a response that it answered before, with the folder of `--store`."""
+    folder, body = tmp_path_factory.mktemp("store"), {"model": "tiny", "max_output_tokens": 2, "input": "1 2 3"}
+    previous = tokens = None
+    for _ in range(2):
+        inside = Inside(folder)
+        inside.wait_until_it_serves()
+        try:
+            with inside.client() as web:
+                sent = body if previous is None else body | {"previous_response_id": previous["id"]}
+                reply = web.post("/v1/responses", json=sent)
+                assert reply.status_code == 200, reply.text
+                if previous is not None:
+                    assert web.get(f"/v1/responses/{previous['id']}").json() == previous
+                    assert reply.json()["usage"]["input_tokens"] > tokens
+                previous, tokens = reply.json(), reply.json()["usage"]["input_tokens"]
+        finally:
+            inside.end()

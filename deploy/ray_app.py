@@ -1,11 +1,12 @@
-"""The server on Ray Serve: several replicas, and requests about one text go to the replica that holds it.
+"""The server on Ray Serve: several replicas; a session, and requests about one text, go to the replica that caches it.
 
     serve run deploy.ray_app:app model=path/or/hub-name store=/data/contexts replicas=2 gpus=1
 
-`Front` takes HTTP requests and names each by what it is about: the saved context, or what the first 4K tokens of its
-prompt are. Ray's multiplexing sends equal names to one replica while that is not overloaded. A `Replica` is the whole
-server of `retrieval-attn serve`, without its socket. All share one folder of saved contexts, so a context that was
-saved by one is opened by any. Ray pickles what goes from process to process; only replicas and fronts talk so.
+`Front` takes HTTP requests and names each by what it is about: the saved context, the session, the response that it
+continues, or what the first 4K tokens of its prompt are. Ray's multiplexing sends equal names to one replica while that
+is not overloaded. A `Replica` is the whole server of `retrieval-attn serve`, without its socket. All share one folder
+of saved contexts and responses, so what one has saved, any opens. Ray pickles what goes from process to process; only
+replicas and fronts talk so.
 """
 
 import asyncio
@@ -13,8 +14,11 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -35,6 +39,10 @@ from retrieval_attn.server.settings import EngineSpec, Settings
 
 HELD_NAMES = 1024
 """That a replica tells Ray to send to it; the least recently used one is forgotten first."""
+HELD_RESPONSES = 65536
+"""Whose names a front remembers."""
+RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z_]+)"')
+SESSION_HEADERS = (b"x-session-id", b"session-id", b"session_id", b"x-claude-code-session-id", b"x-session-affinity")
 SAME_TOKENS = 4096
 SAME_CHARACTERS = 4 * SAME_TOKENS
 """About as many as these tokens have: fronts load no tokenizer."""
@@ -85,8 +93,9 @@ class Start(NamedTuple):
     headers: list[tuple[bytes, bytes]]
 
 
-def affinity(call: Call) -> str:
-    """Which name the requests have that one replica should answer; "" where any may."""
+def affinity(call: Call, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Which name the requests have that one replica should answer; "" where any may. names: of earlier responses."""
+    headers = dict(call.headers)
     words = call.path.strip("/").split("/")
     if words[:2] == ["v1", "contexts"] and len(words) > 2 and words[2] != "files":
         return f"context:{words[2]}"
@@ -101,11 +110,24 @@ def affinity(call: Call) -> str:
     context = body.get("context") or str(body.get("model", "")).partition("@")[2]
     if context:
         return f"context:{context}"
-    begins = _beginning(body)
+    previous = names.get(str(body.get("previous_response_id")))
+    if previous is not None:
+        return previous
+    begins = _session(body, headers) or _beginning(body)
     if not begins:
         return ""
-    key = dict(call.headers).get(b"authorization", b"")  # who has another key shares nothing
+    # who has another key shares nothing
+    key = headers.get(b"authorization", b"") + b"\0" + headers.get(b"x-api-key", b"")
     return hashlib.sha256(key + b"\0" + begins.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _session(body: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str:
+    """The session's name, as clients send it; "" without one."""
+    metadata = body.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None  # of the Messages API
+    named = [headers[name].decode("latin-1") for name in SESSION_HEADERS if headers.get(name)]
+    found = next((one for one in (*named, body.get("session_id"), body.get("prompt_cache_key"), user) if one), "")
+    return f"session:{found}" if found else ""
 
 
 def _beginning(body: Mapping[str, Any]) -> str:
@@ -121,11 +143,17 @@ def _beginning(body: Mapping[str, Any]) -> str:
     messages = body.get("messages", items)
     said: list[str] = [instructions] if isinstance(instructions, str) and messages else []
     for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        said.append(content if isinstance(content, str) else json.dumps(content))
+        said.append(_text(message.get("content") if isinstance(message, dict) else None))
         if isinstance(message, dict) and message.get("role") == "user":
             break
     return _shared("\n\n".join([*said[:-1], _shared(said[-1])])) if said else ""
+
+
+def _text(content: Any) -> str:
+    """Of a message: of its parts the text alone, because clients move marks such as cache_control between them."""
+    parts = content if isinstance(content, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return content if isinstance(content, str) else "\n\n".join(texts) or json.dumps(content)
 
 
 def _shared(text: str) -> str:
@@ -244,11 +272,19 @@ class Replica:
 # What `Front` calls stands before it: `serve.ingress` pickles its routes with what they know then.
 
 
-async def _passed(pieces: Any) -> AsyncIterator[bytes]:
-    """An answer's body. A replica that ends in the middle is said in the stream, and the next request finds another."""
+async def _passed(pieces: Any, name: str, names: OrderedDict[str, str] | None) -> AsyncIterator[bytes]:
+    """An answer's body. A replica that ends in the middle is said in the stream, and the next request finds another.
+
+    names: gets the id of a response, with the name of its request.
+    """
     whole = False
     try:
         async for piece in pieces:
+            if names is not None and name and (found := RESPONSE_ID.search(piece)):
+                names[found[1].decode()] = name
+                while len(names) > HELD_RESPONSES:
+                    names.popitem(last=False)
+                names = None
             yield piece
         whole = True
     except (RayError, RayServeException) as error:
@@ -295,6 +331,7 @@ class Front:
     def __init__(self, replicas: DeploymentHandle, options: Options) -> None:
         """replicas: those of `Replica`."""
         self._replicas, self._body_bytes = replicas, options.body_bytes
+        self._names: OrderedDict[str, str] = OrderedDict()  # of requests, by the id of their response
 
     @routes.get("/metrics")
     async def metrics(self, request: Request) -> Response:
@@ -313,7 +350,9 @@ class Front:
         if body is None:
             return _error(413, f"A body may have {self._body_bytes:,} bytes; send a shorter one.")
         call = Call(request.method, f"/{path}", request.scope["query_string"], list(request.headers.raw), body)
-        chosen = self._replicas.options(stream=True, multiplexed_model_id=affinity(call))
+        name = affinity(call, self._names)
+        names = self._names if call.path.startswith("/v1/responses") else None
+        chosen = self._replicas.options(stream=True, multiplexed_model_id=name)
         for tried in range(1, TRIES + 1):
             pieces = chosen.answer.remote(call)
             try:
@@ -322,7 +361,7 @@ class Front:
                 if tried == TRIES:
                     return _error(503, f"No replica answered: {type(error).__name__}.", {"retry-after": "5"})
                 continue
-            response = StreamingResponse(_passed(pieces), start.status)
+            response = StreamingResponse(_passed(pieces, name, names), start.status)
             response.raw_headers = start.headers
             return response
         raise AssertionError("the last try returns")

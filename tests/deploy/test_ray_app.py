@@ -42,8 +42,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_requests_of_one_text_go_to_one_replica(measured: dict[str, Any]) -> None:
-    """At least 95 of 100, for saved contexts and for what conversations begin with; both replicas have work."""
-    for kind in ("documents", "contexts"):
+    """At least 95 of 100, for saved contexts, what conversations begin with, and sessions; both replicas have work."""
+    for kind in ("documents", "contexts", "sessions"):
         places: dict[str, list[str]] = measured[kind]
         later = [(one, first) for first, *others in places.values() for one in others]
         assert sum(one == first for one, first in later) / len(later) >= 0.95, places
@@ -57,6 +57,7 @@ def test_a_replica_that_is_killed(measured: dict[str, Any]) -> None:
     assert measured["after_kill"] == {"200": measured["asked_after_kill"]}
     assert set(measured["under_way"]) <= {"200", "503", "broken"} and measured["under_way"]["200"]
     assert measured["contexts_after_kill"] == measured["contexts_before_kill"]
+    assert measured["responses_after_kill"] == [200] * 5
 
 
 @pytest.mark.slow
@@ -96,6 +97,22 @@ def test_names_of_requests() -> None:
         for given, words in ((first, "Be kind."), (later, "Be kind."), (first[0]["content"], "Be kind."), (first, "x"))
     ]
     assert responses[0] == responses[1] == responses[2] != responses[3]
+    named = [
+        affinity(call("/v1/messages", messages=[{"role": "user", "content": words}], **more))
+        for words, more in (
+            ("a", {"metadata": {"user_id": "one"}}),
+            ("b", {"session_id": "one"}),
+            ("c", {"prompt_cache_key": "one"}),
+            ("c", {"prompt_cache_key": "two"}),
+        )
+    ]
+    assert named[0] == named[1] == named[2] != named[3]
+    with_header = call(messages=first)._replace(headers=[(b"authorization", b"Bearer a"), (b"x-session-id", b"one")])
+    assert affinity(with_header) == named[0]
+    marked = [{"role": "user", "content": [{"type": "text", "text": "Who?", "cache_control": {"type": "ephemeral"}}]}]
+    plain = [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}]
+    assert affinity(call(messages=marked)) == affinity(call(messages=plain)) != ""
+    assert affinity(call("/v1/responses", input="x", previous_response_id="resp_1"), {"resp_1": "name"}) == "name"
     for body in (
         b"",
         b"[1]",

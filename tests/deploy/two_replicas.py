@@ -26,6 +26,33 @@ def said(number: int, question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Text {number}. {WORDS * 8}\n\n{question}"}]
 
 
+async def sessions(client: httpx.AsyncClient) -> dict[str, list[str]]:
+    """Who answered each turn of sessions by the Messages API and of conversations by the Responses API."""
+    found: dict[str, list[str]] = {}
+    system = [{"type": "text", "text": WORDS * 8}]
+    previous: dict[int, str] = {}
+    for turn in range(TIMES):
+        for number in range(TEXTS // 2):
+            said_now = {"role": "user", "content": f"Turn {turn} of {number}?"}
+            body = {"model": "bundled", "max_tokens": 4, "system": system, "messages": [said_now]}
+            answer = await client.post("/v1/messages", json=body, headers={"x-session-id": f"session {number}"})
+            assert answer.status_code == 200, answer.text
+            found.setdefault(f"messages {number}", []).append(answer.headers["x-replica"])
+            one: dict[str, Any] = {
+                "model": "bundled",
+                "max_output_tokens": 4,
+                "input": f"Input {turn} of {number}? {WORDS}",
+            }
+            if number in previous:
+                one["previous_response_id"] = previous[number]
+            answer = await client.post("/v1/responses", json=one)
+            assert answer.status_code == 200, answer.text
+            previous[number] = answer.json()["id"]
+            found.setdefault(f"responses {number}", []).append(answer.headers["x-replica"])
+    found["last"] = list(previous.values())
+    return found
+
+
 async def ask(client: httpx.AsyncClient, **body: Any) -> tuple[str, str, dict[str, Any]]:
     """Its status, "broken" for a stream that ended early; who answered; usage."""
     body = {"max_tokens": 4, "temperature": 0, "model": "bundled", **body}
@@ -58,6 +85,8 @@ async def measured(client: httpx.AsyncClient) -> dict[str, Any]:
             question = [{"role": "user", "content": f"Question {turn}?"}]
             _, place, _ = await ask(client, messages=question, context=f"text-{number}")
             found["contexts"].setdefault(str(number), []).append(place)
+    found["sessions"] = await sessions(client)
+    found["last"] = found["sessions"].pop("last")
     found["unknown"] = int((await ask(client, messages=said(0, "?"), context="nobody"))[0])
     found["too_large"] = (await client.post("/v1/completions", content=b"x" * (2 << 20))).status_code
     await disconnects(client)
@@ -108,6 +137,7 @@ async def killed(client: httpx.AsyncClient, found: dict[str, Any]) -> None:
     after = [await ask(client, messages=[{"role": "user", "content": "?"}], context=name) for name in names]
     found["after_kill"] = dict(Counter(status for status, _, _ in after))
     found["asked_after_kill"] = len(names)
+    found["responses_after_kill"] = [(await client.get(f"/v1/responses/{one}")).status_code for one in found["last"]]
 
 
 async def main(url: str) -> dict[str, Any]:

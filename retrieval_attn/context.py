@@ -126,7 +126,7 @@ class Context:
             saving = ReadingSave(as_store(store), save, self.model, self.tokenizer, self._cache, ids)
         self._whole = False
         try:
-            with contextlib.nullcontext() if saving is None else saving.beside():
+            with contextlib.nullcontext() if saving is None else saving.while_reading():
                 self._append(ids, progress)
         except BaseException:  # Ctrl-C too
             abandon(self._cache)

@@ -30,7 +30,7 @@ BOUNDS = {
     "functions that read private attributes of an argument": 3,
     "parameters of fixed tuples": 89,
     "class names defined more than once": 0,
-    "private words in prose": 27,
+    "private words in prose": 5,
     "docstrings that begin as a clause": 14,
     "defaults that no caller changes": 43,
     "flags": 102,

@@ -128,7 +128,7 @@ class FairQueue:
         self.remove(job, owner, is_long=is_long)
         self.charge(owner, tokens)
         if not self._length:
-            # nobody waits, so nobody was put back by what this owner had: all begin anew from here
+            # no request is queued, so no owner was delayed by this one's use: all counts start at zero again
             self._level = max(self._level, account.spent)
 
     def charge(self, owner: str, tokens: int) -> None:

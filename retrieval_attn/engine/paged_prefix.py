@@ -68,11 +68,11 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody has; another thread may take them right after."""
+        """Free pages; another thread may take them right after."""
         return self._free
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that so many tokens take, the last one maybe in part; none take none."""
+        """Return the pages that `tokens` fill, the last one partly; 0 for no tokens."""
         return -(-tokens // self.page_tokens)
 
     def take(self, n: int) -> PageIds:
@@ -163,8 +163,8 @@ class PagedKVPool:
     ) -> Self | None:
         """For an engine's options `paged_prefix_tokens` and `paged_prefix_pages`; None where no prefix lies in pages.
 
-        model, config: whose rows are beside the pages, which get a part of the memory that is free where no number is
-        given. int8: as in `PagedKVPool`. Raises ConfigError.
+        model, config: of the rows that share the memory with the pages, which get a part of what is free without a
+        number. int8: as in `PagedKVPool`. Raises ConfigError.
         """
         for name, value in (("paged_prefix_tokens", tokens), ("paged_prefix_pages", pages)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -183,12 +183,12 @@ class PagedKVPool:
         return pool
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that so many tokens take."""
+        """Return the pages that `tokens` fill."""
         return self._pool.pages_for(tokens)
 
     def take(self, lengths: Sequence[int], tree: RadixCache | None) -> list[PagedSpan] | None:
-        """Spans for so many tokens each; None where there are too few pages, also after the tree gave up prefixes that
-        nobody uses.
+        """Return a span for each of `lengths` tokens; None if there are too few pages even after idle prefixes of the
+        prefix cache were evicted.
         """
         counts = [self._pool.pages_for(length) for length in lengths]
         while self.free_pages < sum(counts):
@@ -230,7 +230,7 @@ class PageAllocation:
     """The pages that parts of one prompt are read into. waiting: too few were free so far, and none are held."""
 
     def __init__(self, pool: PagedKVPool, parts: Sequence[Sequence[int]]) -> None:
-        """parts: of the prompt; the last one, which nobody shares, lies in no pages.
+        """parts: of the prompt; the last one, which no other request shares, gets no pages.
 
         Raises AdmissionError for one that needs more pages than there are, the numbers named.
         """

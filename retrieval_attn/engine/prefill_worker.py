@@ -31,7 +31,8 @@ MAX_LACKING_SECONDS = 30.0
 MAX_WAITING = 64
 """Waiting requests whose cached texts are evicted last."""
 CHUNK_SHARE = 1 / 8
-"""Of the time from token to token: a chunk of a forward of more than BESIDE_TOKENS beside rows takes no longer."""
+"""Share of the time between tokens that a chunk may take in a forward with more than BESIDE_TOKENS tokens while
+sequences decode."""
 
 
 class Fail(Protocol):

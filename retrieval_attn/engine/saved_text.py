@@ -108,7 +108,7 @@ class Opening(Generic[Result]):
 
 
 WHOLE_BYTES = 256 << 20
-"""Contexts with so many or fewer are compared with all their checksums before an answer; larger ones beside it."""
+"""Contexts up to this size are checked against all their checksums before an answer, larger ones during it."""
 
 
 class HeldCache(Protocol):

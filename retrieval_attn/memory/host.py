@@ -72,13 +72,13 @@ class HostSize:
         middle = tokens - options.sink - options.window
         return self.heads * host_cluster_bytes(middle, shape.key_dim, shape.value_dim, on_device)
 
-    def most_tokens(self, room: int, beside: int = 0) -> int | None:
+    def most_tokens(self, room: int, other_bytes: int = 0) -> int | None:
         """Tokens of each sequence that fit `room` bytes with their indexes and clusters; None: any number, nothing is
         held.
 
-        beside: bytes per token that something else takes there.
+        other_bytes: bytes per token of other data in the same memory.
         """
-        each = self.token_bytes + beside
+        each = self.token_bytes + other_bytes
         if not each:
             return None
         indexes = self.index_size()

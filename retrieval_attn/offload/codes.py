@@ -113,7 +113,7 @@ class DeviceCoder:
     def rows(self, space: CodeSpace, fmt: Format, keys: np.ndarray[Any, Any], head: int) -> np.ndarray[Any, Any]:
         """See `sketch.coding.RowCoder`: the device holds codes of one head at a time. Raises MemoryPlanError, too."""
         with self._turn:
-            with beside(self._device):
+            with side_stream(self._device):
                 memory = _taken(1, capacity_for(len(keys)), space.key_bytes, self._device)[0]
                 codes = HeadCodes.empty(space, fmt, CodeMemory(memory), lent=self._lent_to(head))
             codes.add(keys)
@@ -131,7 +131,7 @@ class DeviceCoder:
         """
         if finer is not None and not reads_host(self._device):
             finer = None
-        with beside(self._device):
+        with side_stream(self._device):
             memory = self._room_for(len(rows.codes), space, finer)
             if self._sent is not None and self._device.type == "cuda":
                 return self._sent.add(space, fmt, memory, rows, finer)
@@ -143,11 +143,11 @@ class DeviceCoder:
         self, space: CodeSpace, fmt: Format, expected: int, finer: CodeSpace | None = None, head: int | None = None
     ) -> HeadCodes:
         """Empty codes. Raises MemoryPlanError where there is no room for them."""
-        with beside(self._device):
+        with side_stream(self._device):
             return HeadCodes.empty(space, fmt, self._room_for(expected, space, finer), finer, self._lent_to(head))
 
     def _room_for(self, expected: int, space: CodeSpace, finer: CodeSpace | None) -> CodeMemory:
-        """Memory for the codes of one head, on the stream of `beside`."""
+        """Memory for the codes of one head, on the stream of `side_stream`."""
         tokens = capacity_for(expected + SPARE_TOKENS)
         host = None if finer is None else self._finer.take(tokens, finer.key_bytes)
         return CodeMemory(self._codes.take(tokens, space.key_bytes), host, self._device if self._on_host else None)
@@ -193,7 +193,7 @@ class SentCodes:
     def wait(self) -> None:
         """Until all are there: nothing may read them before. Raises what went wrong, OSError where a disk fails.
 
-        Within `beside` of the device, if something was added since the last `flush`.
+        Within `side_stream` of the device, if something was added since the last `flush`.
         """
         self.flush()
         futures, self._futures = self._futures, []
@@ -364,7 +364,7 @@ class HeadCodes:
     def empty(
         cls, space: CodeSpace, fmt: Format, memory: CodeMemory, finer: CodeSpace | None = None, lent: Loan | None = None
     ) -> HeadCodes:
-        """memory: where codes will go. Within `beside` of its device."""
+        """memory: where codes will go. Within `side_stream` of its device."""
         spaces = _Spaces(space, 1 if finer is None else 2, memory.device)
         there = spaces.add(space), None if finer is None else spaces.add(finer)
         spaces.send()
@@ -383,7 +383,7 @@ class HeadCodes:
     def fill(self, rows: CodeRows) -> None:
         """These are the codes of the first keys, which were coded before; of as many as were expected at most.
 
-        Within `beside` of the device, which has them when that ends.
+        Within `side_stream` of the device, which has them when that ends.
         """
         self.copy(rows)
         self._lent = None
@@ -406,7 +406,7 @@ class HeadCodes:
         codes = self.device
         self._copy = None
         device, length = codes.device, codes.length
-        with beside(device):
+        with side_stream(device):
             try:
                 for rows in self._on_device(keys, device):
                     if not codes.add(rows):
@@ -441,7 +441,7 @@ class HeadCodes:
         if codes.device.type != "cuda":
             return CodeRows(codes.numpy(), there)
         held = _inbox.room(codes.nbytes).view(codes.shape)
-        with beside(codes.device):
+        with side_stream(codes.device):
             held.copy_(codes, non_blocking=True)
             torch.cuda.current_stream(codes.device).synchronize()
         return CodeRows(held.numpy(), there)
@@ -453,7 +453,7 @@ class HeadCodes:
 
     def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
         where = self.device.device
-        with beside(where):
+        with side_stream(where):
             found: np.ndarray[Any, Any] = (
                 select_candidates(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
             )
@@ -494,7 +494,7 @@ def load_codes(codes: Iterable[HeadCodes]) -> None:
                 groups.setdefault((there.device, capacity_for(there.length), there.codes.shape[1]), []).append(one)
         tasks: list[tuple[list[HeadCodes], Tensor, list[DeviceSpace]]] = []
         for (device, tokens, key_bytes), heads in groups.items():
-            with beside(device):
+            with side_stream(device):
                 for start in range(0, len(heads), SLAB_HEADS):
                     part = heads[start : start + SLAB_HEADS]
                     memory = _taken(len(part), tokens, key_bytes, device)
@@ -634,7 +634,7 @@ def _no_room(error: BaseException) -> MemoryPlanError:
 
 
 @contextlib.contextmanager
-def beside(device: torch.device) -> Any:
+def side_stream(device: torch.device) -> Any:
     """On a stream other than the one that reads; its work is finished afterwards for every stream.
 
     Within another one of the same thread: when that ends.

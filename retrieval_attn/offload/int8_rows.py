@@ -33,7 +33,7 @@ from retrieval_attn.index.base import HeldMemory
 from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.index.formats import Format
 from retrieval_attn.memory.reclaim import register
-from retrieval_attn.offload.codes import beside
+from retrieval_attn.offload.codes import side_stream
 from retrieval_attn.offload.managed import as_device, has_managed, host_rows, take_pages
 from retrieval_attn.offload.page_lock import locked_rows
 from retrieval_attn.offload.staging import TORCH_DTYPE, copy_runs, pack, pinned, stored_on
@@ -132,7 +132,7 @@ class Int8RowMirror(KVReplica[Segment]):
         if (copy := self._copy) is not None:
             return copy
         writes = self._writes
-        with beside(self._device):
+        with side_stream(self._device):
             if self._device.type == "cuda":  # what wrote them
                 torch.cuda.current_stream(self._device).wait_stream(torch.cuda.default_stream(self._device))
             copy = self._steps.to("cpu", copy=True)
@@ -396,7 +396,7 @@ def _write_piece(rows: Int8RowMirror, segment: Segment, start: int, stop: int) -
     else:
         stored = [_staged(array, device) for array in segment.read(start, stop)]
     began = time.perf_counter()
-    with beside(device):
+    with side_stream(device):
         rows.write(*(_sent(one, device).view(TORCH_DTYPE[segment.fmt]) for one in stored))
     return time.perf_counter() - began
 

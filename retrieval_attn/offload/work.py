@@ -30,7 +30,7 @@ from retrieval_attn.errors import (
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.build import BudgetBuild, IndexBuild, event_now
 from retrieval_attn.offload.clusters import ClusterBuild
-from retrieval_attn.offload.codes import beside
+from retrieval_attn.offload.codes import side_stream
 from retrieval_attn.offload.page_lock import lock_pages
 from retrieval_attn.offload.staging import CopyChunk, all_to_host, pack, staging
 from retrieval_attn.offload.threads import ThreadPool
@@ -109,7 +109,7 @@ class KVCopy:
                 replicas = segment.replicas_from_device(tokens, self._begun[id(host)])
                 if not replicas:
                     continue
-                with beside(self.device):
+                with side_stream(self.device):
                     if ready is not None:
                         torch.cuda.current_stream(self.device).wait_event(ready)
                     kept = slice(None) if real is None else torch.from_numpy(real).to(self.device)

@@ -62,7 +62,7 @@ from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.checkpoint import heads_config
 from retrieval_attn.model.fused.layers import load_layer_kernels, load_question_kernels
 from retrieval_attn.model.placement import input_device
-from retrieval_attn.offload.codes import beside, load_coder
+from retrieval_attn.offload.codes import load_coder, side_stream
 from retrieval_attn.offload.staging import TORCH_DTYPE, host_format, pack, unpack
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.work import overlaps
@@ -291,7 +291,7 @@ def _is_first(key: tuple[object, ...]) -> bool:
 
 
 def _on(device: torch.device, work: Callable[[], object]) -> None:
-    with beside(device):
+    with side_stream(device):
         work()
 
 

@@ -31,7 +31,7 @@ from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.placement import execution_device, input_device
 from retrieval_attn.model.weights import weight_state
-from retrieval_attn.offload.codes import DeviceCoder, SentCodes, beside
+from retrieval_attn.offload.codes import DeviceCoder, SentCodes, side_stream
 from retrieval_attn.offload.staging import brought
 from retrieval_attn.offload.staging import sent as sent_array
 from retrieval_attn.runner.graph.host_row_gather import device_reads
@@ -168,7 +168,7 @@ def restore_layer(
     if isinstance(layer, StateLayer):
         _restore_linear(layer, plain, arrays, device)
         return
-    with beside(device):
+    with side_stream(device):
         tail = _tensors(arrays, "tail", plain["dtype"], device)
         _require_tokens("tail", tail, tail)
         layer.is_initialized = True

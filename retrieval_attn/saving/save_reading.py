@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.02
 
 
 class ReadingSave:
-    """Save the empty `cache` while it reads `ids`: read in the block of `beside`, then call `finish`."""
+    """Save the empty `cache` while it reads `ids`: read in the block of `while_reading`, then call `finish`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ReadingSave:
         self._waits = True
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def while_reading(self) -> Iterator[None]:
         """Save layers in a thread while the block reads with the cache. An exception in the block cancels the save."""
         before = self._cache.on_layer
 

@@ -84,7 +84,7 @@ class EmulatedRuntime:
             self._capture.recorder.nodes.append(lambda: polling.wait(number))
         call.results.device.numpy()[:] = call.results.host.numpy()  # not recorded: in a replay `wait` does it
 
-    def beside(self, record: Callable[[], None]) -> object:
+    def parallel(self, record: Callable[[], None]) -> object:
         record()
         return None
 

@@ -256,16 +256,16 @@ def test_a_copy_of_steps_is_made_again_after_a_write(monkeypatch: pytest.MonkeyP
     rows.write(torch.randn(2, 50, 16), torch.randn(2, 50, 16))
     more = torch.randn(2, 7, 16), torch.randn(2, 7, 16)
     if change == "write meanwhile":
-        beside = int8_rows.beside
+        side_stream = int8_rows.side_stream
 
         @contextlib.contextmanager
         def written(device: torch.device) -> Iterator[None]:
-            with beside(device):
+            with side_stream(device):
                 yield
-            monkeypatch.setattr(int8_rows, "beside", beside)
+            monkeypatch.setattr(int8_rows, "side_stream", side_stream)
             rows.write(*more)
 
-        monkeypatch.setattr(int8_rows, "beside", written)
+        monkeypatch.setattr(int8_rows, "side_stream", written)
     rows.copy_to_host()
     if change == "write":
         rows.write(*more)

@@ -24,7 +24,7 @@ __all__ = ["device"]  # a fixture
 class AtOnce:
     """What records, and does it at once."""
 
-    def beside(self, record: Callable[[], None]) -> None:
+    def parallel(self, record: Callable[[], None]) -> None:
         record()
 
     def after(self, begun: Any) -> None:

@@ -56,7 +56,7 @@ class CudaRuntime:
         if self._calls is not None and begun is not None:
             self._calls.join(begun)
 
-    def beside(self, record: Callable[[], None]) -> object:
+    def parallel(self, record: Callable[[], None]) -> object:
         # memory of the side stream is taken again only behind the next of these waits: when it is not read any more
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):

@@ -92,11 +92,11 @@ class Runtime(Protocol):
     def join(self, begun: Any) -> None:
         """Make later work wait for the call and see its results."""
 
-    def beside(self, record: Callable[[], None]) -> object:
+    def parallel(self, record: Callable[[], None]) -> object:
         """Record work that runs in parallel to later work; return the argument of `after`, opaque to the caller."""
 
     def after(self, begun: Any) -> None:
-        """Make later work wait for the work that `beside` began."""
+        """Make later work wait for the work that `parallel` began."""
 
     def opaque(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run, and at every replay, a function that looks up in memory what it works on."""

@@ -8,8 +8,8 @@ summed per cluster, and a cluster's mean value stands for the values of its keys
 What codes lack of q . k is spread about 0, so that the mean of the exponential is larger by half its variance, of its
 logarithm. Three kernels (`mass_triton.py`), which a step records: they run while the device would wait for the host.
 Masses are sums of one float16 number per key, rounded to 2^-11 of itself, added in float32 and in one order. Of very
-many keys a part is summed and counts for all (`is_sampled`): what is estimated is spread over so many then that the
-sum of one of eight is off by little, and the time of a step does not grow with the text.
+many keys a sample is summed and scaled (`is_sampled`): the mass is then spread over enough keys that the sum of one of
+eight is off by little, and the time of a step does not grow with the text.
 
 Where Triton does not run, plain PyTorch does the same from the codes: what the kernels are tested against.
 """

@@ -159,4 +159,4 @@ class CodeStreamer:
 
     def _begin(self, number: int, runtime: Runtime) -> None:
         if number not in self._under_way:
-            self._under_way[number] = runtime.beside(self._staged[number][1].bring)
+            self._under_way[number] = runtime.parallel(self._staged[number][1].bring)

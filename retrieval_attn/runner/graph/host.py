@@ -314,7 +314,7 @@ class HostStep:
         self.rest = None
         if reached is not None:
             run = functools.partial(reached.run, own, self.scoring, resources.runtime.opaque)
-            self._beside = resources.runtime.beside(run)  # it waits for the bus, what follows computes
+            self._beside = resources.runtime.parallel(run)  # it waits for the bus, what follows computes
         if max_coded_keys:
             resources.stage.follow(self._turn, resources.runtime)  # behind what is named: that is waited for first
         if self._search is not None and self._mass is not None and max_coded_keys:

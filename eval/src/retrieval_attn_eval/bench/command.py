@@ -1,4 +1,4 @@
-"""`retrieval-attn bench`: indexes and studies on attention keys; sessions, servers and fidelity of whole models."""
+"""`retrieval-attn bench`: indexes and studies on attention keys; sessions, servers, peers and fidelity of models."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ _WHAT = {
         "how far every method's next-token distribution is from full attention's",
     ),
     "index": ("retrieval_attn_eval.bench.index", "recall, work, time and memory of every index on attention keys"),
+    "peers": (
+        "retrieval_attn_eval.bench.peers",
+        "this package and an installed llama.cpp on the same GGUF file, in turn",
+    ),
     "serve": (
         "retrieval_attn_eval.bench.serve.command",
         "throughput and token latency of concurrent requests, compared with sequential and static batches",

@@ -1,0 +1,60 @@
+"""`bench peers`: what is asked of llama-bench, what is read from it, and one line if it is missing or fails."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn_eval.bench import peers
+from retrieval_attn_eval.bench.peers import Measured, PeerError, llama_bench, table
+
+PROGRAM = """#!{python}
+import json, sys
+if "fail.gguf" in sys.argv:
+    sys.exit("llama-bench: unknown architecture")
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert given["-o"] == "json" and given["-fa"] == "on" and given["-t"] == "3" and given["-ngl"] == "0", given
+assert given["-ctk"] == given["-ctv"] == "q8_0"
+reading = given["-n"] == "0"
+assert reading or (given["-p"] == "0" and given["-d"] == "2048")
+print(json.dumps([{{"avg_ns": 3e9 if reading else 0.4e9}}]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    """A program with llama-bench's flags and output, whose times are known."""
+    path = tmp_path / "llama-bench"
+    path.write_text(PROGRAM.format(python=sys.executable))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_what_llama_bench_measures(program: str) -> None:
+    args = SimpleNamespace(model="model.gguf", tokens=16, kv="q8_0")
+    found = llama_bench(program, args, 2048, 3, on_gpu=False)  # type: ignore[arg-type]
+    assert (found.read_seconds, found.token_ms) == (3.0, 25.0) and found.host_gib > 0
+    args.model = "fail.gguf"
+    with pytest.raises(PeerError, match="status 1: llama-bench: unknown architecture"):
+        llama_bench(program, args, 2048, 3, on_gpu=False)  # type: ignore[arg-type]
+
+
+def test_the_table_has_medians_and_ratios() -> None:
+    runs = [Measured(seconds, ms, 1.0) for seconds, ms in ((1.0, 10.0), (9.0, 30.0), (2.0, 20.0))]
+    text = table({2048: {"llama.cpp": runs, "ours": [Measured(4.0, 5.0, 1.5)] * 3}})
+    assert "| 2,048 | read, s | 2.00 | 4.00 | 2.00 |" in text
+    assert "| 2,048 | token, ms | 20.00 | 5.00 | 0.25 |" in text
+    assert "| 2,048 | peak host memory, GiB | 1.00 | 1.50 | 1.50 |" in text and "3 rounds" in text
+
+
+def test_a_missing_program_or_file_is_one_line(program: str, tmp_path: Path) -> None:
+    flags = {"tokens": 4, "n": 1, "lengths": "1k", "model": str(tmp_path / "none.gguf")}
+    with pytest.raises(ConfigError, match=r"nowhere was not found. Build llama.cpp"):
+        peers.run(SimpleNamespace(llama_bench="nowhere", **flags))  # type: ignore[arg-type]
+    with pytest.raises(InputDataError, match=r"there is no file .*none.gguf"):
+        peers.run(SimpleNamespace(llama_bench=program, **flags))  # type: ignore[arg-type]

@@ -158,6 +158,10 @@ TESTED_WITH_IMAGES = frozenset({"gemma3", "mistral3", "qwen2_5_vl", "qwen2_vl", 
 
 _LATENT = "its cache holds latents that are expanded after the cache (multi-head latent attention)"
 _SPARSE = "it was trained with its own sparse attention, which selects keys itself"
+_INDEXER = (
+    "its sparse layers choose blocks of 4 tokens by an indexer, which needs index keys and rotary positions of all "
+    "tokens in the cache, and a mask of all tokens"
+)
 _SHARED = "later layers reuse another layer's keys"
 _CROSS = "some of its layers attend to an image, whose keys they keep in the cache"
 _OWN_LAYERS = "its cache layers are its own and would silently ignore retrieval"
@@ -172,9 +176,12 @@ REFUSED = {
     "mistral4": _LATENT,
     "youtu": _LATENT,
     "deepseek_v32": _SPARSE,
+    "axk2": _SPARSE,
+    "glm5_next_text": _SPARSE,
     "glm_moe_dsa": _SPARSE,
     "hy_v4": _SPARSE,
     "minimax_m3_vl_text": _SPARSE,
+    "qwen4_exp_text": _INDEXER,
     "deepseek_v4": _OWN_LAYERS,
     "mllama_text_model": _CROSS,
     "gemma3n_text": _SHARED,

@@ -23,7 +23,6 @@ from retrieval_attn.gpu.shared.partials import (
     path_partial,
     runs,
     shared_partials,
-    worth_sharing,
     write_pages,
 )
 from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, PlanShape, SharedNode, SharedPlan
@@ -408,10 +407,6 @@ def test_tokens_come_piece_by_piece(int8: bool) -> None:
 def test_runs_of_pages() -> None:
     assert runs([]) == [] and runs([4]) == [(4, 5)]
     assert runs([4, 5, 6, 2, 3, 9, 8]) == [(4, 7), (2, 4), (9, 10), (8, 9)]
-
-
-def test_worth_sharing() -> None:
-    assert not worth_sharing(1, 100_000) and not worth_sharing(8, 10) and worth_sharing(8, 8192)
 
 
 @pytest.mark.cuda

@@ -34,11 +34,6 @@ from retrieval_attn.gpu.shared.plan import (
     processors,
 )
 
-SHARE_FROM_ROWS = 2
-SHARE_FROM_TOKENS = 512
-"""On an H100, 32 over 8 heads of 128: below, up to 32 rows gain nothing; from here on, none loses more than 2 %."""
-
-
 PACKED_PAGES = 256
 """Pages of int8 rows that are turned into numbers at once, where no kernel reads them as they are."""
 MAX_PACKED_DIM = 512
@@ -222,14 +217,6 @@ def path_partial(
     part = merge(parts)
     by_row = (one[0].unflatten(1, (batch, queries)).transpose(0, 1) for one in part)
     return Partial(*by_row)
-
-
-def worth_sharing(rows: int, tokens: int) -> bool:
-    """Whether rows attend to `tokens` shared tokens faster together than each by itself.
-
-    One row gains nothing, and a short node costs more to launch and to merge than its keys cost to read.
-    """
-    return rows >= SHARE_FROM_ROWS and tokens >= SHARE_FROM_TOKENS
 
 
 def _pieces(pool: PagedKeys, pages: Ids) -> list[tuple[int, int]]:

@@ -145,7 +145,7 @@ class PrefillRequest:
     """
 
     def __init__(self, loop: AnswerLoop, cache: RetrievalCache, ids: Items[int]) -> None:
-        """As `ChunkedPrefill`, and raises as that does."""
+        """Take the arguments of `ChunkedPrefill`; raise its errors."""
         self.batch = read_batch(loop, cache, ids)
         self.cache, self.ids, self.loop = cache, ids, loop
         self.alone: ChunkedPrefill | None = None
@@ -167,7 +167,7 @@ class PrefillRequest:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it early, ReadCancelled too."""
+        """The error that ended it early, ReadCancelled included; None without one."""
         return self._error if self.alone is None else self.alone.error
 
     def result(self, timeout: float | None = None) -> PromptState:
@@ -214,7 +214,7 @@ class PrefillRequest:
 
 
 def paused(read: ChunkedPrefill | PrefillRequest | None) -> ChunkedPrefill | None:
-    """What is driven by itself; None: nothing, or with others."""
+    """Return the prefill if it is driven by itself; None for none, and for one of a batch."""
     return read.alone if isinstance(read, PrefillRequest) else read
 
 

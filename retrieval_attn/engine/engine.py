@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestAdmission:
-    """Of one engine. Any thread."""
+    """The requests that one engine accepts. Thread-safe."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ kernels 1.3 s (H200, these in chunks of 8,192). More need more memory."""
 
 
 class Loaded(Protocol):
-    """What an engine needs of an `LLM`."""
+    """The attributes of an `LLM` that an engine uses."""
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -482,13 +482,13 @@ class Engine:
         """Make now what the first requests would wait for: kernels, and the graphs of steps; leaves nothing behind.
 
         rows: of a step at most; None: as limits say. tokens: of the longest prompt and answer that is expected: graphs
-        that are made for it serve shorter ones, too; None: they are made anew as rows get longer. draws: one for each
+        that are made for it serve shorter ones, too; None: they are made again as rows get longer. draws: one for each
         way in which requests will choose. Graphs are made for one shape of rows: with `index="auto"`, for the index
-        that so many tokens get. It runs while there are no requests: one that is submitted meanwhile goes first, after
-        at most one capture. progress: with a bar, if it takes longer than two seconds. background: return when steps
-        of one row are ready, and capture the graphs of more rows later, while the engine is idle; `warming` says how
-        many are left. Raises ConfigError for rows or tokens below 1 or beyond the limits or the model, EngineFullError
-        if the engine is closed, and what reading raises; in the background an error is logged.
+        that this number of tokens gets. It runs while there are no requests: one that is submitted meanwhile goes
+        first, after at most one capture. progress: with a bar, if it takes longer than two seconds. background: return
+        when steps of one row are ready, and capture the graphs of more rows later, while the engine is idle; `warming`
+        says how many are left. Raises ConfigError for rows or tokens below 1 or beyond the limits or the model,
+        EngineFullError if the engine is closed, and errors of prefill; in the background an error is logged.
         """
         self._empty.require_room(tokens or 1)
         warm_up = WarmUp.of(rows, tokens, draws, progress, most=self._limits.rows)
@@ -625,7 +625,7 @@ class Engine:
                     results = self._do(plan)
                 elif self._warm_ups.run_next():
                     self._prefills.made_ready()
-        except BaseException as error:  # nobody is left waiting for a thread that is gone
+        except BaseException as error:  # no caller must wait for a thread that has ended
             log.exception("the engine ends")
             with self._changed:
                 self.died = error

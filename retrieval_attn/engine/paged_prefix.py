@@ -261,8 +261,8 @@ class PageAllocation:
         return self._asked
 
     def open(self, part: int, cache: RetrievalCache) -> None:
-        """What the cache reads next goes to pages, if this part does: not where it holds tokens elsewhere, as of an
-        answer that it continues.
+        """Let the cache write its next tokens to pages, if this part has some: not if it holds tokens elsewhere, as
+        those of an answer that it continues.
         """
         span = self._spans.pop(part, None)
         before = PagedPrefix(self._pool.layers) if cache.batch.exact is None else cache.batch.exact

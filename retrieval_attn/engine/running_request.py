@@ -120,17 +120,17 @@ class RunningRequest:
 
     @property
     def position(self) -> int:
-        """Of the newest token, which has been chosen and is fed next."""
+        """Position of the newest token, which has been chosen and is fed next."""
         return self.prompt_tokens + len(self.tokens) - 1
 
     @property
     def history(self) -> History | None:
-        """What the scores of the next token are changed by; None: they are the model's."""
+        """The history that changes the scores of the next token; None: they are the model's."""
         return self._history if self._history is not None and self._history.changes else None
 
     @property
     def shared_tokens(self) -> int:
-        """Of the prompt, those that the tree holds for it, whoever read them."""
+        """Tokens of the prompt that the prefix cache holds for this request, read by it or by another."""
         return self.sharing.held_tokens
 
     @property
@@ -195,7 +195,7 @@ class RunningRequest:
             if self.lacks_room:
                 return
         if self._pages is not None and not self._pages.take(self._done, tree):
-            sharing.forget()  # and look it up anew
+            sharing.forget()  # and look it up again
             self.cache, self._done, self._inside, self.cached_tokens = None, 0, 0, 0
             return
         unread = sharing.ends[self._done] - self._known
@@ -265,7 +265,7 @@ class RunningRequest:
         self.read = self.cache = self.logits = self._opening = self._pages = None
 
     def _keep(self, tree: RadixCache) -> None:
-        """What the cache holds of prompt and answer, whole steps, stays in the tree."""
+        """Keep the tokens of prompt and answer that the KV cache holds, in whole steps, in the prefix cache."""
         if self.cache is None or not self.is_read or self.cache.batch.broken:
             return
         if (

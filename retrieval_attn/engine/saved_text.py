@@ -122,7 +122,7 @@ class HeldCache(Protocol):
 
 
 class SavedText:
-    """What a store has under a name. It is opened when a request needs it, and again when the tree gave it up.
+    """A saved context of a store, by name. It is opened when a request needs it, and again when the tree gave it up.
 
     ids: int32 (1 + tokens,), first a mark that no text has: only requests that name the context find its node, however
     their texts begin, for it was read with options of its own. lost: its files are damaged, but for its ids, which are
@@ -141,7 +141,7 @@ class SavedText:
 
     @property
     def tokens(self) -> int:
-        """Of the context, those that are forgotten too."""
+        """Tokens of the context, including forgotten ones."""
         return len(self.ids) - 1
 
     def open(self) -> Opening[tuple[RetrievalCache, OpenedText]]:
@@ -455,11 +455,11 @@ class SavedTexts:
             return self._store
 
     def find(self, name: str, *, lost: bool = False, automatic: bool = False) -> SavedText:
-        """What the name means now. lost: its files cannot be used, which the store may not know. automatic: texts that
-        the prefix cache saved are found, too: they belong to one namespace, so that no request may name them. Raises
-        UnknownContextError, StoreMismatchError; StoreDamagedError where its ids are damaged, too, or its files are and
-        parts of it were forgotten: who reads the ids again would not have what was saved. UnknownContextError also
-        for a context whose write failed and that was evicted.
+        """Return the text that the name means now. lost: its files cannot be used, which the store may not know.
+        automatic: texts that the prefix cache saved are found, too: they belong to one namespace, so that no request
+        may name them. Raises UnknownContextError, StoreMismatchError; StoreDamagedError where its ids are damaged, too,
+        or its files are and parts of it were forgotten: who reads the ids again would not have what was saved.
+        UnknownContextError also for a context whose write failed and that was evicted.
         """
         with self._lock:
             unsaved = self._unsaved.get(name)

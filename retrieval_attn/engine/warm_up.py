@@ -134,7 +134,7 @@ class WarmUp(NamedTuple):
 
 
 def _tokens(cache: RetrievalCache, *, coded: bool) -> int:
-    """Of a text whose rows retrieve. coded: by codes, as those of longer ones do."""
+    """Return the tokens of a text whose rows retrieve. coded: by codes, as those of longer ones do."""
     config, spec = cache.config, cache.index.spec
     keys = spec.min_coded_keys(config.retrieve) if coded and isinstance(config.retrieve, int) else 0
     return config.sink + config.window + max(config.window + config.spill, keys)

@@ -127,3 +127,12 @@ def unpacked(words: Tensor) -> Tensor:
     # tile, strip, row, pair of four, word, number of a pair, which eight of 32 columns
     numbers = numbers.view(tiles, strips, TILE_ROWS, 4, 4, 2, 4).permute(0, 2, 1, 4, 6, 3, 5)
     return numbers.reshape(tiles * TILE_ROWS, strips * STRIP)
+
+
+def packed_words(numbers: Tensor) -> Tensor:
+    """Return words int32 (out / 8, strips, 32, 4) of numbers (out, strips * 128), 0 to 15: the inverse of `unpacked`."""
+    bits = torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)
+    rows, columns = numbers.shape
+    parts = numbers.to(torch.int32).view(rows // TILE_ROWS, TILE_ROWS, columns // STRIP, 4, 4, 4, 2)
+    parts = parts.permute(0, 2, 1, 5, 3, 6, 4).reshape(rows // TILE_ROWS, columns // STRIP, 32, 4, 8)
+    return (parts << bits).sum(-1, dtype=torch.int32)

@@ -290,13 +290,18 @@ SMALL_STRIPS = 4
 
 
 def _options(
-    numbers: Tensor, weights: PackedWeights, width: int, cuts: tuple[Tiling, Tiling, Tiling]
+    numbers: Tensor,
+    weights: PackedWeights,
+    width: int,
+    cuts: tuple[Tiling, Tiling, Tiling],
+    most_rows: int | None = None,
 ) -> dict[str, Any]:
     """How a product of numbers (rows, dim) with weights is cut: tiles and strips that divide both sizes.
 
-    width: rows of weights of which a program takes some.
+    width: rows of weights of which a program takes some. most_rows: that weights are multiplied with; None: all.
     """
     rows, dim = numbers.shape
+    rows = rows if most_rows is None else most_rows
     cut = cuts[(rows > 1) + (rows > 8)]
     small = rows > 8 and shared_bytes(numbers.device) < DEEP_TILE_BYTES
     most_strips = min(cut.strips, SMALL_STRIPS) if small else cut.strips

@@ -1,0 +1,132 @@
+"""Products of tokens with the 4-bit weights of the experts that a router chose for each, without a look at its choice.
+
+The matrices of a layer's experts are one matrix of `packed.py`: the rows of an expert follow those of the one before. A
+captured step multiplies a few tokens by one kernel for all experts, which reads the router's numbers on the GPU.
+A prefill chunk is multiplied one expert at a time, with bfloat16 copies of a few matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrieval_attn.gpu.decode.kernels import kernels_for
+from retrieval_attn.gpu.packed import GROUPS, STRIP, TILE_ROWS, PackedWeights, packed_words
+
+COPIED_WEIGHTS = 1 << 25
+"""Most weights that a copy in bfloat16 has: 64 MiB, or one expert."""
+MIDDLE = 8
+"""Number that is subtracted from a number of 4 bits before it is multiplied by its scale."""
+
+
+class PackedExperts(NamedTuple):
+    """Matrices (experts, out, in) of 4 bits: `weights` has experts * out rows and no bias."""
+
+    weights: PackedWeights
+    experts: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(experts, out, in)."""
+        rows, columns = self.weights.shape
+        return self.experts, rows // self.experts, columns
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that hold the numbers, by name."""
+        return {"words": self.weights.words, "scales": self.weights.scales}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.weights.device
+
+    def to(self, device: torch.device) -> PackedExperts:
+        """Return the experts on a device."""
+        words, scales, columns, _ = self.weights
+        return PackedExperts(PackedWeights(words.to(device), scales.to(device), columns), self.experts)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Return True if `products` runs in a Triton kernel."""
+        return kernels_for(self.weights.words, "packed_experts_triton") is not None
+
+    def products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply tokens by their experts: (tokens * visited, out), in the dtype of numbers.
+
+        numbers: (tokens, in), or (tokens * visited, in) with a row for each expert of a token. chosen: experts, int64
+        (tokens, visited), a token's all different, on the same device; it is not read by the host. bias: (experts, out).
+        """
+        kernels = kernels_for(self.weights.words, "packed_experts_triton")
+        if kernels is not None:
+            found: Tensor = kernels.products(numbers, chosen, self, bias)
+            return found
+        return self.gathered_products(numbers, chosen, bias)
+
+    def gathered_products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As `products`, in plain PyTorch: copies of the chosen matrices, for each pair of token and expert its own."""
+        (_, out, columns), chosen = self.shape, chosen.reshape(-1)
+        each = len(chosen) // max(1, len(numbers))
+        step = max(1, COPIED_WEIGHTS // (out * columns))
+        own = numbers.repeat_interleave(each, dim=0) if each > 1 else numbers
+        parts = []
+        for first in range(0, len(chosen), step):
+            picked = chosen[first : first + step]
+            matrices = self._chosen(picked).to(numbers.dtype)
+            found = torch.bmm(matrices, own[first : first + step, :, None]).squeeze(-1)
+            parts.append(found if bias is None else found + bias[picked])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _chosen(self, chosen: Tensor) -> Tensor:
+        """Return copies of matrices by number, bfloat16 (n, out, in)."""
+        experts, out, columns = self.shape
+        words, scales = self.weights.words, self.weights.scales
+        words = words.view(experts, out // TILE_ROWS, *words.shape[1:])[chosen]
+        scales = scales.view(len(scales), experts, out, 2)[:, chosen]
+        return PackedWeights(words.flatten(0, 1), scales.flatten(1, 2), columns).matrix.view(len(chosen), out, columns)
+
+    def matrices(self, first: int, count: int) -> Tensor:
+        """Return a copy of the matrices of experts [first, first + count), bfloat16 (count, out, in)."""
+        _, out, columns = self.shape
+        words = self.weights.words[first * out // TILE_ROWS : (first + count) * out // TILE_ROWS]
+        scales = self.weights.scales[:, first * out : (first + count) * out]
+        return PackedWeights(words, scales, columns).matrix.view(count, out, columns)
+
+    def copied_bytes(self) -> int:
+        """Return the bytes of the largest copy of `matrices` in a prefill chunk."""
+        experts, out, columns = self.shape
+        return 2 * out * columns * min(experts, max(1, COPIED_WEIGHTS // (out * columns)))
+
+
+def packed_shape(experts: int, out: int, columns: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of words (int32) and scales (bfloat16) of experts of this shape."""
+    strips = -(-columns // STRIP)
+    return (experts * out // TILE_ROWS, strips, 32, 4), (-(-strips * STRIP // group), experts * out, 2)
+
+
+def can_pack(out: int, columns: int, group: int) -> bool:
+    """Return True if kernels multiply experts whose matrices are (out, columns)."""
+    return out % (2 * TILE_ROWS) == 0 and columns % 16 == 0 and columns > 0 and group in GROUPS and group <= STRIP
+
+
+def pack_experts(
+    matrices: Iterator[tuple[Tensor, Tensor, Tensor]], shape: tuple[int, int, int], group: int, device: torch.device
+) -> PackedExperts:
+    """Return experts of their numbers uint8 (out, in), 0 to 15, scales and offsets (out, groups), one expert at a time.
+
+    A weight is number * scale + offset. shape: (experts, out, in). The last group may be part of one.
+    """
+    experts, out, columns = shape
+    word_shape, scale_shape = packed_shape(*shape, group)
+    words = torch.empty(word_shape, dtype=torch.int32, device=device)
+    scales = torch.zeros(scale_shape, dtype=torch.bfloat16, device=device)
+    tiles, wide = out // TILE_ROWS, word_shape[1] * STRIP
+    for number, (numbers, scale, offset) in enumerate(matrices):
+        filled = torch.nn.functional.pad(numbers, (0, wide - columns))
+        words[number * tiles : (number + 1) * tiles] = packed_words(filled)
+        own = scales[: scale.shape[1], number * out : (number + 1) * out]
+        own[..., 0], own[..., 1] = scale.t(), (offset + MIDDLE * scale).t()
+    return PackedExperts(PackedWeights(words, scales, columns), experts)

@@ -35,6 +35,7 @@ TASK_WEIGHTS = 1 << 15
 """Fewest weights of a task: a thread needs some microseconds to take one."""
 TASKS = 4
 """Tasks per thread, so that a preempted thread does not hold up the others."""
+_TASK = "int64(int64, int64, int64)"
 
 _FLOAT, _INT8, _INT16, _INT64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(64)
 _VECTOR, _BYTES = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT8, LANES)
@@ -185,9 +186,9 @@ def _widen_row(typingctx, form, numbers, scales, offsets, groups, out):
 # Words of a descriptor: of the matrix, then of the call.
 (
     _FORM, _NUMBERS, _ROW_BYTES, _SCALES, _SCALE_BYTES, _OFFSETS, _BIAS, _GROUPS, _GROUP, _ROWS, _HALF,
-    _INPUTS, _INPUT_BYTES, _QUERIES, _SUMS, _OUT, _OUT_WIDTH, _TILE, _SCRATCH, _FIRST, _CHOSEN,
-) = range(21)  # fmt: skip
-_WORDS = 21
+    _INPUTS, _INPUT_BYTES, _QUERIES, _SUMS, _OUT, _OUT_WIDTH, _TILE, _SCRATCH, _FIRST, _CHOSEN, _EACH,
+) = range(22)  # fmt: skip
+_WORDS = 22
 _WORDS_BYTES, _SCRATCH_BYTES = 256, 128
 """Bytes of a descriptor, and of the products of a worker."""
 
@@ -262,11 +263,42 @@ def _widen_task(descriptor, number, worker):
     return np.int64(0)
 
 
+def _chosen_task(descriptor, number, worker):
+    """Multiply a tile of the rows of one part of the matrix; _ROWS: of a part, _OUT_WIDTH of them, by number."""
+    words = carray(at_address(descriptor), _WORDS, np.int64)
+    scratch = words[_SCRATCH] + worker * _SCRATCH_BYTES
+    products = carray(at_address(scratch), LANES, np.float32)
+    form, row_bytes, scale_bytes = words[_FORM], words[_ROW_BYTES], words[_SCALE_BYTES]
+    rows = words[_ROWS]
+    tiles = (rows + words[_TILE] - 1) // words[_TILE]
+    pair = number // tiles
+    base = carray(at_address(words[_CHOSEN]), pair + 1, np.int64)[pair] * rows
+    query = pair // words[_EACH]
+    given = words[_INPUTS] + query * words[_INPUT_BYTES]
+    out = carray(at_address(words[_OUT] + pair * rows * 4), rows, np.float32)
+    first = number % tiles * words[_TILE]
+    for place in range(first, min(rows, first + words[_TILE]), ROW_TILE):
+        row = base + place
+        numbers, scales = words[_NUMBERS] + row * row_bytes, words[_SCALES] + row * scale_bytes
+        _dots(4, 1, form, numbers, row_bytes, scales, scale_bytes, given, words[_INPUT_BYTES], words[_GROUPS], scratch)
+        for own in range(ROW_TILE):
+            product = products[own]
+            if words[_OFFSETS]:
+                product += _offset_product(words, row + own, query)
+            out[place + own] = product
+    return np.int64(0)
+
+
 @functools.cache
 def task_addresses() -> tuple[int, int]:
     """Addresses of the tasks that multiply and widen; compiled, or loaded, on first use."""
-    signature = "int64(int64, int64, int64)"
-    return address_for_c(_multiply_task, signature), address_for_c(_widen_task, signature)
+    return address_for_c(_multiply_task, _TASK), address_for_c(_widen_task, _TASK)
+
+
+@functools.cache
+def _chosen_address() -> int:
+    """Address of the task that multiplies by parts of a matrix; compiled, or loaded, on first use."""
+    return address_for_c(_chosen_task, _TASK)
 
 
 @njit(nogil=True, cache=True)
@@ -380,6 +412,26 @@ class StoredMatrix:
         _memory, place, sums = scratch_for(pool.workers, queries * self.groups)
         function = task_addresses()[0]
         check_job(multiply(self._address, inputs, queries, out, function, pool.address, pool.threads, place, sums))
+
+    def multiply_parts(self, inputs: int, queries: int, chosen: int, pairs: int, part_rows: int, out: int) -> None:
+        """Multiply float32 inputs (queries, columns) at an address with parts of the matrix, without its bias.
+
+        Pair i multiplies input i // (pairs // queries) by rows [part_rows * chosen[i], part_rows * (chosen[i] + 1)).
+        chosen: address of int64 (pairs,). part_rows: a multiple of ROW_TILE. out: address of float32 (pairs, part_rows).
+        Raises BackendError if the pool is closed.
+        """
+        pool, words = default_pool(), self._words.copy()
+        memory, place, sums = scratch_for(pool.workers, queries * self.groups)
+        words[_INPUTS], words[_QUERIES], words[_OUT], words[_SUMS] = inputs, queries, out, sums
+        words[_CHOSEN], words[_EACH], words[_ROWS] = chosen, pairs // queries, part_rows
+        words[_SCRATCH] = place + _WORDS_BYTES
+        if words[_OFFSETS]:
+            _sum_groups(words, sums)
+        fewest = max(-(-TASK_WEIGHTS // self.columns), -(-part_rows * pairs // (TASKS * pool.threads)))
+        words[_TILE] = tile = min(part_rows, -(-fewest // ROW_TILE) * ROW_TILE)
+        tasks = pairs * -(-part_rows // tile)
+        check_job(run_job(pool.address, _chosen_address(), words.ctypes.data, tasks, pool.threads))
+        del memory
 
     def widen(self, first: int, count: int, out: int) -> None:
         """Write rows [first, first + count) as float32 (count, columns) to an address."""

@@ -7,7 +7,7 @@ A prefill chunk is multiplied one expert at a time, with bfloat16 copies of a fe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -95,11 +95,6 @@ class PackedExperts(NamedTuple):
         scales = self.weights.scales[:, first * out : (first + count) * out]
         return PackedWeights(words, scales, columns).matrix.view(count, out, columns)
 
-    def copied_bytes(self) -> int:
-        """Return the bytes of the largest copy of `matrices` in a prefill chunk."""
-        experts, out, columns = self.shape
-        return 2 * out * columns * min(experts, max(1, COPIED_WEIGHTS // (out * columns)))
-
 
 def packed_shape(experts: int, out: int, columns: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of words (int32) and scales (bfloat16) of experts of this shape."""
@@ -113,7 +108,7 @@ def can_pack(out: int, columns: int, group: int) -> bool:
 
 
 def pack_experts(
-    matrices: Iterator[tuple[Tensor, Tensor, Tensor]], shape: tuple[int, int, int], group: int, device: torch.device
+    matrices: Iterable[tuple[Tensor, Tensor, Tensor]], shape: tuple[int, int, int], group: int, device: torch.device
 ) -> PackedExperts:
     """Return experts of their numbers uint8 (out, in), 0 to 15, scales and offsets (out, groups), one expert at a time.
 

@@ -151,4 +151,5 @@ def _copies(model: PreTrainedModel, rows: int) -> bool:
 def expert_counts(text: PreTrainedConfig) -> tuple[int | None, int | None]:
     """Return the number of experts that a token visits and of experts per layer; None: not in the config."""
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    return getattr(text, "num_experts_per_tok", None), experts
+    visited = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
+    return visited, experts

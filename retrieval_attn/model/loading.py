@@ -19,6 +19,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentio
 from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason, require_reachable, require_sizes
+from retrieval_attn.model.experts import use_packed_experts
 from retrieval_attn.model.fused.host import run_programs
 from retrieval_attn.model.gguf.blocks import block_names
 from retrieval_attn.model.gguf.checkpoint import FOUR_BITS, METHOD, STORED, TILES, config_of, settled, weights_of
@@ -215,6 +216,7 @@ def load_model(
         raise missing_package(error, model_config) from error
     if alone:
         model = model.to(place) if method is None and "device_map" not in options else _without_hooks(model)
+    use_packed_experts(model)
     if alone and place.type == "cpu" and any(isinstance(one, StoredWeight) for one in model.parameters()):
         run_programs(model)
     return model.eval()

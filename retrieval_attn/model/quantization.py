@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.packed import PackedWeights
+from retrieval_attn.model.experts import has_experts, quantized_experts_config
 from retrieval_attn.model.layers import modules_of
 from retrieval_attn.model.placement import is_host_table
 
@@ -118,6 +119,8 @@ def loading_config(name: str, config: Any, device: torch.device) -> Any:
     from transformers import TorchAoConfig
 
     try:
+        if name == "int4" and has_experts(config):
+            return quantized_experts_config()(int4_config(device), device=str(device))
         return TorchAoConfig(_int8() if name == "int8" else int4_config(device))
     except ImportError as error:
         raise ConfigError(

@@ -1,0 +1,417 @@
+"""Weights of a layer's experts in 4 bits: quantized while a model is loaded, multiplied as they are stored.
+
+transformers has the experts of a layer as two parameters with three axes, and a function that multiplies them, chosen
+by the config (`experts_implementation`). A parameter becomes an `ExpertWeights`, and PACKED the function, so that
+models keep their own routers, activations and biases.
+
+On a GPU the numbers are in the layout of `gpu/packed_experts.py`, on a CPU in that of `cpu/matrix.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.gpu.packed import PackedWeights
+from retrieval_attn.gpu.packed_experts import COPIED_WEIGHTS, PackedExperts, can_pack, pack_experts, packed_shape
+from retrieval_attn.model.grouped import GroupedMatrix
+from retrieval_attn.model.layers import expert_counts
+from retrieval_attn.model.stored import Storage, StoredWeight
+
+METHOD = "retrieval_attn_experts"
+"""Of the quantizer of models with experts, in transformers' registry."""
+PACKED = "retrieval_attn_packed"
+"""Name of the function that multiplies packed experts, among transformers' `experts_implementation`."""
+NAMES = ("gate_up_proj", "up_proj"), "down_proj"
+"""Parameters of an experts module: one of the first two, and the last."""
+GROUP = 64
+"""Weights that share a scale on a GPU, as those of linear layers do (`model/quantization.py`)."""
+STORAGE = Storage(4, half=True, moved=True)
+"""How a CPU stores quantized experts: a float16 scale and offset for 32 weights."""
+KERNEL_TOKENS = 64
+"""Tokens up to which one product with all experts is used on a GPU: captured steps and short questions."""
+HOST_TOKENS = 16
+"""As KERNEL_TOKENS, on a CPU."""
+
+
+class StoredExperts(NamedTuple):
+    """Matrices (experts, out, in) on a CPU: `weight` has experts * out rows."""
+
+    weight: StoredWeight
+    experts: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(experts, out, in)."""
+        rows, columns = self.weight.shape
+        return self.experts, rows // self.experts, columns
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that hold the numbers, by name."""
+        names, _ = self.weight.__tensor_flatten__()
+        return {name: getattr(self.weight, name) for name in names}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return torch.device("cpu")
+
+    def products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As `PackedExperts.products`."""
+        flat = chosen.reshape(-1).long().contiguous()
+        given = numbers.float().contiguous()
+        out = torch.empty(len(flat), self.shape[1])
+        if len(flat):
+            if int(flat.min()) < 0 or int(flat.max()) >= self.experts:
+                raise IndexError(f"an expert is not in 0 .. {self.experts - 1}")
+            self.weight.matrix.multiply_parts(
+                given.data_ptr(), len(given), flat.data_ptr(), len(flat), self.shape[1], out.data_ptr()
+            )
+        found = out.to(numbers.dtype)
+        return found if bias is None else found + bias[flat]
+
+    def matrices(self, first: int, count: int) -> Tensor:
+        """Return a copy of the matrices of experts [first, first + count), float32 (count, out, in)."""
+        _, out, columns = self.shape
+        found = torch.empty(count, out, columns)
+        self.weight.matrix.widen(first * out, count * out, found.data_ptr())
+        return found
+
+
+Experts = PackedExperts | StoredExperts
+
+
+class ExpertWeights(Tensor):
+    """The matrices of a layer's experts as a parameter, (experts, out, in), or (experts, in, out) if transposed.
+
+    held: the numbers. dtype: of the module's inputs and outputs. PACKED multiplies the numbers; other operations get
+    copies in this dtype, an index of the first axis a copy of one matrix.
+    """
+
+    held: Experts
+    transposed: bool
+
+    @staticmethod
+    def __new__(cls: type[ExpertWeights], held: Experts, *, dtype: torch.dtype, transposed: bool) -> ExpertWeights:
+        experts, out, columns = held.shape
+        shape = (experts, columns, out) if transposed else (experts, out, columns)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=held.device)
+        made.held, made.transposed = held, transposed
+        for name, tensor in held.tensors.items():
+            setattr(made, name, tensor)
+        return cast("ExpertWeights", made)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[type[Experts], torch.dtype, bool, int, int]]:
+        """Return the names of the tensors that hold the numbers, and the rest of what makes the weights."""
+        experts, _, columns = self.held.shape
+        return list(self.held.tensors), (type(self.held), self.dtype, self.transposed, experts, columns)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], made: Any, *_: Any) -> ExpertWeights:
+        kind, dtype, transposed, experts, columns = made
+        if kind is PackedExperts:
+            held: Experts = PackedExperts(PackedWeights(parts["words"], parts["scales"], columns), experts)
+        else:
+            held = StoredExperts(
+                StoredWeight(parts["numbers"], parts.get("scales"), parts.get("offsets"), dtype=dtype), experts
+            )
+        return ExpertWeights(held, dtype=dtype, transposed=transposed)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return the shape and how the numbers are stored."""
+        return f"ExpertWeights({tuple(self.shape)}, {type(self.held).__name__}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation with copies of the matrices; copies and aliases of all share what is stored."""
+        first, given = args[0] if args else None, kwargs or {}
+        if isinstance(first, cls):
+            if func in _ALIASES:
+                return ExpertWeights(first.held, dtype=first.dtype, transposed=first.transposed)
+            if func is torch.ops.aten._to_copy.default:
+                return first._copied(given.get("device"), given.get("dtype"))
+            if func is torch.ops.aten.select.int and args[1] == 0:
+                return first.copies(args[2] % len(first), 1)[0]
+        args, given = torch.utils._pytree.tree_map_only(cls, lambda one: one.copies(0, len(one)), (args, given))
+        return func(*args, **given)
+
+    def copies(self, first: int, count: int) -> Tensor:
+        """Return copies of the matrices of some experts, in the dtype and the order of axes of the parameter."""
+        found = self.held.matrices(first, count).to(self.dtype)
+        return found.transpose(1, 2) if self.transposed else found
+
+    def _copied(self, device: torch.device | str | None, dtype: torch.dtype | None) -> ExpertWeights:
+        place, held = torch.device(device or self.held.device), self.held
+        if isinstance(held, PackedExperts):
+            held = held.to(place)
+        elif place.type != "cpu":
+            raise ConfigError(
+                f"These experts are packed for a CPU and cannot be moved to {place}; load the model with "
+                f"device={str(place)!r}."
+            )
+        return ExpertWeights(held, dtype=dtype or self.dtype, transposed=self.transposed)
+
+
+_ALIASES = (
+    torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
+    torch.ops.aten.lift_fresh.default,
+)  # fmt: skip
+
+
+def expert_parameters(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of the two parameters of a module of experts that can be packed; None for other modules.
+
+    The module's class is one that transformers' `use_experts_implementation` marks; see `can_pack` for sizes.
+    """
+    if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "config")):
+        return None
+    up, down = NAMES[0][0 if module.has_gate else 1], NAMES[1]
+    for name in (up, down):
+        weight = module._parameters.get(name)
+        if weight is None or weight.ndim != 3:
+            return None
+        _, out, columns = matrix_shape(module, name)
+        if not (can_pack(out, columns, GROUP) and STORAGE.can_store(out, columns)):
+            return None
+    return up, down
+
+
+def matrix_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
+    """Return (experts, out, in) of a parameter of a module of experts."""
+    experts, out, columns = module._parameters[name].shape  # type: ignore[union-attr]
+    return (experts, columns, out) if module.is_transposed else (experts, out, columns)
+
+
+def packed_nbytes(module: nn.Module) -> tuple[int, int]:
+    """Return the bytes of a module's packed weights on a GPU, and those of the largest copies in a prefill chunk."""
+    names = expert_parameters(module) or ()
+    size = copied = 0
+    for name in names:
+        experts, out, columns = matrix_shape(module, name)
+        words, scales = packed_shape(experts, out, columns, GROUP)
+        size += 4 * torch.Size(words).numel() + 2 * torch.Size(scales).numel()
+        copied += 2 * out * columns * min(experts, max(1, COPIED_WEIGHTS // (out * columns)))
+    return size, copied
+
+
+def quantized_matrix(weight: Tensor, group: int, dtype: torch.dtype) -> GroupedMatrix:
+    """Return a matrix (out, in) in 4 bits, rounded to the nearest, with scales and offsets that are exact in `dtype`.
+
+    The last group of a row may be part of one.
+    """
+    rows, columns = weight.shape
+    groups = -(-columns // group)
+    filled = functional.pad(weight.float(), (0, groups * group - columns)).view(rows, groups, group)
+    low, high = filled.amin(-1), filled.amax(-1)
+    scales = ((high - low) / 15).clamp(min=torch.finfo(dtype).tiny).to(dtype).float()
+    # of a GPU's form the number 8 is what is exact, of a CPU's both are within a rounding
+    offsets = (low + 8 * scales).to(dtype).float() - 8 * scales
+    numbers = ((filled - offsets[..., None]) / scales[..., None]).round_().clamp_(0, 15).to(torch.uint8)
+    return GroupedMatrix(numbers.flatten(1)[:, :columns].contiguous(), scales, offsets)
+
+
+def quantized_experts(weight: Tensor, *, transposed: bool, device: torch.device) -> ExpertWeights:
+    """Return experts (experts, out, in), or (experts, in, out) if transposed, in 4 bits for a device.
+
+    One expert at a time is copied to the device.
+    """
+    shape = (len(weight), *weight.shape[:0:-1]) if transposed else tuple(weight.shape)
+    matrices = (one.t() if transposed else one for one in weight)
+    if device.type == "cpu":
+        found = stored_experts((quantized_matrix(one, 32, torch.float16) for one in matrices), shape, STORAGE)
+    else:
+        own = (quantized_matrix(one.to(device), GROUP, torch.bfloat16) for one in matrices)
+        found = pack_experts(iter(own), shape, GROUP, device)
+    return ExpertWeights(found, dtype=weight.dtype, transposed=transposed)
+
+
+def stored_experts(matrices: Iterator[GroupedMatrix], shape: tuple[int, int, int], storage: Storage) -> StoredExperts:
+    """Return experts as a CPU stores them, of their matrices one at a time. shape: (experts, out, in)."""
+    experts, out, _ = shape
+    found: list[Tensor] = []
+    for number, matrix in enumerate(matrices):
+        parts = storage.packed(matrix)
+        found = found or [part.new_empty(experts * out, part.shape[1]) for part in parts]
+        for whole, part in zip(found, parts, strict=True):
+            whole[number * out : (number + 1) * out] = part
+    weight = StoredWeight(found[0], found[1], found[2] if len(found) > 2 else None, dtype=torch.float32)
+    return StoredExperts(weight, experts)
+
+
+def use_packed_experts(model: Any) -> None:
+    """Let a model multiply its packed experts as they are stored; nothing changes without such experts."""
+    held = [module for module in model.modules() if any(type(own) is ExpertWeights for own in module._parameters.values())]
+    for module in held:
+        module.config._experts_implementation = PACKED
+
+
+def packed_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Return the sum of what each token's experts make of it, (tokens, in), as transformers' own functions do.
+
+    top_k_index, top_k_weights: (tokens, visited). Weights that are not packed, and inputs that autograd follows, go
+    through transformers' grouped product with copies of all matrices.
+    """
+    layer = _Layer.of(module)
+    if layer is None or (torch.is_grad_enabled() and hidden_states.requires_grad):
+        found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
+        return found
+    if layer.at_once(hidden_states):
+        pairs = layer.multiplied(hidden_states, top_k_index) * top_k_weights.reshape(-1, 1)
+    else:
+        pairs = layer.multiplied_in_turn(hidden_states, top_k_index, top_k_weights)
+    return pairs.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+class _Layer(NamedTuple):
+    """The packed experts of a layer, their biases (experts, out), and the module, which has the activation."""
+
+    module: Any
+    up: Experts
+    down: Experts
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    @classmethod
+    def of(cls, module: Any) -> _Layer | None:
+        """Return the experts of a module; None if they are not packed."""
+        names = NAMES[0][0 if module.has_gate else 1], NAMES[1]
+        weights = [getattr(module, name) for name in names]
+        if any(type(own) is not ExpertWeights for own in weights):
+            return None
+        biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in names]
+        return cls(module, *(own.held for own in weights), *biases)
+
+    def at_once(self, hidden: Tensor) -> bool:
+        """Return True if one product has all tokens: there are few, or a graph is being captured."""
+        if isinstance(self.up, StoredExperts):
+            return len(hidden) <= HOST_TOKENS
+        return len(hidden) <= KERNEL_TOKENS or (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def activated(self, numbers: Tensor) -> Tensor:
+        """Return the input of the second product."""
+        module = self.module
+        found: Tensor = module._apply_gate(numbers) if module.has_gate else module.act_fn(numbers)
+        return found
+
+    def multiplied(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """Return what each of a token's experts makes of it, (tokens * visited, in), with shapes of the inputs alone."""
+        inner = self.activated(self.up.products(hidden, chosen, self.up_bias))
+        return self.down.products(inner, chosen, self.down_bias)
+
+    def multiplied_in_turn(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """As `multiplied`, times weights (tokens, visited), for many tokens: by copies of a few experts at a time.
+
+        The host reads once how many tokens each expert has.
+        """
+        flat, visited = chosen.reshape(-1), chosen.shape[1]
+        order = flat.argsort(stable=True)
+        experts, out, columns = self.up.shape
+        counts = torch.bincount(flat, minlength=experts).tolist()
+        found = hidden.new_empty(len(flat), self.down.shape[1])
+        step, place = max(1, COPIED_WEIGHTS // (out * columns)), 0
+        for first in range(0, experts, step):
+            own = counts[first : first + step]
+            if not any(own):
+                continue
+            pairs = order[place : place + sum(own)]
+            picked, place = flat[pairs], place + sum(own)
+            inner = _each_expert(hidden[pairs // visited], self.up, first, own)
+            inner = self.activated(inner if self.up_bias is None else inner + self.up_bias[picked])
+            product = _each_expert(inner, self.down, first, own)
+            product = product if self.down_bias is None else product + self.down_bias[picked]
+            found[pairs] = (product * weights.reshape(-1, 1)[pairs]).to(found.dtype)
+        return found
+
+
+def _each_expert(numbers: Tensor, experts: Experts, first: int, counts: list[int]) -> Tensor:
+    """Multiply numbers (n, in), those of an expert together, by experts from `first` on. counts: rows of each."""
+    out = numbers.new_empty(len(numbers), experts.shape[1])
+    ends = list(itertools.accumulate(counts))
+    if isinstance(experts, StoredExperts):  # experts that no token visits are not widened
+        for number, (count, end) in enumerate(zip(counts, ends, strict=True)):
+            if count:
+                matrix = experts.matrices(first + number, 1)[0].to(numbers.dtype)
+                torch.mm(numbers[end - count : end], matrix.t(), out=out[end - count : end])
+        return out
+    matrices = experts.matrices(first, len(counts)).to(numbers.dtype)
+    for matrix, count, end in zip(matrices, counts, ends, strict=True):
+        if count:
+            torch.mm(numbers[end - count : end], matrix.t(), out=out[end - count : end])
+    return out
+
+
+ALL_EXPERTS_FUNCTIONS.register(PACKED, packed_forward)
+
+
+def has_experts(config: Any) -> bool:
+    """Return True if models of this config have experts."""
+    return bool(expert_counts(config.get_text_config(decoder=True))[1])
+
+
+@functools.cache
+def quantized_experts_config() -> type:
+    """Return torchao's config for transformers with experts in 4 bits, and tell transformers' loader of it, once."""
+    from transformers import TorchAoConfig
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+
+    class ExpertsConfig(TorchAoConfig):  # type: ignore[misc]
+        """device: of the weights, a text."""
+
+        def __init__(self, *args: Any, device: str = "cpu", **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.quant_method, self.device = METHOD, device
+
+    class Quantize(ConversionOps):
+        def __init__(self, own: Any, device: torch.device) -> None:
+            self._own, self._device = own, device
+
+        def convert(self, input_dict: dict[str, Any], **given: Any) -> dict[str, Any]:
+            name = given["full_layer_name"]
+            module, leaf = get_module_from_name(given["model"], name)
+            if not _is_packed(module, leaf):
+                found: dict[str, Any] = self._own.convert(input_dict, **given)
+                return found
+            (value,) = input_dict.values()
+            value = value[0] if isinstance(value, list) else value
+            weight = quantized_experts(value, transposed=module.is_transposed, device=self._device)
+            return {name: nn.Parameter(weight, requires_grad=False)}
+
+    class Quantizer(TorchAoHfQuantizer):  # type: ignore[misc]
+        def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
+            module, leaf = get_module_from_name(model, param_name)
+            return _is_packed(module, leaf) or super().param_needs_quantization(model, param_name, **options)
+
+        def get_quantize_ops(self) -> Any:
+            return Quantize(super().get_quantize_ops(), torch.device(self.quantization_config.device))
+
+        def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+            """Join the matrices of a layer's experts in host memory: a GPU has those of one expert at a time."""
+            for one in weight_conversions:
+                if isinstance(one, WeightConverter) and any(".experts" in target for target in one.target_patterns):
+                    one.force_cpu = True
+            return super().update_weight_conversions(weight_conversions)
+
+        def is_serializable(self, *_: Any, **__: Any) -> bool:
+            return False
+
+    register_quantization_config(METHOD)(ExpertsConfig)
+    register_quantizer(METHOD)(Quantizer)
+    return ExpertsConfig
+
+
+def _is_packed(module: nn.Module, leaf: str) -> bool:
+    return leaf in (expert_parameters(module) or ())

@@ -62,9 +62,7 @@ def _experts_kernel(
             )  # fmt: skip
             if HAS_BIAS:
                 a += tl.load(bias + expert * width + place).to(tl.float32)[:, None]
-            tl.store(
-                out + member[None, :] * width + place[:, None], a.to(out.dtype.element_ty), mask=inside[None, :]
-            )
+            tl.store(out + member[None, :] * width + place[:, None], a.to(out.dtype.element_ty), mask=inside[None, :])
 
 
 def products(numbers: Tensor, chosen: Tensor, experts: PackedExperts, bias: Tensor | None) -> Tensor:

@@ -335,13 +335,16 @@ def _millions(parameters: int) -> str:
 
 
 def _mlp_width(text: PreTrainedConfig) -> int:
+    from retrieval_attn.model.layers import expert_counts
+
     dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    visited = getattr(text, "num_experts_per_tok", None)
-    if not visited:
+    visited, experts = expert_counts(text)
+    if not visited or not experts:
         return dense
     expert = getattr(text, "moe_intermediate_size", None) or dense
     shared = getattr(text, "shared_expert_intermediate_size", None) or 0
-    return visited * expert + shared
+    # outputs of all experts are kept until they are summed; three activations are counted for a number of this width
+    return max(visited * expert + shared, visited * text.hidden_size // 2)
 
 
 def _dtype(dtype: Any, config: PreTrainedConfig) -> tuple[str, int]:

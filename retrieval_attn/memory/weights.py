@@ -15,6 +15,7 @@ from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason
+from retrieval_attn.model.experts import copied_bytes, expert_parameters, packed_nbytes
 from retrieval_attn.model.gguf.blocks import block_names
 from retrieval_attn.model.gguf.file import read, resolve
 from retrieval_attn.model.layers import decoder_parts
@@ -48,13 +49,18 @@ def unpacked_note(source: Any) -> str:
 def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
     """Return GPU bytes of `model` (built on the meta device) if loaded with `quantization=name`, and a description.
 
-    width: bytes of a number that is not quantised. Matrices of linear layers are, but for the output's. A copy of the
-    largest matrix in the model's dtype, which it is computed with, is counted. Raises ConfigError for another name.
+    width: bytes of a number that is not quantised. Matrices of linear layers are, but for the output's; "int4"
+    quantizes experts too. A copy of the largest matrix in the model's dtype, which it is computed with, is counted.
+    Raises ConfigError for another name.
     """
     fmt = weight_format(name)
     outputs = model.get_output_embeddings()
-    size, largest, quantised = 0, 0, set()
+    size, largest, quantised, routed = 0, 0, set(), 0
     for module in model.modules():
+        for own in (expert_parameters(module) if name == "int4" else None) or ():
+            quantised.add(id(getattr(module, own)))
+            size, routed = size + packed_nbytes(module, own), routed + 1
+            largest = max(largest, copied_bytes(module, width))
         if not isinstance(module, nn.Linear) or module is outputs or id(module.weight) in quantised:
             continue
         quantised.add(id(module.weight))
@@ -64,7 +70,8 @@ def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
         size += rows * filled * fmt.bits // 8 + groups + rows * fmt.row_bytes
         largest = max(largest, rows * columns * width)
     size += sum(weight.numel() * width for weight in model.parameters() if id(weight) not in quantised)
-    said = f"{name} ({PACKAGE}): linear layers at {fmt.bits} bits with their scales{copy_note(largest)}"
+    what = "linear layers and experts" if routed else "linear layers"
+    said = f"{name} ({PACKAGE}): {what} at {fmt.bits} bits with their scales{copy_note(largest)}"
     return size + largest, said
 
 

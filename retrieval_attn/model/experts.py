@@ -193,16 +193,24 @@ def matrix_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
     return (experts, columns, out) if module.is_transposed else (experts, out, columns)
 
 
-def packed_nbytes(module: nn.Module) -> tuple[int, int]:
-    """Return the bytes of a module's packed weights on a GPU, and those of the largest copies in a prefill chunk."""
-    names = expert_parameters(module) or ()
-    size = copied = 0
-    for name in names:
-        experts, out, columns = matrix_shape(module, name)
-        words, scales = packed_shape(experts, out, columns, GROUP)
-        size += 4 * torch.Size(words).numel() + 2 * torch.Size(scales).numel()
-        copied += 2 * out * columns * min(experts, max(1, COPIED_WEIGHTS // (out * columns)))
-    return size, copied
+def packed_nbytes(module: nn.Module, name: str) -> int:
+    """Return the bytes of a parameter of a module of experts once it is packed for a GPU."""
+    words, scales = packed_shape(*matrix_shape(module, name), GROUP)
+    return 4 * torch.Size(words).numel() + 2 * torch.Size(scales).numel()
+
+
+def copied_bytes(module: nn.Module, width: int) -> int:
+    """Return the bytes of the largest copy of a module's packed matrices in a prefill chunk; 0 if it has none.
+
+    width: bytes of a number of the copy.
+    """
+    sizes = (matrix_shape(module, name) for name in expert_parameters(module) or ())
+    return max((width * out * columns * _copied(experts, out, columns) for experts, out, columns in sizes), default=0)
+
+
+def _copied(experts: int, out: int, columns: int) -> int:
+    """Return the number of experts of which a prefill chunk has copies at once."""
+    return min(experts, max(1, COPIED_WEIGHTS // (out * columns)))
 
 
 def quantized_matrix(weight: Tensor, group: int, dtype: torch.dtype) -> GroupedMatrix:
@@ -222,18 +230,26 @@ def quantized_matrix(weight: Tensor, group: int, dtype: torch.dtype) -> GroupedM
 
 
 def quantized_experts(weight: Tensor, *, transposed: bool, device: torch.device) -> ExpertWeights:
-    """Return experts (experts, out, in), or (experts, in, out) if transposed, in 4 bits for a device.
-
-    One expert at a time is copied to the device.
-    """
-    shape = (len(weight), *weight.shape[:0:-1]) if transposed else tuple(weight.shape)
-    matrices = (one.t() if transposed else one for one in weight)
-    if device.type == "cpu":
-        found = stored_experts((quantized_matrix(one, 32, torch.float16) for one in matrices), shape, STORAGE)
-    else:
-        own = (quantized_matrix(one.to(device), GROUP, torch.bfloat16) for one in matrices)
-        found = pack_experts(iter(own), shape, GROUP, device)
+    """Return experts (experts, out, in), or (experts, in, out) if transposed, in 4 bits for a device."""
+    if device.type != "cpu":
+        return tiled_experts(weight, transposed=transposed, device=device)
+    matrices, shape = _matrices(weight, transposed=transposed)
+    found = stored_experts((quantized_matrix(one, 32, torch.float16) for one in matrices), shape, STORAGE)
     return ExpertWeights(found, dtype=weight.dtype, transposed=transposed)
+
+
+def tiled_experts(weight: Tensor, *, transposed: bool, device: torch.device) -> ExpertWeights:
+    """Return experts as `quantized_experts` for a GPU. One expert at a time is copied to the device."""
+    matrices, shape = _matrices(weight, transposed=transposed)
+    found = (quantized_matrix(one.to(device), GROUP, torch.bfloat16) for one in matrices)
+    return ExpertWeights(pack_experts(found, shape, GROUP, device), dtype=weight.dtype, transposed=transposed)
+
+
+def _matrices(weight: Tensor, *, transposed: bool) -> tuple[Iterator[Tensor], tuple[int, int, int]]:
+    """Return the matrices (out, in) of experts, and their shape (experts, out, in)."""
+    whole = weight.transpose(1, 2) if transposed else weight
+    experts, out, columns = whole.shape
+    return iter(whole), (experts, out, columns)
 
 
 def stored_experts(matrices: Iterator[GroupedMatrix], shape: tuple[int, int, int], storage: Storage) -> StoredExperts:
@@ -251,19 +267,23 @@ def stored_experts(matrices: Iterator[GroupedMatrix], shape: tuple[int, int, int
 
 def use_packed_experts(model: Any) -> None:
     """Let a model multiply its packed experts as they are stored; nothing changes without such experts."""
-    held = [module for module in model.modules() if any(type(own) is ExpertWeights for own in module._parameters.values())]
-    for module in held:
+    for module in filter(has_packed_experts, model.modules()):
         module.config._experts_implementation = PACKED
+
+
+def has_packed_experts(module: nn.Module) -> bool:
+    """Return True if a module has packed weights of experts among its own parameters."""
+    return any(type(own) is ExpertWeights for own in module._parameters.values())
 
 
 def packed_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the sum of what each token's experts make of it, (tokens, in), as transformers' own functions do.
 
-    top_k_index, top_k_weights: (tokens, visited). Weights that are not packed, and inputs that autograd follows, go
-    through transformers' grouped product with copies of all matrices.
+    top_k_index, top_k_weights: (tokens, visited). Weights that are not packed, and what autograd follows, go through
+    transformers' grouped product with copies of all matrices.
     """
     layer = _Layer.of(module)
-    if layer is None or (torch.is_grad_enabled() and hidden_states.requires_grad):
+    if layer is None or layer.is_followed(hidden_states, top_k_weights):
         found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
         return found
     if layer.at_once(hidden_states):
@@ -292,6 +312,11 @@ class _Layer(NamedTuple):
         biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in names]
         return cls(module, *(own.held for own in weights), *biases)
 
+    def is_followed(self, *inputs: Tensor) -> bool:
+        """Return True if autograd follows inputs or biases."""
+        given = [*inputs, *(one for one in (self.up_bias, self.down_bias) if one is not None)]
+        return torch.is_grad_enabled() and any(one.requires_grad for one in given)
+
     def at_once(self, hidden: Tensor) -> bool:
         """Return True if one product has all tokens: there are few, or a graph is being captured."""
         if isinstance(self.up, StoredExperts):
@@ -316,10 +341,9 @@ class _Layer(NamedTuple):
         """
         flat, visited = chosen.reshape(-1), chosen.shape[1]
         order = flat.argsort(stable=True)
-        experts, out, columns = self.up.shape
+        experts, step, place = self.up.experts, _copied(*self.up.shape), 0
         counts = torch.bincount(flat, minlength=experts).tolist()
         found = hidden.new_empty(len(flat), self.down.shape[1])
-        step, place = max(1, COPIED_WEIGHTS // (out * columns)), 0
         for first in range(0, experts, step):
             own = counts[first : first + step]
             if not any(own):

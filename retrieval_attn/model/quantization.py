@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.packed import PackedWeights
-from retrieval_attn.model.experts import has_experts, quantized_experts_config
+from retrieval_attn.model.experts import copied_bytes, has_experts, has_packed_experts, quantized_experts_config
 from retrieval_attn.model.layers import modules_of
 from retrieval_attn.model.placement import is_host_table
 
@@ -226,6 +226,8 @@ def _kind() -> Any:
 
 
 def unpacked_bytes(model: nn.Module) -> int:
-    """Return bytes of the largest packed matrix as a bfloat16 copy; 0 if there is none."""
+    """Return bytes of the largest bfloat16 copy of a packed matrix, or of some experts' ones; 0 if there is none."""
     sizes = (weights.shape for _, weights in packed_modules(model))
-    return max((2 * rows * columns for rows, columns in sizes), default=0)
+    linear = max((2 * rows * columns for rows, columns in sizes), default=0)
+    packed = (module for module in modules_of(model) if has_packed_experts(module))
+    return max(linear, *(copied_bytes(module, 2) for module in packed), 0)

@@ -135,6 +135,8 @@ def test_packing_is_what_unpacking_reads() -> None:
         assert error(packed_ones.matrices(number, 1)[0], exact.double()) < 4e-3
 
 
-@pytest.mark.parametrize(("out", "columns", "group", "fits"), [(32, 144, 64, True), (24, 64, 64, False), (32, 40, 64, False)])
+@pytest.mark.parametrize(
+    ("out", "columns", "group", "fits"), [(32, 144, 64, True), (24, 64, 64, False), (32, 40, 64, False)]
+)
 def test_sizes_that_no_kernel_has(out: int, columns: int, group: int, fits: bool) -> None:
     assert can_pack(out, columns, group) is fits

@@ -417,7 +417,7 @@ class StoredMatrix:
         """Multiply float32 inputs (queries, columns) at an address with parts of the matrix, without its bias.
 
         Pair i multiplies input i // (pairs // queries) by rows [part_rows * chosen[i], part_rows * (chosen[i] + 1)).
-        chosen: address of int64 (pairs,). part_rows: a multiple of ROW_TILE. out: address of float32 (pairs, part_rows).
+        chosen: address of int64 (pairs,). part_rows: a multiple of ROW_TILE. out: of float32 (pairs, part_rows).
         Raises BackendError if the pool is closed.
         """
         pool, words = default_pool(), self._words.copy()

@@ -5,7 +5,8 @@ threads hold the right side of a matrix instruction: thread t has row t // 4 and
 word has two tiles that follow each other, first the even columns, then the odd ones; four words of a thread are a strip
 of 128 columns. (aten/src/ATen/native/cuda/int4mm.cu, matrix_to_m16n8k16_Bint4_layout.)
 
-A weight is (q - 8) * scale + zero, rounded to bfloat16 once, with q of 0 to 15.
+A weight is (q - 8) * scale + zero, rounded to bfloat16 once, with q of 0 to 15. Weights of floating-point numbers
+(E2M1 of MXFP4) have FLOAT_NUMBERS[q] in place of q, and a zero that makes up for their middle.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ STRIP = 128
 """Columns of which a thread holds four words."""
 GROUPS = 32, 64, 128, 256
 """How many columns of a row may share a scale and a zero."""
+FLOAT_MIDDLE = 16
+FLOAT_NUMBERS = tuple(FLOAT_MIDDLE + sign * twice for sign in (1, -1) for twice in (0, 1, 2, 3, 4, 6, 8, 12))
+"""Twice the value of E2M1 by its four bits (Open Compute Project, "Microscaling Formats", 5.3.3), moved to above 0."""
 
 
 class PackedWeights(NamedTuple):
     """words int32 (out / 8, strips, 32, 4), its rows contiguous, scales bfloat16 (groups, out, 2): scale and zero.
 
     columns: of the matrix; strips and groups may reach further, where what is multiplied counts as 0. bias (out,),
-    bfloat16, or None.
+    bfloat16, or None. floats: numbers are those of FLOAT_NUMBERS.
     """
 
     words: Tensor
     scales: Tensor
     columns: int
     bias: Tensor | None = None
+    floats: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -105,7 +110,10 @@ class PackedWeights(NamedTuple):
             found: Tensor = kernels.matrix(self)
             return found
         scale, zero = self.scales.float().unbind(-1)  # (groups, out) each
-        numbers = (unpacked(self.words) - 8).view(len(self.words) * TILE_ROWS, -1, self.group)
+        numbers = unpacked(self.words)
+        if self.floats:
+            numbers = torch.tensor(FLOAT_NUMBERS, dtype=torch.int32, device=self.device)[numbers]
+        numbers = (numbers - 8).view(len(self.words) * TILE_ROWS, -1, self.group)
         weights = numbers * scale.t()[..., None] + zero.t()[..., None]
         return weights.to(torch.bfloat16).flatten(1)[:, : self.columns].contiguous()
 
@@ -114,7 +122,7 @@ class PackedWeights(NamedTuple):
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
         words = self.words.split([size // TILE_ROWS for size in sizes])
         return [
-            PackedWeights(own, scales, self.columns, bias)
+            PackedWeights(own, scales, self.columns, bias, self.floats)
             for own, scales, bias in zip(words, self.scales.split(sizes, dim=1), biases, strict=True)
         ]
 
@@ -130,7 +138,7 @@ def unpacked(words: Tensor) -> Tensor:
 
 
 def packed_words(numbers: Tensor) -> Tensor:
-    """Return words int32 (out / 8, strips, 32, 4) of numbers (out, strips * 128), 0 to 15: the inverse of `unpacked`."""
+    """Return words int32 (out / 8, strips, 32, 4) of numbers (out, strips * 128), 0 to 15; inverse of `unpacked`."""
     bits = torch.arange(0, 32, 4, dtype=torch.int32, device=numbers.device)
     rows, columns = numbers.shape
     parts = numbers.to(torch.int32).view(rows // TILE_ROWS, TILE_ROWS, columns // STRIP, 4, 4, 4, 2)

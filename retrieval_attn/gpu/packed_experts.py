@@ -46,8 +46,8 @@ class PackedExperts(NamedTuple):
 
     def to(self, device: torch.device) -> PackedExperts:
         """Return the experts on a device."""
-        words, scales, columns, _ = self.weights
-        return PackedExperts(PackedWeights(words.to(device), scales.to(device), columns), self.experts)
+        words, scales = self.weights.words.to(device), self.weights.scales.to(device)
+        return PackedExperts(self.weights._replace(words=words, scales=scales), self.experts)
 
     @property
     def has_kernel(self) -> bool:
@@ -58,7 +58,7 @@ class PackedExperts(NamedTuple):
         """Multiply tokens by their experts: (tokens * visited, out), in the dtype of numbers.
 
         numbers: (tokens, in), or (tokens * visited, in) with a row for each expert of a token. chosen: experts, int64
-        (tokens, visited), a token's all different, on the same device; it is not read by the host. bias: (experts, out).
+        (tokens, visited), a token's all different, on the same device, not read by the host. bias: (experts, out).
         """
         kernels = kernels_for(self.weights.words, "packed_experts_triton")
         if kernels is not None:
@@ -86,14 +86,15 @@ class PackedExperts(NamedTuple):
         words, scales = self.weights.words, self.weights.scales
         words = words.view(experts, out // TILE_ROWS, *words.shape[1:])[chosen]
         scales = scales.view(len(scales), experts, out, 2)[:, chosen]
-        return PackedWeights(words.flatten(0, 1), scales.flatten(1, 2), columns).matrix.view(len(chosen), out, columns)
+        found = self.weights._replace(words=words.flatten(0, 1), scales=scales.flatten(1, 2))
+        return found.matrix.view(len(chosen), out, columns)
 
     def matrices(self, first: int, count: int) -> Tensor:
         """Return a copy of the matrices of experts [first, first + count), bfloat16 (count, out, in)."""
         _, out, columns = self.shape
         words = self.weights.words[first * out // TILE_ROWS : (first + count) * out // TILE_ROWS]
         scales = self.weights.scales[:, first * out : (first + count) * out]
-        return PackedWeights(words, scales, columns).matrix.view(count, out, columns)
+        return self.weights._replace(words=words, scales=scales).matrix.view(count, out, columns)
 
 
 def packed_shape(experts: int, out: int, columns: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -108,11 +109,17 @@ def can_pack(out: int, columns: int, group: int) -> bool:
 
 
 def pack_experts(
-    matrices: Iterable[tuple[Tensor, Tensor, Tensor]], shape: tuple[int, int, int], group: int, device: torch.device
+    matrices: Iterable[tuple[Tensor, Tensor, Tensor]],
+    shape: tuple[int, int, int],
+    group: int,
+    device: torch.device,
+    *,
+    floats: bool,
 ) -> PackedExperts:
     """Return experts of their numbers uint8 (out, in), 0 to 15, scales and offsets (out, groups), one expert at a time.
 
-    A weight is number * scale + offset. shape: (experts, out, in). The last group may be part of one.
+    A weight is number * scale + offset; floats: FLOAT_NUMBERS[number] in its place. shape: (experts, out, in). The last
+    group may be part of one.
     """
     experts, out, columns = shape
     word_shape, scale_shape = packed_shape(*shape, group)
@@ -124,4 +131,4 @@ def pack_experts(
         words[number * tiles : (number + 1) * tiles] = packed_words(filled)
         own = scales[: scale.shape[1], number * out : (number + 1) * out]
         own[..., 0], own[..., 1] = scale.t(), (offset + MIDDLE * scale).t()
-    return PackedExperts(PackedWeights(words, scales, columns), experts)
+    return PackedExperts(PackedWeights(words, scales, columns, floats=floats), experts)

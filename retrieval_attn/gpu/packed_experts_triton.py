@@ -20,12 +20,16 @@ from retrieval_attn.gpu.packed_experts import PackedExperts
 from retrieval_attn.gpu.packed_triton import ADD, MAGIC, _options, _products
 from retrieval_attn.gpu.products_triton import begin
 
+FEWEST_PAIRS = 64
+"""Of a kernel for several tokens: each power of two from here on is a kernel of its own."""
+
 
 @triton.jit(do_not_specialize=["pairs", "magic"])
 def _experts_kernel(
     numbers, chosen, words, scales, bias, out, magic, pairs, each, dim, long, ahead, width,
     GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
-    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, FLOATS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One program per T tiles of an expert's matrix and pair. ONE: each pair has an expert of its own."""
     pair, place = tl.program_id(1), tl.program_id(0) * (8 * T) + tl.arange(0, 8 * T)
@@ -38,7 +42,7 @@ def _experts_kernel(
     if ONE:
         a = _products(
             own_words, own_scales, numbers + (pair // each).to(tl.int64) * dim, numbers, magic, 1, dim, ahead, 0.0,
-            GROUP, True, False, False, WHOLE, M, T, W, STAGES,
+            GROUP, True, False, False, WHOLE, M, T, W, STAGES, FLOATS,
         )  # fmt: skip
         if HAS_BIAS:
             a += tl.load(bias + expert * width + place).to(tl.float32)[:, None]
@@ -58,7 +62,7 @@ def _experts_kernel(
             rows = numbers + (member // each * dim)[None, :, None]
             a = _products(
                 own_words, own_scales, rows, numbers, magic, 1, dim, ahead, 0.0,
-                GROUP, False, False, False, WHOLE, M, T, W, STAGES,
+                GROUP, False, False, False, WHOLE, M, T, W, STAGES, FLOATS,
             )  # fmt: skip
             if HAS_BIAS:
                 a += tl.load(bias + expert * width + place).to(tl.float32)[:, None]
@@ -74,8 +78,9 @@ def products(numbers: Tensor, chosen: Tensor, experts: PackedExperts, bias: Tens
         return out
     options = _options(numbers, weights, width, ADD, most_rows=tokens)
     _experts_kernel[(width // TILE_ROWS // options["T"], pairs)](
-        numbers, chosen.contiguous(), weights.words, weights.scales.view(torch.int32), numbers if bias is None else bias,
-        out, MAGIC, pairs, pairs // len(numbers), dim, weights.strips * STRIP, weights.scales.stride(0) // 2, width,
-        HAS_BIAS=bias is not None, PAIRS=triton.next_power_of_2(pairs), **options,
+        numbers, chosen.contiguous(), weights.words, weights.scales.view(torch.int32),
+        numbers if bias is None else bias, out, MAGIC, pairs, pairs // len(numbers), dim, weights.strips * STRIP,
+        weights.scales.stride(0) // 2, width, HAS_BIAS=bias is not None, FLOATS=weights.floats,
+        PAIRS=1 if tokens == 1 else max(FEWEST_PAIRS, triton.next_power_of_2(pairs)), **options,
     )  # fmt: skip
     return out

@@ -36,15 +36,29 @@ room for one constant, which is the mask of the bits.
 
 
 @triton.jit
-def _unpacked(words, magic, T: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
+def _numbers(words, FLOATS: tl.constexpr):
+    """The numbers q in the lowest four bits of each half of words; FLOATS: `packed.FLOAT_NUMBERS` of them."""
+    bits = words & 0x000F000F
+    if FLOATS:  # of a number's bits, from the highest: sign, two of the exponent, one of the mantissa
+        even = bits & 0x00010001
+        odd = ((bits >> 1) & 0x00010001) * 15
+        large, negative = ((bits >> 2) & 0x00010001) * 15, ((bits >> 3) & 0x00010001) * 15
+        twice = 0x00040004 + even * 2
+        twice = (twice + (twice & odd)) & large | (bits & 0x00030003) & ~large
+        bits = 0x00100010 + twice - (twice & negative) * 2
+    return bits
+
+
+@triton.jit
+def _unpacked(words, magic, T: tl.constexpr, W: tl.constexpr, P: tl.constexpr, FLOATS: tl.constexpr):
     """128 + q, bfloat16 (P * W, 8 * T, 128 // P), of words (T, W * 128): of T tiles of rows, W strips of P parts.
 
     Columns of a part, whose weights share a scale, are in the order of `_place`.
     """
-    low = (words & 0x000F000F) | magic
-    second = ((words >> 4) & 0x000F000F) | magic
-    third = ((words >> 8) & 0x000F000F) | magic
-    last = ((words >> 12) & 0x000F000F) | magic
+    low = _numbers(words, FLOATS) | magic
+    second = _numbers(words >> 4, FLOATS) | magic
+    third = _numbers(words >> 8, FLOATS) | magic
+    last = _numbers(words >> 12, FLOATS) | magic
     pairs = tl.join(tl.join(low, second), tl.join(third, last))
     halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
     # tile, strip, row, pair of four, group, word, which eight (2 bits), number of a pair
@@ -72,7 +86,7 @@ def _in_order(x, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
 def _products(
     words, scales, numbers, norm, magic, rows, dim, ahead, eps,
     GROUP: tl.constexpr, ONE: tl.constexpr, HAS_NORM: tl.constexpr, FROM_ONE: tl.constexpr, WHOLE: tl.constexpr,
-    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, FLOATS: tl.constexpr = False,
 ):  # fmt: skip
     """Products (8 * T, M), float32, of T tiles of rows with rows of numbers.
 
@@ -89,7 +103,9 @@ def _products(
     squares = tl.zeros((W * 128,), tl.float32)
     row = numbers + tl.minimum(member, rows - 1)[None, :, None] * dim
     for start in tl.range(0, dim, W * 128, num_stages=STAGES):
-        weights = _unpacked(tl.load(words + start + column[None, :]), magic, T, W, P).to(numbers.dtype.element_ty)
+        weights = _unpacked(tl.load(words + start + column[None, :]), magic, T, W, P, FLOATS).to(
+            numbers.dtype.element_ty
+        )
         if ONE:
             inside = None if WHOLE else start + place < dim
             x = tl.load(numbers + start + place, mask=inside, other=None if WHOLE else 0.0)
@@ -317,7 +333,9 @@ TILES = 4
 
 
 @triton.jit
-def _unpack_kernel(words, scales, out, tiles, strips, columns, ahead, GROUP: tl.constexpr, T: tl.constexpr):
+def _unpack_kernel(
+    words, scales, out, tiles, strips, columns, ahead, GROUP: tl.constexpr, FLOATS: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
     """One program per strip of T tiles: a word's thread has one row and eight columns in two of each eight."""
     tile = tl.program_id(0) * T + tl.arange(0, T)
     at, which = tl.arange(0, 128), tl.arange(0, 8)
@@ -330,8 +348,8 @@ def _unpack_kernel(words, scales, out, tiles, strips, columns, ahead, GROUP: tl.
     both = tl.load(scales + (first // GROUP * ahead)[None, :] + row, mask=inside, other=0)
     scale, zero = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
     bits = which // 2 * 4 + which % 2 * 16  # of columns 0, 1, 8, 9, 16, 17, 24, 25
-    numbers = ((word[:, :, None] >> bits[None, None, :]) & 15) - 8
-    weights = numbers.to(tl.float32) * scale[:, :, None] + zero[:, :, None]
+    numbers = _numbers((word[:, :, None] >> bits[None, None, :]) & 15, FLOATS) & 31
+    weights = (numbers - 8).to(tl.float32) * scale[:, :, None] + zero[:, :, None]
     column = first[:, None] + (which // 2 * 8 + which % 2)[None, :]
     place = out + row[:, :, None].to(tl.int64) * columns + column[None, :, :]
     tl.store(place, weights.to(tl.bfloat16), mask=inside[:, :, None] & (column < columns)[None, :, :])
@@ -343,6 +361,6 @@ def matrix(weights: PackedWeights) -> Tensor:
     out = words.new_empty(rows, columns, dtype=torch.bfloat16)
     _unpack_kernel[(triton.cdiv(len(words), TILES), weights.strips)](
         words, scales.view(torch.int32), out, len(words), weights.strips, columns, scales.stride(0) // 2,
-        GROUP=weights.group, T=TILES, num_warps=4,
+        GROUP=weights.group, FLOATS=weights.floats, T=TILES, num_warps=4,
     )  # fmt: skip
     return out

@@ -110,16 +110,18 @@ class ExpertWeights(Tensor):
             setattr(made, name, tensor)
         return cast("ExpertWeights", made)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[type[Experts], torch.dtype, bool, int, int]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Return the names of the tensors that hold the numbers, and the rest of what makes the weights."""
         experts, _, columns = self.held.shape
-        return list(self.held.tensors), (type(self.held), self.dtype, self.transposed, experts, columns)
+        floats = isinstance(self.held, PackedExperts) and self.held.weights.floats
+        return list(self.held.tensors), (type(self.held), self.dtype, self.transposed, experts, columns, floats)
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], made: Any, *_: Any) -> ExpertWeights:
-        kind, dtype, transposed, experts, columns = made
+        kind, dtype, transposed, experts, columns, floats = made
         if kind is PackedExperts:
-            held: Experts = PackedExperts(PackedWeights(parts["words"], parts["scales"], columns), experts)
+            weights = PackedWeights(parts["words"], parts["scales"], columns, floats=floats)
+            held: Experts = PackedExperts(weights, experts)
         else:
             held = StoredExperts(
                 StoredWeight(parts["numbers"], parts.get("scales"), parts.get("offsets"), dtype=dtype), experts
@@ -242,7 +244,9 @@ def tiled_experts(weight: Tensor, *, transposed: bool, device: torch.device) -> 
     """Return experts as `quantized_experts` for a GPU. One expert at a time is copied to the device."""
     matrices, shape = _matrices(weight, transposed=transposed)
     found = (quantized_matrix(one.to(device), GROUP, torch.bfloat16) for one in matrices)
-    return ExpertWeights(pack_experts(found, shape, GROUP, device), dtype=weight.dtype, transposed=transposed)
+    return ExpertWeights(
+        pack_experts(found, shape, GROUP, device, floats=False), dtype=weight.dtype, transposed=transposed
+    )
 
 
 def _matrices(weight: Tensor, *, transposed: bool) -> tuple[Iterator[Tensor], tuple[int, int, int]]:
@@ -330,7 +334,7 @@ class _Layer(NamedTuple):
         return found
 
     def multiplied(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Return what each of a token's experts makes of it, (tokens * visited, in), with shapes of the inputs alone."""
+        """Return what each of a token's experts makes of it, (tokens * visited, in), by shapes of the inputs alone."""
         inner = self.activated(self.up.products(hidden, chosen, self.up_bias))
         return self.down.products(inner, chosen, self.down_bias)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.gpu import packed, packed_experts
-from retrieval_attn.gpu.packed import PackedWeights
+from retrieval_attn.gpu.packed import FLOAT_MIDDLE, PackedWeights
 from retrieval_attn.gpu.packed_experts import PackedExperts, can_pack, pack_experts, packed_shape
 from tests.gpu.places import place_of
 from tests.gpu.test_decode_kernels import INTERPRETED
@@ -20,6 +20,8 @@ from tests.model.packed_weights import random_weights
 
 TRITON = pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)
 EXPERTS = 6
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+"""Values of four bits with a sign of +."""
 SHAPES = [(48, 192), (64, 1024), (16, 80)]
 """out and in of an expert: two strips, whole turns of eight warps, a part of a strip."""
 
@@ -53,19 +55,32 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=SHAPES, ids=str)
+@pytest.fixture(params=[(*shape, False) for shape in SHAPES] + [(64, 192, True)], ids=str)
 def case(way: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
-    """Random experts, whose numbers are those of one matrix."""
+    """Random experts, whose numbers are those of one matrix; integers, or floating-point numbers as in MXFP4."""
     device = place_of(way, monkeypatch, packed, packed_experts)
-    out, dim = request.param
+    out, dim, floats = request.param
     generator = torch.Generator().manual_seed(out)
-    own, exact = random_weights(EXPERTS * out, dim, generator)
-    strips = -(-dim // 128)  # without the columns that torch's own product needs
-    there = PackedWeights(own.words[:, :strips].contiguous(), own.scales[: 2 * strips].contiguous(), dim)
+    if floats:
+        there, exact = random_floats(out, dim, generator)
+    else:
+        own, exact = random_weights(EXPERTS * out, dim, generator)
+        strips = -(-dim // 128)  # without the columns that torch's own product needs
+        there = PackedWeights(own.words[:, :strips].contiguous(), own.scales[: 2 * strips].contiguous(), dim)
     experts = PackedExperts(there, EXPERTS).to(torch.device(device))
     dtype = torch.float32 if way == "torch" or INTERPRETED else torch.bfloat16
     bias = torch.randn(EXPERTS, out, generator=generator).to(torch.bfloat16).to(device, dtype)
     return Case(experts, exact.view(EXPERTS, out, dim), bias, dtype)
+
+
+def random_floats(out: int, dim: int, generator: torch.Generator) -> tuple[PackedWeights, Tensor]:
+    """Blocks of 32 numbers of E2M1 with a power of two, and what they are exactly, float64 (experts * out, dim)."""
+    codes = torch.randint(0, 16, (EXPERTS, out, dim), generator=generator, dtype=torch.uint8)
+    scales = torch.exp2(torch.randint(-8, -4, (EXPERTS, out, dim // 32), generator=generator).float())
+    values = torch.tensor(E2M1 + [-one for one in E2M1], dtype=torch.float64)[codes.int()]
+    matrices = ((code, scale / 2, -FLOAT_MIDDLE * scale / 2) for code, scale in zip(codes, scales, strict=True))
+    found = pack_experts(matrices, (EXPERTS, out, dim), 32, torch.device("cpu"), floats=True)
+    return found.weights, (values * scales.double().repeat_interleave(32, dim=2)).flatten(0, 1)
 
 
 def choose(tokens: int, visited: int, device: torch.device) -> Tensor:
@@ -111,7 +126,8 @@ def test_copies_are_the_experts(case: Case) -> None:
     for first, count in ((0, EXPERTS), (2, 3), (5, 1)):
         found = case.experts.matrices(first, count)
         assert found.shape == (count, *case.experts.shape[1:])
-        assert error(found, case.exact[first : first + count]) < 4e-3
+        exact = case.exact[first : first + count]
+        assert torch.equal(found.cpu().double(), exact) if case.experts.weights.floats else error(found, exact) < 4e-3
 
 
 def test_packing_is_what_unpacking_reads() -> None:
@@ -126,7 +142,7 @@ def test_packing_is_what_unpacking_reads() -> None:
         )
         for _ in range(3)
     ]
-    packed_ones = pack_experts(iter(parts), shape, group, torch.device("cpu"))
+    packed_ones = pack_experts(iter(parts), shape, group, torch.device("cpu"), floats=False)
     words, scales = packed_shape(*shape, group)
     assert packed_ones.weights.words.shape == words and packed_ones.weights.scales.shape == scales
     assert packed_ones.weights.is_whole and packed_ones.shape == shape

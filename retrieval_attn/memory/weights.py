@@ -15,6 +15,7 @@ from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason
+from retrieval_attn.model.expert_loading import FLOAT_GROUP, reads_floats
 from retrieval_attn.model.experts import copied_bytes, expert_parameters, packed_nbytes
 from retrieval_attn.model.gguf.blocks import block_names
 from retrieval_attn.model.gguf.file import read, resolve
@@ -59,7 +60,7 @@ def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
     for module in model.modules():
         for own in (expert_parameters(module) if name == "int4" else None) or ():
             quantised.add(id(getattr(module, own)))
-            size, routed = size + packed_nbytes(module, own), routed + 1
+            size, routed = size + packed_nbytes(module, own, GROUP), routed + 1
             largest = max(largest, copied_bytes(module, width))
         if not isinstance(module, nn.Linear) or module is outputs or id(module.weight) in quantised:
             continue
@@ -85,6 +86,8 @@ def quantized_bytes(model: Any, quantization: Any, width: int, stored: int | Non
     options = options_in(quantization)
     given = options.get("quant_method") or "unnamed"
     method = str(getattr(given, "value", given)).rpartition(".")[2].lower()
+    if reads_floats(method):
+        return _float_bytes(model, width)
     if stored is not None:
         return stored, f"{method}, as stored in the folder"
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -100,6 +103,18 @@ def quantized_bytes(model: Any, quantization: Any, width: int, stored: int | Non
     linear = sum(weight.numel() for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in whole)
     size = round(linear * (bits + _SCALE_BITS) / 8) + (parameters - linear) * width
     return size, f"{method}: linear layers at {bits} bits and {_SCALE_BITS} for scales (an estimate)"
+
+
+def _float_bytes(model: Any, width: int) -> tuple[int, str]:
+    """Return weight bytes of a model whose experts are in MXFP4 and stay so, and a description."""
+    size, copied, packed = 0, 0, set()
+    for module in model.modules():
+        for name in expert_parameters(module) or ():
+            packed.add(id(getattr(module, name)))
+            size += packed_nbytes(module, name, FLOAT_GROUP)
+            copied = max(copied, copied_bytes(module, width))
+    size += sum(weight.numel() * width for weight in model.parameters() if id(weight) not in packed)
+    return size + copied, f"mxfp4: experts at 4 bits with their scales{copy_note(copied)}"
 
 
 def _bits_of(method: str, options: dict[str, Any]) -> int:

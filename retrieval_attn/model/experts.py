@@ -9,7 +9,6 @@ On a GPU the numbers are in the layout of `gpu/packed_experts.py`, on a CPU in t
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
@@ -20,14 +19,11 @@ from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.gpu.packed import PackedWeights
+from retrieval_attn.gpu.packed import FLOAT_MIDDLE, FLOAT_NUMBERS, PackedWeights
 from retrieval_attn.gpu.packed_experts import COPIED_WEIGHTS, PackedExperts, can_pack, pack_experts, packed_shape
 from retrieval_attn.model.grouped import GroupedMatrix
-from retrieval_attn.model.layers import expert_counts
 from retrieval_attn.model.stored import Storage, StoredWeight
 
-METHOD = "retrieval_attn_experts"
-"""Of the quantizer of models with experts, in transformers' registry."""
 PACKED = "retrieval_attn_packed"
 """Name of the function that multiplies packed experts, among transformers' `experts_implementation`."""
 NAMES = ("gate_up_proj", "up_proj"), "down_proj"
@@ -195,9 +191,9 @@ def matrix_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
     return (experts, columns, out) if module.is_transposed else (experts, out, columns)
 
 
-def packed_nbytes(module: nn.Module, name: str) -> int:
-    """Return the bytes of a parameter of a module of experts once it is packed for a GPU."""
-    words, scales = packed_shape(*matrix_shape(module, name), GROUP)
+def packed_nbytes(module: nn.Module, name: str, group: int) -> int:
+    """Return the bytes of a parameter of a module of experts once it is packed for a GPU, `group` weights a scale."""
+    words, scales = packed_shape(*matrix_shape(module, name), group)
     return 4 * torch.Size(words).numel() + 2 * torch.Size(scales).numel()
 
 
@@ -254,6 +250,45 @@ def _matrices(weight: Tensor, *, transposed: bool) -> tuple[Iterator[Tensor], tu
     whole = weight.transpose(1, 2) if transposed else weight
     experts, out, columns = whole.shape
     return iter(whole), (experts, out, columns)
+
+
+def float_experts(
+    blocks: Tensor, scales: Tensor, *, dtype: torch.dtype, transposed: bool, device: torch.device
+) -> ExpertWeights:
+    """Return experts of MXFP4 for a device, without a loss.
+
+    blocks: uint8 (experts, out, groups, 16), a byte has two numbers of E2M1, the first one in its lower half. scales:
+    uint8 (experts, out, groups), the exponents of powers of two, plus 127 (Open Compute Project, "Microscaling
+    Formats", 5.2). dtype, transposed: see `ExpertWeights`.
+    """
+    if device.type != "cpu":
+        return ExpertWeights(float_tiles(blocks, scales, device), dtype=dtype, transposed=transposed)
+    twice = torch.tensor(FLOAT_NUMBERS, dtype=torch.int8) - FLOAT_MIDDLE
+    matrices = (
+        one._replace(numbers=twice[one.numbers.int()], offsets=torch.zeros_like(one.offsets))
+        for one in map(_float_matrix, blocks, scales)
+    )
+    found = stored_experts(matrices, _float_shape(blocks), Storage(8))
+    return ExpertWeights(found, dtype=dtype, transposed=transposed)
+
+
+def float_tiles(blocks: Tensor, scales: Tensor, device: torch.device) -> PackedExperts:
+    """Return experts of MXFP4 as a GPU multiplies them. One expert at a time is copied to the device."""
+    parts = zip(blocks, scales, strict=True)
+    matrices = (_float_matrix(own.to(device), powers.to(device)) for own, powers in parts)
+    return pack_experts(matrices, _float_shape(blocks), 2 * blocks.shape[-1], device, floats=True)
+
+
+def _float_matrix(blocks: Tensor, powers: Tensor) -> GroupedMatrix:
+    """Return codes, halved scales, because numbers are twice the values, and offsets of an expert."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+    halved = torch.exp2(powers.float() - 128)
+    return GroupedMatrix(codes, halved, -FLOAT_MIDDLE * halved)
+
+
+def _float_shape(blocks: Tensor) -> tuple[int, int, int]:
+    experts, out, groups, half = blocks.shape
+    return experts, out, groups * half * 2
 
 
 def stored_experts(matrices: Iterator[GroupedMatrix], shape: tuple[int, int, int], storage: Storage) -> StoredExperts:
@@ -380,66 +415,3 @@ def _each_expert(numbers: Tensor, experts: Experts, first: int, counts: list[int
 
 
 ALL_EXPERTS_FUNCTIONS.register(PACKED, packed_forward)
-
-
-def has_experts(config: Any) -> bool:
-    """Return True if models of this config have experts."""
-    return bool(expert_counts(config.get_text_config(decoder=True))[1])
-
-
-@functools.cache
-def quantized_experts_config() -> type:
-    """Return torchao's config for transformers with experts in 4 bits, and tell transformers' loader of it, once."""
-    from transformers import TorchAoConfig
-    from transformers.core_model_loading import ConversionOps, WeightConverter
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
-    from transformers.quantizers.quantizers_utils import get_module_from_name
-
-    class ExpertsConfig(TorchAoConfig):  # type: ignore[misc]
-        """device: of the weights, a text."""
-
-        def __init__(self, *args: Any, device: str = "cpu", **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.quant_method, self.device = METHOD, device
-
-    class Quantize(ConversionOps):
-        def __init__(self, own: Any, device: torch.device) -> None:
-            self._own, self._device = own, device
-
-        def convert(self, input_dict: dict[str, Any], **given: Any) -> dict[str, Any]:
-            name = given["full_layer_name"]
-            module, leaf = get_module_from_name(given["model"], name)
-            if not _is_packed(module, leaf):
-                found: dict[str, Any] = self._own.convert(input_dict, **given)
-                return found
-            (value,) = input_dict.values()
-            value = value[0] if isinstance(value, list) else value
-            weight = quantized_experts(value, transposed=module.is_transposed, device=self._device)
-            return {name: nn.Parameter(weight, requires_grad=False)}
-
-    class Quantizer(TorchAoHfQuantizer):  # type: ignore[misc]
-        def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
-            module, leaf = get_module_from_name(model, param_name)
-            return _is_packed(module, leaf) or super().param_needs_quantization(model, param_name, **options)
-
-        def get_quantize_ops(self) -> Any:
-            return Quantize(super().get_quantize_ops(), torch.device(self.quantization_config.device))
-
-        def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-            """Join the matrices of a layer's experts in host memory: a GPU has those of one expert at a time."""
-            for one in weight_conversions:
-                if isinstance(one, WeightConverter) and any(".experts" in target for target in one.target_patterns):
-                    one.force_cpu = True
-            return super().update_weight_conversions(weight_conversions)
-
-        def is_serializable(self, *_: Any, **__: Any) -> bool:
-            return False
-
-    register_quantization_config(METHOD)(ExpertsConfig)
-    register_quantizer(METHOD)(Quantizer)
-    return ExpertsConfig
-
-
-def _is_packed(module: nn.Module, leaf: str) -> bool:
-    return leaf in (expert_parameters(module) or ())

@@ -19,6 +19,7 @@ from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentio
 from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason, require_reachable, require_sizes
+from retrieval_attn.model.expert_loading import can_hold_floats, float_options, reads_floats
 from retrieval_attn.model.experts import use_packed_experts
 from retrieval_attn.model.fused.host import run_programs
 from retrieval_attn.model.gguf.blocks import block_names
@@ -34,7 +35,9 @@ from retrieval_attn.model.quantization import (
     held_bytes,
     loading_config,
     missing_package,
+    options_in,
     own_method,
+    quantization_of,
     require_package,
 )
 from retrieval_attn.model.rope import with_yarn
@@ -187,10 +190,13 @@ def load_model(
         options["config"] = model_config
     expand_segments(place)
     held_in = kernel_format(model_config, quantization)
-    chosen = choose_dtype(chosen_dtype(held_in, dtype, place), place)
+    floats = not tensor_parallel and reads_floats(own_method(model_config)) and can_hold_floats(place)
+    chosen = choose_dtype(chosen_dtype("int4" if floats else held_in, dtype, place), place)
     grouped = held_in != quantization and not tensor_parallel
     if grouped:
         options |= grouped_options(model_config, place)
+    if floats and quantization is None:
+        options |= float_options(model_config, options_in(quantization_of(model_config)), place)
     if quantization is not None:
         if tensor_parallel:
             raise ConfigError(

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.packed import PackedWeights
-from retrieval_attn.model.experts import copied_bytes, has_experts, has_packed_experts, quantized_experts_config
+from retrieval_attn.model.expert_loading import has_experts, quantized_experts_config
+from retrieval_attn.model.experts import copied_bytes, has_packed_experts
 from retrieval_attn.model.layers import modules_of
 from retrieval_attn.model.placement import is_host_table
 
@@ -77,12 +78,17 @@ def weight_format(name: str) -> WeightFormat:
 
 def own_method(config: Any) -> str | None:
     """The method by which a checkpoint with this config is quantised already; None for whole weights."""
-    text = config.get_text_config(decoder=True)
-    options = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    options = quantization_of(config)
     if options is None:
         return None
     method = options_in(options).get("quant_method") or "unnamed"
     return str(getattr(method, "value", method))
+
+
+def quantization_of(config: Any) -> Any:
+    """Return the quantization_config of a config or of its text decoder; None: it has none."""
+    text = config.get_text_config(decoder=True)
+    return getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
 
 
 def options_in(quantization: Any) -> dict[str, Any]:

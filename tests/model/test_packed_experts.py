@@ -6,12 +6,15 @@ Tiles are the form of a GPU, here in plain PyTorch; `tests/gpu/test_packed_exper
 from __future__ import annotations
 
 import copy
+import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
 from transformers.cache_utils import DynamicCache
@@ -273,8 +276,66 @@ def test_the_plan_counts_what_is_held() -> None:
     model = build("gpt_oss").to(torch.bfloat16)
     wanted = held_bytes(pack(copy.deepcopy(model), "tiles"))
     held = sum(
-        module.packed_nbytes(one, name) - 2 * getattr(one, name).numel()
+        module.packed_nbytes(one, name, 64) - 2 * getattr(one, name).numel()
         for one in model.modules()
         for name in expert_parameters(one) or ()
     )
     assert held_bytes(model) + held == wanted
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as GPT-OSS's: experts in blocks of 32 numbers of E2M1, all else whole."""
+    if importlib.util.find_spec("kernels") is not None:
+        pytest.skip("the package kernels is installed")
+    folder = tmp_path_factory.mktemp("mxfp4")
+    build("gpt_oss").save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, out = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, out, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(119, 124, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_mxfp4_stays_in_four_bits(mxfp4: Path) -> None:
+    """Without a loss: transformers' own bfloat16 copies have the same numbers."""
+    model = load_model(mxfp4, device="cpu")
+    whole = AutoModelForCausalLM.from_pretrained(mxfp4, dtype=torch.float32).float()
+    held = list(filter(has_packed_experts, model.modules()))
+    for one, other in zip(held, filter(expert_parameters, whole.modules()), strict=True):
+        for name in expert_parameters(other) or ():
+            weight = getattr(one, name)
+            assert torch.equal(weight.copies(0, len(weight)), getattr(other, name))
+    ids = random_ids(1, 40)
+    assert worst(logits_of(model, ids), logits_of(whole, ids)) <= TOLERANCE
+    assert worst(logits_of(model, ids[:, :3]), logits_of(whole, ids[:, :3])) <= TOLERANCE
+    assert held_bytes(model) < held_bytes(whole) / 2
+    with pytest.raises(ra.ConfigError, match=r"quantised already \(mxfp4\)"):
+        load_model(mxfp4, device="cpu", quantization="int4")
+
+
+def test_mxfp4_on_a_gpu_is_what_the_file_has(mxfp4: Path) -> None:
+    """Tiles of the same numbers, exact in bfloat16; the plan counts them, and not the file's bytes."""
+    tensors = load_file(mxfp4 / "model.safetensors")
+    stored = load_model(mxfp4, device="cpu")
+    meta = torch.device("meta")
+    for one in filter(has_packed_experts, stored.modules()):
+        for name, weight in one._parameters.items():
+            if type(weight) is ExpertWeights:
+                full = next(own for own, found in stored.named_parameters() if found is weight)
+                parts = tensors[f"{full}_blocks"], tensors[f"{full}_scales"]
+                tiles = module.float_tiles(*parts, CPU)
+                assert torch.equal(tiles.matrices(0, 4).float(), weight.held.matrices(0, 4))
+                assert module.float_tiles(*(part.to(meta) for part in parts), meta).shape == tiles.shape
+    shape = ra.plan(str(mxfp4), context=100).shape
+    assert "experts at 4 bits" in shape.weights_note
+    assert 0 < shape.weight_bytes < shape.parameters * shape.dtype_bytes

@@ -25,8 +25,10 @@ from retrieval_attn.index.kernels.dots import LANES, _fold, _muladd, _spread, _w
 from retrieval_attn.index.task.atomics import at_address
 from retrieval_attn.index.task.tasks import address_for_c
 
-BFLOAT16, BYTES, NIBBLES = range(3)
-"""Kinds of numbers: bfloat16 bits, int8, and two of 4 bits to a byte (of 32 the first 16 are the lower halves)."""
+BFLOAT16, BYTES, NIBBLES, FLOATS = range(4)
+"""Kinds of numbers: bfloat16 bits, int8, and two of 4 bits to a byte (of 32 the first 16 are the lower halves), which
+are integers or twice the values of E2M1.
+"""
 MIDDLE = 8
 """Subtracted from numbers of 4 bits."""
 ROW_TILE, QUERY_TILE = 4, 4
@@ -56,6 +58,7 @@ FORMS = (
     _Form(BYTES, 16, False),
     _Form(NIBBLES, 32, True),
     _Form(NIBBLES, 32, False),
+    _Form(FLOATS, 32, False),
 )
 """Forms that kernels are compiled for, by their number in a descriptor. bfloat16 has no scales."""
 
@@ -73,14 +76,27 @@ def _group_vectors(builder: Any, form: _Form, row: Any, group: Any) -> list[Any]
     if form.kind == BFLOAT16:
         bits = _at(builder, _plus(builder, row, group, 2 * LANES), ir.VectorType(_INT16, LANES), 2)
         return [_widen(builder, bits, types.uint16, LANES)]
-    if form.kind == NIBBLES:
+    if form.kind in (NIBBLES, FLOATS):
         both = _at(builder, _plus(builder, row, group, LANES), _BYTES, 1)
         low, shift, middle = (ir.Constant(_BYTES, [one] * LANES) for one in (15, 4, MIDDLE))
         halves = builder.and_(both, low), builder.lshr(both, shift)
-        return [_widen(builder, builder.sub(half, middle), types.int8, LANES) for half in halves]
+        numbers = [_twice(builder, one) if form.kind == FLOATS else builder.sub(one, middle) for one in halves]
+        return [_widen(builder, one, types.int8, LANES) for one in numbers]
     start = _plus(builder, row, group, form.group)
     parts = [builder.add(start, _INT64(place)) for place in range(0, form.group, LANES)]
     return [_widen(builder, _at(builder, part, _BYTES, 1), types.int8, LANES) for part in parts]
+
+
+def _twice(builder: Any, bits: Any) -> Any:
+    """Emit twice the values of bytes of E2M1: a sign, two bits of exponent and one of mantissa, from the highest."""
+    one, two, three, four, seven = (ir.Constant(_BYTES, [number] * LANES) for number in (1, 2, 3, 4, 7))
+    low, large = builder.and_(bits, seven), builder.lshr(builder.and_(bits, four), two)
+    base = builder.add(four, builder.shl(builder.and_(bits, one), one))
+    odd = builder.neg(builder.and_(builder.lshr(bits, one), one))
+    high = builder.and_(builder.add(base, builder.and_(base, odd)), builder.neg(large))
+    value = builder.or_(high, builder.and_(low, builder.sub(large, one)))
+    sign = builder.lshr(bits, three)
+    return builder.add(builder.xor(value, builder.neg(sign)), sign)
 
 
 def _scale(builder: Any, form: _Form, row: Any, group: Any) -> Any:
@@ -352,7 +368,8 @@ class StoredMatrix:
 
     numbers: (rows, bytes of a row) uint8 or int8, or (rows, columns) uint16, the bits of bfloat16. scales, offsets:
     (rows, groups) float32 or float16, None for bfloat16; a weight is number * scale + offset, of 4 bits
-    (number - MIDDLE) * scale + offset. bias: (rows,) float32. All are contiguous.
+    (number - MIDDLE) * scale + offset. floats: numbers of 4 bits are E2M1, multiplied by twice their value. bias:
+    (rows,) float32. All are contiguous.
     Raises ShapeError for another form, and for rows that are no multiple of ROW_TILE.
     """
 
@@ -362,11 +379,14 @@ class StoredMatrix:
         scales: npt.NDArray[Any] | None = None,
         offsets: npt.NDArray[Any] | None = None,
         bias: npt.NDArray[Any] | None = None,
+        *,
+        floats: bool = False,
     ) -> None:
         kinds = {np.dtype(np.uint16): BFLOAT16, np.dtype(np.int8): BYTES, np.dtype(np.uint8): NIBBLES}
         kind = kinds.get(numbers.dtype)
         rows, width = numbers.shape
         self.rows, self.columns = rows, width * 2 if kind == NIBBLES else width
+        kind = FLOATS if floats else kind
         groups = self.columns // LANES if scales is None else scales.shape[1]
         group = self.columns // max(1, groups)
         half = scales is not None and scales.dtype == np.float16

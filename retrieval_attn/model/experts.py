@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.gpu.packed import FLOAT_MIDDLE, FLOAT_NUMBERS, PackedWeights
+from retrieval_attn.gpu.packed import FLOAT_MIDDLE, PackedWeights
 from retrieval_attn.gpu.packed_experts import COPIED_WEIGHTS, PackedExperts, can_pack, pack_experts, packed_shape
 from retrieval_attn.model.grouped import GroupedMatrix
 from retrieval_attn.model.stored import Storage, StoredWeight
@@ -32,6 +32,8 @@ GROUP = 64
 """Weights that share a scale on a GPU, as those of linear layers do (`model/quantization.py`)."""
 STORAGE = Storage(4, half=True, moved=True)
 """How a CPU stores quantized experts: a float16 scale and offset for 32 weights."""
+FLOAT_STORAGE = Storage(4, floats=True)
+"""How a CPU stores experts of MXFP4."""
 KERNEL_TOKENS = 64
 """Tokens up to which one product with all experts is used on a GPU: captured steps and short questions."""
 HOST_TOKENS = 16
@@ -109,7 +111,8 @@ class ExpertWeights(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Return the names of the tensors that hold the numbers, and the rest of what makes the weights."""
         experts, _, columns = self.held.shape
-        floats = isinstance(self.held, PackedExperts) and self.held.weights.floats
+        held = self.held
+        floats = held.weights.floats if isinstance(held, PackedExperts) else held.weight.floats
         return list(self.held.tensors), (type(self.held), self.dtype, self.transposed, experts, columns, floats)
 
     @staticmethod
@@ -119,9 +122,8 @@ class ExpertWeights(Tensor):
             weights = PackedWeights(parts["words"], parts["scales"], columns, floats=floats)
             held: Experts = PackedExperts(weights, experts)
         else:
-            held = StoredExperts(
-                StoredWeight(parts["numbers"], parts.get("scales"), parts.get("offsets"), dtype=dtype), experts
-            )
+            own = parts["numbers"], parts.get("scales"), parts.get("offsets")
+            held = StoredExperts(StoredWeight(*own, dtype=dtype, floats=floats), experts)
         return ExpertWeights(held, dtype=dtype, transposed=transposed)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -263,12 +265,7 @@ def float_experts(
     """
     if device.type != "cpu":
         return ExpertWeights(float_tiles(blocks, scales, device), dtype=dtype, transposed=transposed)
-    twice = torch.tensor(FLOAT_NUMBERS, dtype=torch.int8) - FLOAT_MIDDLE
-    matrices = (
-        one._replace(numbers=twice[one.numbers.int()], offsets=torch.zeros_like(one.offsets))
-        for one in map(_float_matrix, blocks, scales)
-    )
-    found = stored_experts(matrices, _float_shape(blocks), Storage(8))
+    found = stored_experts(map(_float_matrix, blocks, scales), _float_shape(blocks), FLOAT_STORAGE)
     return ExpertWeights(found, dtype=dtype, transposed=transposed)
 
 
@@ -300,7 +297,8 @@ def stored_experts(matrices: Iterator[GroupedMatrix], shape: tuple[int, int, int
         found = found or [part.new_empty(experts * out, part.shape[1]) for part in parts]
         for whole, part in zip(found, parts, strict=True):
             whole[number * out : (number + 1) * out] = part
-    weight = StoredWeight(found[0], found[1], found[2] if len(found) > 2 else None, dtype=torch.float32)
+    offsets = found[2] if len(found) > 2 else None
+    weight = StoredWeight(found[0], found[1], offsets, dtype=torch.float32, floats=storage.floats)
     return StoredExperts(weight, experts)
 
 

@@ -24,33 +24,42 @@ WIDENED = 1 << 22
 class StoredWeight(Tensor):
     """A matrix (rows, columns) of a model, stored as numbers, scales and offsets: see `StoredMatrix`.
 
-    dtype: of the module's inputs and outputs. Operations other than linear and embedding get a widened copy.
+    dtype: of the module's inputs and outputs. floats: numbers of 4 bits are E2M1. Operations other than linear and
+    embedding get a widened copy.
     """
 
     numbers: Tensor
     scales: Tensor | None
     offsets: Tensor | None
+    floats: bool
     matrix: StoredMatrix
 
     @staticmethod
     def __new__(
-        cls: type[StoredWeight], numbers: Tensor, scales: Tensor | None, offsets: Tensor | None, *, dtype: torch.dtype
+        cls: type[StoredWeight],
+        numbers: Tensor,
+        scales: Tensor | None,
+        offsets: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        floats: bool = False,
     ) -> StoredWeight:
         """numbers: uint8 of two numbers each, int8, or the weights in bfloat16. scales, offsets: (rows, groups)."""
         shape = numbers.shape[0], numbers.shape[1] * (2 if numbers.dtype == torch.uint8 else 1)
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        made.numbers, made.scales, made.offsets = numbers, scales, offsets
+        made.numbers, made.scales, made.offsets, made.floats = numbers, scales, offsets, floats
         made.matrix = made._matrix()
         return made
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        """Return the names of the tensors that hold the numbers, and the dtype."""
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, bool]]:
+        """Return the names of the tensors that hold the numbers, and dtype and floats."""
         parts = ("numbers", "scales", "offsets")
-        return [name for name in parts if getattr(self, name) is not None], self.dtype
+        return [name for name in parts if getattr(self, name) is not None], (self.dtype, self.floats)
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], dtype: torch.dtype, *_: Any) -> StoredWeight:
-        return StoredWeight(parts["numbers"], parts.get("scales"), parts.get("offsets"), dtype=dtype)
+    def __tensor_unflatten__(parts: dict[str, Tensor], made: tuple[torch.dtype, bool], *_: Any) -> StoredWeight:
+        own = parts["numbers"], parts.get("scales"), parts.get("offsets")
+        return StoredWeight(*own, dtype=made[0], floats=made[1])
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return the shape and the dtypes."""
@@ -76,11 +85,14 @@ class StoredWeight(Tensor):
         given = kwargs or {}
         if isinstance(first, cls):
             if func in _ALIASES:
-                return StoredWeight(first.numbers, first.scales, first.offsets, dtype=first.dtype)
+                return first._shared(first.dtype)
             if func is torch.ops.aten._to_copy.default and torch.device(given.get("device") or "cpu").type == "cpu":
-                return StoredWeight(first.numbers, first.scales, first.offsets, dtype=given.get("dtype") or first.dtype)
+                return first._shared(given.get("dtype") or first.dtype)
         widened = torch.utils._pytree.tree_map_only(cls, lambda one: one.widened(), (args, given))
         return func(*widened[0], **widened[1])
+
+    def _shared(self, dtype: torch.dtype) -> StoredWeight:
+        return StoredWeight(self.numbers, self.scales, self.offsets, dtype=dtype, floats=self.floats)
 
     def with_bias(self, bias: Tensor) -> StoredMatrix:
         """Return the matrix with a bias (rows,), which its products are added to."""
@@ -90,7 +102,7 @@ class StoredWeight(Tensor):
         numbers, scales, offsets = self.numbers, self.scales, self.offsets
         bits = numbers.view(torch.uint16) if numbers.dtype == torch.bfloat16 else numbers
         own = None if scales is None else scales.numpy(), None if offsets is None else offsets.numpy()
-        return StoredMatrix(bits.numpy(), *own, bias)
+        return StoredMatrix(bits.numpy(), *own, bias, floats=self.floats)
 
     def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return inputs (..., columns) times the transposed matrix, plus bias (rows,): (..., rows) in their dtype."""
@@ -150,13 +162,14 @@ _ALIASES = (
 class Storage(NamedTuple):
     """bits: of a number, 4 or 8; 16 for bfloat16. group: weights that share a scale, of which bfloat16 has none.
 
-    half: scales are float16. moved: with offsets.
+    half: scales are float16. moved: with offsets. floats: numbers of 4 bits are E2M1.
     """
 
     bits: int
     group: int = 32
     half: bool = False
     moved: bool = False
+    floats: bool = False
 
     def can_store(self, rows: int, columns: int) -> bool:
         """Return True if kernels multiply a matrix of these sizes."""

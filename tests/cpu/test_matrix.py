@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from retrieval_attn.cpu.matrix import BFLOAT16, BYTES, FORMS, MIDDLE, StoredMatrix
+from retrieval_attn.cpu.matrix import BFLOAT16, BYTES, FLOATS, FORMS, MIDDLE, StoredMatrix
 from retrieval_attn.cpu.pool import Pool, set_default_pool
 from retrieval_attn.errors import BackendError, ShapeError
 
@@ -34,6 +34,9 @@ def arrays(form: Any, rows: int, columns: int, *, moved: bool) -> tuple[list[Any
         halves = plain.reshape(rows, -1, 2, 16)
         numbers = np.ascontiguousarray((halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, -1))
         values = plain.astype(np.float32) - MIDDLE
+        if form.kind == FLOATS:
+            twice = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
+            values = np.concatenate([twice, -twice])[plain]
     weights = values.reshape(rows, groups, -1) * scales[..., None].astype(np.float32)
     if offsets is not None:
         weights = weights + offsets[..., None].astype(np.float32)
@@ -51,7 +54,7 @@ def product(matrix: StoredMatrix, inputs: Floats) -> Floats:
 def test_products_are_those_of_the_widened_weights(form: Any, moved: bool) -> None:
     for rows, columns in SIZES:
         parts, weights = arrays(form, rows, columns, moved=moved)
-        matrix = StoredMatrix(*parts)
+        matrix = StoredMatrix(*parts, floats=form.kind == FLOATS)
         assert (matrix.rows, matrix.columns) == (rows, columns)
         for queries in (1, 3, 4, 9):
             inputs = np.random.default_rng(queries).standard_normal((queries, columns), dtype=np.float32)
@@ -65,8 +68,36 @@ def test_products_are_those_of_the_widened_weights(form: Any, moved: bool) -> No
         assert np.array_equal(some, whole[numbers])
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["scaled", "moved"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_parts_are_multiplied_by_number(form: Any, moved: bool) -> None:
+    """Inputs with some parts each; what a pair gives does not depend on the other pairs and threads."""
+    part_rows, parts_of_all, columns = 24, 5, 64
+    own, weights = arrays(form, part_rows * parts_of_all, columns, moved=moved)
+    matrix, weights = (
+        StoredMatrix(*own, floats=form.kind == FLOATS),
+        weights.reshape(parts_of_all, part_rows, columns),
+    )
+    rng = np.random.default_rng(0)
+    for queries, each in ((1, 1), (1, 3), (4, 2)):
+        chosen = np.stack([rng.permutation(parts_of_all)[:each] for _ in range(queries)]).astype(np.int64)
+        inputs = rng.standard_normal((queries, columns), dtype=np.float32)
+        expected = np.einsum("qpoi,qi->qpo", weights[chosen], inputs).reshape(-1, part_rows)
+        found = []
+        for threads in (1, 3):
+            with Pool(threads) as pool:
+                set_default_pool(pool)
+                out = np.full(expected.shape, np.nan, np.float32)
+                matrix.multiply_parts(
+                    inputs.ctypes.data, queries, chosen.ctypes.data, chosen.size, part_rows, out.ctypes.data
+                )
+                found.append(out)
+        assert np.abs(found[0] - expected).max() < 1e-5 * np.abs(expected).max()
+        assert np.array_equal(*found)
+
+
 def test_a_bias_is_added_and_results_do_not_depend_on_threads() -> None:
-    parts, weights = arrays(FORMS[-1], 1000, 640, moved=True)
+    parts, weights = arrays(FORMS[5], 1000, 640, moved=True)
     bias = np.random.default_rng(0).standard_normal(1000, dtype=np.float32) * 100
     inputs = np.random.default_rng(1).standard_normal((5, 640), dtype=np.float32)
     expected = inputs @ weights.T + bias

@@ -28,6 +28,7 @@ GROUPS = 32, 64, 128, 256
 FLOAT_MIDDLE = 16
 FLOAT_NUMBERS = tuple(FLOAT_MIDDLE + sign * twice for sign in (1, -1) for twice in (0, 1, 2, 3, 4, 6, 8, 12))
 """Twice the value of E2M1 by its four bits (Open Compute Project, "Microscaling Formats", 5.3.3), moved to above 0."""
+_LARGEST_FLOAT = 12
 
 
 class PackedWeights(NamedTuple):
@@ -144,3 +145,12 @@ def packed_words(numbers: Tensor) -> Tensor:
     parts = numbers.to(torch.int32).view(rows // TILE_ROWS, TILE_ROWS, columns // STRIP, 4, 4, 4, 2)
     parts = parts.permute(0, 2, 1, 5, 3, 6, 4).reshape(rows // TILE_ROWS, columns // STRIP, 32, 4, 8)
     return (parts << bits).sum(-1, dtype=torch.int32)
+
+
+def float_codes(numbers: Tensor) -> Tensor:
+    """Return the four bits of numbers int8, twice the values of E2M1, as uint8."""
+    codes = torch.zeros(2 * _LARGEST_FLOAT + 1, dtype=torch.uint8)
+    for code, number in enumerate(FLOAT_NUMBERS):
+        if code != 8:  # minus zero
+            codes[number - FLOAT_MIDDLE + _LARGEST_FLOAT] = code
+    return codes.to(numbers.device)[numbers.int() + _LARGEST_FLOAT]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.gpu.decode.kernels import kernels_for
-from retrieval_attn.gpu.packed import GROUPS, STRIP, TILE_ROWS, PackedWeights, packed_words
+from retrieval_attn.gpu.packed import FLOAT_MIDDLE, GROUPS, STRIP, TILE_ROWS, PackedWeights, packed_words
 
 COPIED_WEIGHTS = 1 << 25
 """Most weights that a copy in bfloat16 has: 64 MiB, or one expert."""
@@ -118,8 +118,8 @@ def pack_experts(
 ) -> PackedExperts:
     """Return experts of their numbers uint8 (out, in), 0 to 15, scales and offsets (out, groups), one expert at a time.
 
-    A weight is number * scale + offset; floats: FLOAT_NUMBERS[number] in its place. shape: (experts, out, in). The last
-    group may be part of one.
+    A weight is number * scale + offset; floats: numbers are E2M1, a weight is twice the value * scale. shape:
+    (experts, out, in). The last group may be part of one.
     """
     experts, out, columns = shape
     word_shape, scale_shape = packed_shape(*shape, group)
@@ -130,5 +130,6 @@ def pack_experts(
         filled = torch.nn.functional.pad(numbers, (0, wide - columns))
         words[number * tiles : (number + 1) * tiles] = packed_words(filled)
         own = scales[: scale.shape[1], number * out : (number + 1) * out]
-        own[..., 0], own[..., 1] = scale.t(), (offset + MIDDLE * scale).t()
+        zero = (MIDDLE - FLOAT_MIDDLE) * scale if floats else offset + MIDDLE * scale
+        own[..., 0], own[..., 1] = scale.t(), zero.t()
     return PackedExperts(PackedWeights(words, scales, columns, floats=floats), experts)

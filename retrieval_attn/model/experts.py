@@ -19,9 +19,10 @@ from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.gpu.packed import FLOAT_MIDDLE, PackedWeights
+from retrieval_attn.gpu.packed import PackedWeights
 from retrieval_attn.gpu.packed_experts import COPIED_WEIGHTS, PackedExperts, can_pack, pack_experts, packed_shape
 from retrieval_attn.model.grouped import GroupedMatrix
+from retrieval_attn.model.layers import BATCHED, GROUPED
 from retrieval_attn.model.stored import Storage, StoredWeight
 
 PACKED = "retrieval_attn_packed"
@@ -205,10 +206,12 @@ def copied_bytes(module: nn.Module, width: int) -> int:
     width: bytes of a number of the copy.
     """
     sizes = (matrix_shape(module, name) for name in expert_parameters(module) or ())
-    return max((width * out * columns * _copied(experts, out, columns) for experts, out, columns in sizes), default=0)
+    return max(
+        (width * out * columns * copied_experts(experts, out, columns) for experts, out, columns in sizes), default=0
+    )
 
 
-def _copied(experts: int, out: int, columns: int) -> int:
+def copied_experts(experts: int, out: int, columns: int) -> int:
     """Return the number of experts of which a prefill chunk has copies at once."""
     return min(experts, max(1, COPIED_WEIGHTS // (out * columns)))
 
@@ -277,10 +280,10 @@ def float_tiles(blocks: Tensor, scales: Tensor, device: torch.device) -> PackedE
 
 
 def _float_matrix(blocks: Tensor, powers: Tensor) -> GroupedMatrix:
-    """Return codes, halved scales, because numbers are twice the values, and offsets of an expert."""
+    """Return the four bits of an expert's numbers, scales for twice their values, and no offsets."""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
     halved = torch.exp2(powers.float() - 128)
-    return GroupedMatrix(codes, halved, -FLOAT_MIDDLE * halved)
+    return GroupedMatrix(codes, halved, torch.zeros_like(halved))
 
 
 def _float_shape(blocks: Tensor) -> tuple[int, int, int]:
@@ -321,13 +324,19 @@ def packed_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     """
     layer = _Layer.of(module)
     if layer is None or layer.is_followed(hidden_states, top_k_weights):
-        found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
+        way = BATCHED if _is_captured(hidden_states) else GROUPED
+        found: Tensor = ALL_EXPERTS_FUNCTIONS[way](module, hidden_states, top_k_index, top_k_weights)
         return found
     if layer.at_once(hidden_states):
         pairs = layer.multiplied(hidden_states, top_k_index) * top_k_weights.reshape(-1, 1)
     else:
         pairs = layer.multiplied_in_turn(hidden_states, top_k_index, top_k_weights)
     return pairs.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Return True if a graph is being captured."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Layer(NamedTuple):
@@ -358,7 +367,7 @@ class _Layer(NamedTuple):
         """Return True if one product has all tokens: there are few, or a graph is being captured."""
         if isinstance(self.up, StoredExperts):
             return len(hidden) <= HOST_TOKENS
-        return len(hidden) <= KERNEL_TOKENS or (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
+        return len(hidden) <= KERNEL_TOKENS or _is_captured(hidden)
 
     def activated(self, numbers: Tensor) -> Tensor:
         """Return the input of the second product."""
@@ -378,7 +387,7 @@ class _Layer(NamedTuple):
         """
         flat, visited = chosen.reshape(-1), chosen.shape[1]
         order = flat.argsort(stable=True)
-        experts, step, place = self.up.experts, _copied(*self.up.shape), 0
+        experts, step, place = self.up.experts, copied_experts(*self.up.shape), 0
         counts = torch.bincount(flat, minlength=experts).tolist()
         found = hidden.new_empty(len(flat), self.down.shape[1])
         for first in range(0, experts, step):

@@ -22,8 +22,7 @@ from retrieval_attn.model.checkpoint import reason, require_reachable, require_s
 from retrieval_attn.model.expert_loading import can_hold_floats, float_options, reads_floats
 from retrieval_attn.model.experts import use_packed_experts
 from retrieval_attn.model.fused.host import run_programs
-from retrieval_attn.model.gguf.blocks import block_names
-from retrieval_attn.model.gguf.checkpoint import FOUR_BITS, METHOD, STORED, TILES, config_of, settled, weights_of
+from retrieval_attn.model.gguf.checkpoint import METHOD, config_of, settled, unpacked_formats, weights_of
 from retrieval_attn.model.gguf.file import GgufFile, read, resolve
 from retrieval_attn.model.gguf.tokenizer import tokenizer_of
 from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, whole_model
@@ -144,8 +143,7 @@ def _from_gguf(factory: Any, file: GgufFile, **options: Any) -> Any:
     if missing := sorted(told["missing_keys"]):
         raise InputDataError(f"{file.path} has no tensors for {len(missing)} weights, such as {missing[0]}.")
     model.config.name_or_path = file.path
-    kept = block_names(file) if form == STORED else FOUR_BITS if form == TILES else ()
-    names = [name for name in block_names(file) if name not in kept]
+    names = unpacked_formats(file, form)
     if names and "quantization_config" not in options:
         log.warning(
             "%s: weights stored as %s are unpacked to %s; all weights take %.2f GiB.",

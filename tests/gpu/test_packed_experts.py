@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.gpu import packed, packed_experts
-from retrieval_attn.gpu.packed import FLOAT_MIDDLE, PackedWeights
+from retrieval_attn.gpu.packed import PackedWeights, float_codes
 from retrieval_attn.gpu.packed_experts import PackedExperts, can_pack, pack_experts, packed_shape
 from tests.gpu.places import place_of
 from tests.gpu.test_decode_kernels import INTERPRETED
@@ -78,7 +78,7 @@ def random_floats(out: int, dim: int, generator: torch.Generator) -> tuple[Packe
     codes = torch.randint(0, 16, (EXPERTS, out, dim), generator=generator, dtype=torch.uint8)
     scales = torch.exp2(torch.randint(-8, -4, (EXPERTS, out, dim // 32), generator=generator).float())
     values = torch.tensor(E2M1 + [-one for one in E2M1], dtype=torch.float64)[codes.int()]
-    matrices = ((code, scale / 2, -FLOAT_MIDDLE * scale / 2) for code, scale in zip(codes, scales, strict=True))
+    matrices = ((code, scale / 2, torch.zeros(())) for code, scale in zip(codes, scales, strict=True))
     found = pack_experts(matrices, (EXPERTS, out, dim), 32, torch.device("cpu"), floats=True)
     return found.weights, (values * scales.double().repeat_interleave(32, dim=2)).flatten(0, 1)
 
@@ -149,6 +149,11 @@ def test_packing_is_what_unpacking_reads() -> None:
     for number, (numbers, scale, _) in enumerate(parts):
         exact = numbers.float() * scale.repeat_interleave(group, dim=1)[:, :144]
         assert error(packed_ones.matrices(number, 1)[0], exact.double()) < 4e-3
+
+
+def test_codes_of_floats() -> None:
+    twice = torch.tensor([int(2 * one) for one in E2M1 + [-one for one in E2M1]], dtype=torch.int8)
+    assert float_codes(twice).tolist() == [*range(8), 0, *range(9, 16)]
 
 
 @pytest.mark.parametrize(

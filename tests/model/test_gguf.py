@@ -14,14 +14,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import retrieval_attn as ra
 from retrieval_attn.cli import main
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
+from retrieval_attn.gpu.packed_experts import PackedExperts
 from retrieval_attn.memory.plan import plan
+from retrieval_attn.model.experts import ExpertWeights, expert_parameters, has_packed_experts
 from retrieval_attn.model.fused.host import HostLayer
 from retrieval_attn.model.gguf.blocks import BLOCKS
-from retrieval_attn.model.gguf.checkpoint import FOUR_BITS, settled
+from retrieval_attn.model.gguf.checkpoint import (
+    FOUR_BITS,
+    TILES,
+    config_of,
+    kept_experts,
+    settled,
+    unpacked_formats,
+    weights_of,
+)
 from retrieval_attn.model.gguf.file import read, resolve
 from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.loading import load, load_model
-from retrieval_attn.model.quantization import packed_modules, plain_tensors
+from retrieval_attn.model.quantization import packed_modules, plain_tensors, unpacked_bytes
 from retrieval_attn.model.stored import StoredWeight
 from tests.model.gguf_files import TOKENS, Family, Writer, add_tokenizer, blocks, gguf, write
 from tests.model.packed_weights import pack
@@ -145,7 +155,7 @@ def test_blocks_are_unpacked_as_their_package_does(number: int) -> None:
     stored = known.stored(torch.from_numpy(data), torch.float32)
     np.testing.assert_allclose(stored.widened(), expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
     assert sum(part.nbytes for part in plain_tensors([stored])) == known.storage.nbytes(24, 512)
-    assert stored.numbers.dtype == (torch.uint8 if known.name in FOUR_BITS else torch.int8)
+    assert stored.numbers.dtype == (torch.uint8 if known.name in (*FOUR_BITS, "MXFP4") else torch.int8)
     assert np.isfinite(expected).all() and len(np.unique(expected)) > 15
 
 
@@ -241,6 +251,8 @@ def test_a_cpu_multiplies_matrices_as_they_are_stored(family: Family, tmp_path: 
     stored, whole = (load_model(tmp_path / "model.gguf", device="cpu", dtype=dtype) for dtype in ("auto", "float32"))
     linear = [one.weight for one in stored.modules() if isinstance(one, torch.nn.Linear | torch.nn.Embedding)]
     assert linear and all(isinstance(one, StoredWeight) for one in linear) and stored.dtype == torch.float32
+    routed = [one for one in stored.modules() if expert_parameters(one)]
+    assert all(map(has_packed_experts, routed)) and bool(routed) == (family.name in ("qwen3moe", "gpt-oss"))
     programs = [layer.forward for layer, _ in decoder_layers(stored) if isinstance(layer.forward, HostLayer)]
     assert len(programs) == PROGRAMS.get(family.name, 0)
     for rows in (1, 3):
@@ -291,7 +303,8 @@ def test_matrices_of_4_bits_stay_packed_on_a_gpu(
     found = packed_modules(loaded)
     assert len(found) == len(linear) and not hasattr(loaded.config, "quantization_config")
     shape = plan(tmp_path / "model.gguf", 1024).shape
-    largest = max(2 * one.weight.numel() for one in model.model.modules() if isinstance(one, torch.nn.Linear))
+    largest = unpacked_bytes(loaded)
+    assert largest >= max(2 * one.weight.numel() for one in model.model.modules() if isinstance(one, torch.nn.Linear))
     assert shape.weight_bytes == largest + sum(one.nbytes for one in plain_tensors(loaded.parameters()))
     for module, weights in found:
         name = next(name for name, one in loaded.named_modules() if one is module)
@@ -299,6 +312,31 @@ def test_matrices_of_4_bits_stay_packed_on_a_gpu(
         steps = weights.scales[..., 0].float().t().repeat_interleave(32, 1)[:, : exact.shape[1]].abs()
         assert ((weights.matrix.float() - exact).abs() <= steps / 16 + exact.abs() / 128).all(), name
         assert weights.group == 32 and exact.std() > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+def test_experts_of_4_bits_stay_packed_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up join as the model has them; MXFP4 without a loss. Other formats are unpacked, and named."""
+    family = next(one for one in FAMILIES if one.name == name)
+    model = write(tmp_path / "model.gguf", family)
+    file = read(tmp_path / "model.gguf")
+    config = config_of(file)
+    found = weights_of(file, config, torch.bfloat16, torch.device("cpu"), form=TILES)
+    kept = kept_experts(file, TILES)
+    assert len(kept) == 2 * config.num_hidden_layers
+    for parameter, exact in model.named_parameters():
+        if parameter.endswith(("gate_up_proj", "down_proj")) and ".experts." in parameter:
+            weight = found[parameter][...]
+            assert type(weight) is ExpertWeights and isinstance(weight.held, PackedExperts)
+            copies = weight.copies(0, len(weight)).float()
+            assert copies.shape == exact.shape and copies.std() > 0
+            if name == "gpt-oss":
+                assert torch.equal(copies, exact.to(torch.bfloat16).float())
+            assert (copies - exact).abs().max() < exact.abs().max() / 64
+    assert not unpacked_formats(file, TILES)
+    monkeypatch.setattr("retrieval_attn.model.gguf.checkpoint.FOUR_BITS", ())
+    if name == "qwen3moe":
+        assert not kept_experts(file, TILES) and unpacked_formats(file, TILES) == ["Q4_K"]
 
 
 @pytest.mark.cuda

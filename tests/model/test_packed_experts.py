@@ -329,7 +329,7 @@ def test_mxfp4_on_a_gpu_is_what_the_file_has(mxfp4: Path) -> None:
     stored = load_model(mxfp4, device="cpu")
     meta = torch.device("meta")
     for one in filter(has_packed_experts, stored.modules()):
-        for name, weight in one._parameters.items():
+        for weight in one._parameters.values():
             if type(weight) is ExpertWeights:
                 full = next(own for own, found in stored.named_parameters() if found is weight)
                 parts = tensors[f"{full}_blocks"], tensors[f"{full}_scales"]

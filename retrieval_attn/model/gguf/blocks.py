@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
+from retrieval_attn.gpu.packed import float_codes
 from retrieval_attn.model.gguf.file import GgufFile, StoredTensor
 from retrieval_attn.model.grouped import GroupedMatrix
 from retrieval_attn.model.stored import Storage, StoredWeight
@@ -45,6 +46,11 @@ class BlockFormat(NamedTuple):
         offsets = torch.zeros_like(scales) if offsets is None else offsets.reshape(rows, -1)
         return GroupedMatrix(numbers.reshape(rows, -1), scales, offsets)
 
+    def kept(self, data: Tensor) -> GroupedMatrix:
+        """As `matrix`, of rows that stay in few bits: of floating-point numbers, their four bits."""
+        matrix = self.matrix(data)
+        return matrix._replace(numbers=float_codes(matrix.numbers)) if self.storage.floats else matrix
+
     def stored(self, data: Tensor, dtype: torch.dtype) -> StoredWeight:
         """Return rows (n, bytes of a row) uint8 on the CPU as a weight in 4 or 8 bits, without a loss.
 
@@ -53,11 +59,12 @@ class BlockFormat(NamedTuple):
         step = max(1, CHUNK // (data.shape[-1] // self.nbytes * self.size))
         found: list[Tensor] = []
         for first in range(0, len(data), step):  # no second copy of the matrix
-            parts = self.storage.packed(self.matrix(data[first : first + step]))
+            parts = self.storage.packed(self.kept(data[first : first + step]))
             found = found or [part.new_empty(len(data), part.shape[1]) for part in parts]
             for whole, part in zip(found, parts, strict=True):
                 whole[first : first + step] = part
-        return StoredWeight(found[0], found[1], found[2] if len(found) > 2 else None, dtype=dtype)
+        offsets = found[2] if len(found) > 2 else None
+        return StoredWeight(found[0], found[1], offsets, dtype=dtype, floats=self.storage.floats)
 
     def weights(self, data: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weights (..., columns) of bytes (..., bytes of a row) uint8, on the same device."""
@@ -214,7 +221,7 @@ BLOCKS = {
     14: BlockFormat("Q6_K", 256, 210, _q6_k, Storage(8, 16)),
     20: BlockFormat("IQ4_NL", 32, 18, _iq4_nl, Storage(8, half=True)),
     23: BlockFormat("IQ4_XS", 256, 136, _iq4_xs, Storage(8)),
-    39: BlockFormat("MXFP4", 32, 17, _mxfp4, Storage(8)),
+    39: BlockFormat("MXFP4", 32, 17, _mxfp4, Storage(4, floats=True)),
 }
 """Formats by their number in ggml."""
 

@@ -8,18 +8,28 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
-from retrieval_attn.model.gguf.blocks import BFLOAT16, BFLOAT16_STORAGE, BLOCKS, FLOATS, block_format
+from retrieval_attn.gpu.packed_experts import can_pack, pack_experts, packed_shape
+from retrieval_attn.model.experts import Experts, ExpertWeights, copied_experts, stored_experts
+from retrieval_attn.model.gguf.blocks import (
+    BFLOAT16,
+    BFLOAT16_STORAGE,
+    BLOCKS,
+    FLOATS,
+    BlockFormat,
+    block_format,
+    block_names,
+)
 from retrieval_attn.model.gguf.file import GgufFile, StoredTensor
-from retrieval_attn.model.grouped import packed_bytes
+from retrieval_attn.model.grouped import GroupedMatrix, packed_bytes
 from retrieval_attn.model.quantization import own_method, require_package
 from retrieval_attn.model.stored import Storage, StoredWeight
 
@@ -154,14 +164,17 @@ def config_of(file: GgufFile) -> Any:
     config = AutoConfig.for_model(known.model_type, **fields)
     packed = [stored.shape for stored in file.tensors.values() if _is_packable(stored)]
     kept = [(storage, stored.shape) for stored in file.tensors.values() if (storage := _storage(stored)) is not None]
-    if packed or kept:
+    tiles, stored = (_expert_sizes(file, form) for form in (TILES, STORED))
+    if packed or kept or tiles.weights or stored.weights:
         counts = [math.prod(shape) for shape in packed]
         config.quantization_config = {
-            "quant_method": METHOD, "form": TILES, "weights": sum(counts), "largest": max(counts, default=0),
-            "bytes": sum(packed_bytes(rows, columns, GROUP) for rows, columns in packed),
+            "quant_method": METHOD, "form": TILES, "weights": sum(counts) + tiles.weights,
+            "largest": max([*counts, tiles.largest]),
+            "bytes": sum(packed_bytes(rows, columns, GROUP) for rows, columns in packed) + tiles.nbytes,
             STORED: {
-                "quant_method": METHOD, "form": STORED, "weights": sum(math.prod(shape) for _, shape in kept),
-                "largest": 0, "bytes": sum(storage.nbytes(*shape) for storage, shape in kept),
+                "quant_method": METHOD, "form": STORED,
+                "weights": sum(math.prod(shape) for _, shape in kept) + stored.weights, "largest": 0,
+                "bytes": sum(storage.nbytes(*shape) for storage, shape in kept) + stored.nbytes,
             },
         }  # fmt: skip
     config.name_or_path = file.path
@@ -181,6 +194,72 @@ def _storage(stored: StoredTensor) -> Storage | None:
     kind = stored.kind
     storage = BFLOAT16_STORAGE if kind == BFLOAT16 else BLOCKS[kind].storage if kind in BLOCKS else None
     return storage if storage is not None and storage.can_store(*stored.shape) else None
+
+
+class _ExpertSizes(NamedTuple):
+    """Weights of experts that stay in few bits, their bytes, and weights of the largest copies at once."""
+
+    weights: int
+    nbytes: int
+    largest: int
+
+
+def _expert_sizes(file: GgufFile, form: str) -> _ExpertSizes:
+    weights = nbytes = largest = 0
+    for parts in kept_experts(file, form).values():
+        experts, rows, columns = parts[0].shape
+        out = rows * len(parts)
+        weights += experts * out * columns
+        largest = max(largest, out * columns * copied_experts(experts, out, columns))
+        if form == STORED:
+            nbytes += block_format(parts[0]).storage.nbytes(experts * out, columns)
+        else:
+            words, scales = packed_shape(experts, out, columns, GROUP)
+            nbytes += 4 * math.prod(words) + 2 * math.prod(scales)
+    return _ExpertSizes(weights, nbytes, largest)
+
+
+def kept_experts(file: GgufFile, form: str) -> dict[str, list[StoredTensor]]:
+    """Return the tensors of experts that stay in few bits, by the first one's name: gate and up, and down.
+
+    form: TILES or STORED. All experts of a layer do, or none.
+    """
+    found: dict[str, list[StoredTensor]] = {}
+    for name, gate in file.tensors.items():
+        if not name.endswith("ffn_gate_exps.weight"):
+            continue
+        up, down = (file.tensors.get(name.replace("gate", part)) for part in ("up", "down"))
+        if up is None or down is None:
+            continue
+        parts = {name: [gate, up], down.name: [down]}
+        if (gate.kind, gate.shape) == (up.kind, up.shape) and all(_can_keep(own, form) for own in parts.values()):
+            found |= parts
+    return found
+
+
+def _can_keep(parts: list[StoredTensor], form: str) -> bool:
+    """Return True if kernels multiply the matrices of experts in their form."""
+    experts, rows, columns = parts[0].shape
+    block = BLOCKS.get(parts[0].kind)
+    if block is None or columns % block.size or not can_pack(rows * len(parts), columns, GROUP):
+        return False
+    if form == STORED:
+        return block.storage.can_store(experts * rows, columns)
+    return block.name in FOUR_BITS or block.storage.floats
+
+
+def unpacked_formats(file: GgufFile, form: str | None) -> list[str]:
+    """Return the names of the formats of blocks that are unpacked. form: TILES, STORED, or None: all are.
+
+    Those in which linear layers stay packed are left out, though the embedding may be unpacked.
+    """
+    if form is None:
+        return block_names(file)
+    kept = {part.name for parts in kept_experts(file, form).values() for part in parts}
+    routed = [one for one in file.tensors.values() if "_exps." in one.name and one.kind not in FLOATS]
+    found = {block_format(one).name for one in routed if one.name not in kept}
+    others = set(block_names(file)) - {block_format(one).name for one in routed} if form == TILES else set()
+    return sorted(found | (others - set(FOUR_BITS)))
 
 
 def settled(config: Any, device: torch.device, dtype: str, quantization: str | None = None, *, alone: bool) -> Any:
@@ -342,7 +421,7 @@ class Weight:
         *,
         form: str | None = None,
     ) -> None:
-        self._stored, self._dtype, self._device, self._change = stored, dtype, device, change
+        self._stored, self.dtype, self.device, self._change = stored, dtype, device, change
         self._form = form
         self._blocks = None if stored.kind in FLOATS else block_format(stored)
         columns = stored.shape[-1]
@@ -357,20 +436,54 @@ class Weight:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return the weight, at an index."""
-        mapped = np.memmap(self._stored.path, np.uint8, "c", self._stored.start, self._shape)
-        rows = torch.from_numpy(mapped).to(self._device)
+        rows = self.data().to(self.device)
         rows = rows.view(FLOATS[self._stored.kind]) if self._blocks is None else rows
         rows = rows if self._change is None else self._change(rows)
         if self._blocks is None and self._form == STORED:
-            weight = StoredWeight(rows.contiguous(), None, None, dtype=self._dtype)
+            weight = StoredWeight(rows.contiguous(), None, None, dtype=self.dtype)
             return torch.nn.Parameter(weight, requires_grad=False)
         if self._blocks is None:
             return rows[index]
         if self._form is not None:
             stored = self._form == STORED
-            weight = self._blocks.stored(rows, self._dtype) if stored else self._blocks.matrix(rows).packed()
+            weight = self._blocks.stored(rows, self.dtype) if stored else self._blocks.matrix(rows).packed()
             return torch.nn.Parameter(weight, requires_grad=False)
-        return self._blocks.weights(rows, self._dtype)[index]
+        return self._blocks.weights(rows, self.dtype)[index]
+
+    def data(self) -> Tensor:
+        """Return the bytes of the file, uint8, mapped."""
+        return torch.from_numpy(np.memmap(self._stored.path, np.uint8, "c", self._stored.start, self._shape))
+
+
+class _Experts:
+    """Experts that stay in few bits, read when transformers' loader indexes them.
+
+    parts: gate and up, or down. interleaved: see `_Architecture`. weight: Weight of a part. form: TILES or STORED.
+    """
+
+    def __init__(self, parts: list[StoredTensor], weights: list[Weight], form: str, *, interleaved: bool) -> None:
+        self._parts, self._weights, self._form, self._interleaved = parts, weights, form, interleaved
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return the weights, a parameter."""
+        block, (experts, rows, columns) = block_format(self._parts[0]), self._parts[0].shape
+        shape, device = (experts, rows * len(self._parts), columns), self._weights[0].device
+        held: Experts
+        if self._form == TILES:
+            held = pack_experts(self._matrices(block), shape, GROUP, device, floats=block.storage.floats)
+        else:
+            held = stored_experts(self._matrices(block), shape, block.storage)
+        weight = ExpertWeights(held, dtype=self._weights[0].dtype, transposed=self._interleaved)
+        return torch.nn.Parameter(weight, requires_grad=False)
+
+    def _matrices(self, block: BlockFormat) -> Iterator[GroupedMatrix]:
+        device = self._weights[0].device
+        for data in zip(*(weight.data() for weight in self._weights), strict=True):
+            own = [block.kept(rows.to(device)) for rows in data]
+            if len(own) > 1 and self._interleaved:
+                yield GroupedMatrix(*(torch.stack(fields, dim=1).flatten(0, 1) for fields in zip(*own, strict=True)))
+            else:
+                yield GroupedMatrix(*(torch.cat(fields) for fields in zip(*own, strict=True)))
 
 
 class _Joined:
@@ -394,6 +507,7 @@ def weights_of(
     """
     known, text = _architecture(file), config.get_text_config(decoder=True)
     found: dict[str, Any] = {}
+    kept = {} if form is None else kept_experts(file, form)
     heads = {"attn_q": text.num_attention_heads, "attn_k": text.num_key_value_heads}
     for stored in file.tensors.values():
         if _IGNORED.fullmatch(stored.name):
@@ -408,7 +522,10 @@ def weights_of(
                 f"{file.path} has a tensor {stored.name}, which models of the architecture {file.architecture!r} do "
                 "not have in transformers; load the checkpoint that the file was made of."
             )
-        if leaf == "ffn_gate_exps":
+        if stored.name in kept and form is not None:
+            weights = [Weight(one, dtype, device) for one in kept[stored.name]]
+            found[name] = _Experts(kept[stored.name], weights, form, interleaved=known.interleaved)
+        elif leaf == "ffn_gate_exps":
             other = stored.name.replace("gate", "up")
             if other not in file.tensors:
                 raise InputDataError(f"{file.path} has no tensor {other}; download the file again.")

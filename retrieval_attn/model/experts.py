@@ -22,7 +22,7 @@ from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.packed import PackedWeights
 from retrieval_attn.gpu.packed_experts import COPIED_WEIGHTS, PackedExperts, can_pack, pack_experts, packed_shape
 from retrieval_attn.model.grouped import GroupedMatrix
-from retrieval_attn.model.layers import BATCHED, GROUPED
+from retrieval_attn.model.layers import BATCHED, GROUPED, expert_counts, modules_of
 from retrieval_attn.model.stored import Storage, StoredWeight
 
 PACKED = "retrieval_attn_packed"
@@ -35,6 +35,8 @@ STORAGE = Storage(4, half=True, moved=True)
 """How a CPU stores quantized experts: a float16 scale and offset for 32 weights."""
 FLOAT_STORAGE = Storage(4, floats=True)
 """How a CPU stores experts of MXFP4."""
+GROUPED_STORAGE = Storage(4, moved=True)
+"""How a CPU stores experts of AWQ's and GPTQ's checkpoints."""
 KERNEL_TOKENS = 64
 """Tokens up to which one product with all experts is used on a GPU: captured steps and short questions."""
 HOST_TOKENS = 16
@@ -279,6 +281,30 @@ def float_tiles(blocks: Tensor, scales: Tensor, device: torch.device) -> PackedE
     return pack_experts(matrices, _float_shape(blocks), 2 * blocks.shape[-1], device, floats=True)
 
 
+def grouped_experts(
+    matrices: Iterator[GroupedMatrix],
+    shape: tuple[int, int, int],
+    group: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ExpertWeights:
+    """Return experts of a checkpoint in 4 bits with `group` weights a scale, for a device.
+
+    shape: (experts, out, in). A CPU stores each scale for 32 weights: group is a multiple.
+    """
+    if device.type != "cpu":
+        held: Experts = pack_experts(matrices, shape, group, device, floats=False)
+    else:
+        times = group // GROUPED_STORAGE.group
+        split = (
+            one._replace(scales=one.scales.repeat_interleave(times, 1), offsets=one.offsets.repeat_interleave(times, 1))
+            for one in matrices
+        )
+        held = stored_experts(split, shape, GROUPED_STORAGE)
+    return ExpertWeights(held, dtype=dtype, transposed=False)
+
+
 def _float_matrix(blocks: Tensor, powers: Tensor) -> GroupedMatrix:
     """Return the four bits of an expert's numbers, scales for twice their values, and no offsets."""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
@@ -314,6 +340,15 @@ def use_packed_experts(model: Any) -> None:
 def has_packed_experts(module: nn.Module) -> bool:
     """Return True if a module has packed weights of experts among its own parameters."""
     return any(type(own) is ExpertWeights for own in module._parameters.values())
+
+
+def load_expert_kernels(root: nn.Module, rows: int) -> None:
+    """Compile and load what `rows` tokens launch for the packed experts in a module, by multiplying zeros."""
+    for module in filter(has_packed_experts, modules_of(root)):
+        layer, visited = _Layer.of(module), expert_counts(module.config)[0]  # type: ignore[arg-type]
+        if layer is not None and visited and isinstance(layer.up, PackedExperts) and layer.up.has_kernel:
+            chosen = torch.arange(visited, device=layer.up.device).repeat(rows, 1)
+            layer.multiplied(torch.zeros(rows, layer.up.shape[2], dtype=torch.bfloat16, device=chosen.device), chosen)
 
 
 def packed_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.packed import GROUPS
-from retrieval_attn.model.grouped import of_awq, of_gptq
+from retrieval_attn.model.experts import expert_parameters, grouped_experts, matrix_shape
+from retrieval_attn.model.grouped import GroupedMatrix, of_awq, of_gptq
 from retrieval_attn.model.quantization import options_in, own_method, require_package
 
 METHOD = "retrieval_attn_grouped"
@@ -70,13 +71,14 @@ def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
     _register()
     holder.quantization_config = {
         **options, "quant_method": METHOD, "of": method, "layout": layout, "whole": device.type != "cuda",
+        "device": str(device),
     }  # fmt: skip
     return {"config": config, "output_loading_info": True}
 
 
 def whole_model(model: Any, told: Mapping[str, Any]) -> Any:
     """The model, of what from_pretrained gives with these options. Raises ConfigError where weights had no tensors:
-    those of experts, which lie together in a model and apart in a checkpoint, and have random numbers then.
+    those of experts that transformers joins in a way of their own, which have random numbers then.
     """
     missing = sorted(told["missing_keys"])
     if missing:
@@ -91,23 +93,53 @@ def converted(method: str, layout: str, parts: Mapping[str, Tensor], *, whole: b
     """The weight of a matrix from its tensors by name of PARTS. whole: in `dtype`, not in torchao's form. Raises
     InputDataError.
     """
+    matrix = grouped_matrix(method, layout, parts)
+    found: Tensor = matrix.weights().to(dtype) if whole else matrix.packed()
+    return found
+
+
+def grouped_matrix(method: str, layout: str, parts: Mapping[str, Tensor]) -> GroupedMatrix:
+    """Return a matrix of its tensors by name of PARTS. Raises InputDataError."""
     if lacking := [name for name in PARTS[:3] if name not in parts]:
         raise InputDataError(f"a matrix in 4 bits has no {', '.join(lacking)}; the checkpoint is damaged")
     qweight, qzeros, scales = (parts[name] for name in PARTS[:3])
     if method == "awq":
-        matrix = of_awq(qweight, qzeros, scales)
-    else:
-        matrix = of_gptq(qweight, qzeros, scales, parts.get("g_idx"), moved=layout != "gptq_v2")
-    found: Tensor = matrix.weights().to(dtype) if whole else matrix.packed()
-    return found
+        return of_awq(qweight, qzeros, scales)
+    return of_gptq(qweight, qzeros, scales, parts.get("g_idx"), moved=layout != "gptq_v2")
+
+
+def joined_experts(
+    config: Any, experts: Mapping[str, list[Mapping[str, Tensor]]], module: nn.Module, name: str
+) -> Tensor:
+    """Return a parameter of a module of experts. experts: tensors of each expert by name of PARTS, by name of a matrix:
+    of one, or of gate and up. config: of the quantizer. Raises InputDataError.
+    """
+    whole = getattr(module, name)
+    device = torch.device(config.device)
+    packed = name in (expert_parameters(module) or ()) and not module.is_transposed
+
+    def matrices(place: torch.device) -> Iterator[GroupedMatrix]:
+        for parts in zip(*experts.values(), strict=True):
+            there = [{part: one.to(place) for part, one in own.items()} for own in parts]
+            own = [grouped_matrix(config.of, config.layout, one) for one in there]
+            yield GroupedMatrix(*(torch.cat(fields) for fields in zip(*own, strict=True)))
+
+    if not packed:
+        return torch.stack([one.weights().to(whole.dtype) for one in matrices(torch.device("cpu"))])
+    first = next(matrices(torch.device("cpu")))
+    shape = matrix_shape(module, name)
+    if tuple(first.numbers.shape) != shape[1:] or len(next(iter(experts.values()))) != shape[0]:
+        raise InputDataError(f"{name} has experts of {tuple(first.numbers.shape)} in this checkpoint, not {shape[1:]}")
+    return grouped_experts(matrices(device), shape, first.group, dtype=whole.dtype, device=device)
 
 
 @functools.cache
 def _register() -> None:
     """Tell transformers' loader of the quantiser, once."""
-    from transformers.core_model_loading import ConversionOps, WeightConverter
+    from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     class GroupedConfig(QuantizationConfigMixin):
@@ -134,7 +166,39 @@ def _register() -> None:
             weight = converted(self._config.of, self._config.layout, parts, **options)
             return {name: nn.Parameter(weight, requires_grad=False)}
 
+    class Join(ConversionOps):
+        """Make a parameter of the experts' tensors, which transformers would join once they are whole."""
+
+        def __init__(self, config: Any) -> None:
+            self._config = config
+
+        def convert(
+            self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **given: Any
+        ) -> dict[str, Any]:
+            name = given["full_layer_name"]
+            module, leaf = get_module_from_name(given["model"], name)
+            experts: dict[str, list[dict[str, Tensor]]] = {}
+            for pattern in source_patterns:
+                matrix, _, part = pattern.rpartition(".")
+                own = experts.setdefault(matrix, [{} for _ in input_dict.get(pattern, ())])
+                for expert, tensor in zip(own, input_dict.get(pattern, ()), strict=False):
+                    expert[part] = tensor
+            weight = joined_experts(self._config, experts, module, leaf)
+            return {name: nn.Parameter(weight, requires_grad=False)}
+
     class Quantizer(HfQuantizer):
+        def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+            """Read experts' matrices before the general patterns do, joined in host memory."""
+            found = []
+            for one in weight_conversions:
+                kinds = {type(operation) for operation in getattr(one, "operations", ())}
+                sources = [source.removesuffix(".weight") for source in one.source_patterns]
+                if MergeModulelist in kinds and kinds <= {MergeModulelist, Concatenate}:
+                    patterns = [f"{source}.{part}" for source in sources for part in PARTS]
+                    join = Join(self.quantization_config)
+                    found.append(WeightConverter(patterns, one.target_patterns, [join], force_cpu=True))
+            return [*weight_conversions, *found, *self.get_weight_conversions()]
+
         def get_weight_conversions(self) -> list[Any]:
             sources = [rf"\.{part}$" for part in PARTS]
             return [WeightConverter(sources, r"\.weight$", [Convert(self.quantization_config)])]

@@ -17,6 +17,7 @@ from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.packed import PackedWeights
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.model import grouped_loading
+from retrieval_attn.model.experts import has_packed_experts
 from retrieval_attn.model.grouped import GroupedMatrix, of_awq, of_gptq
 from retrieval_attn.model.grouped_loading import converted, reads_grouped
 from retrieval_attn.model.loading import load_model
@@ -216,19 +217,37 @@ def test_what_only_the_package_reads(
         load_model(tmp_path, device="cpu")
 
 
-def test_experts_that_lie_together_are_refused(tmp_path: Path) -> None:
-    """Breaks if they get random numbers: a checkpoint has the matrices of each for itself."""
-    more = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **more})).save_pretrained(tmp_path)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("inner", [64, 40], ids=["packed", "whole"])
+def test_experts_are_joined(method: str, inner: int, tmp_path: Path) -> None:
+    """A checkpoint has the matrices of each for itself; those of sizes without a kernel become whole."""
+    more = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **more})).eval()
+    model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if name.endswith("proj.weight")]:
-        kept = rounded(tensors.pop(name).float())
-        parts = stored("gptq_v2", *kept)
+        group = GROUP if tensors[name].shape[1] % GROUP == 0 else 8
+        kept = rounded(tensors.pop(name).float(), group)
+        parts = stored(method, *kept)
         tensors |= {name.removesuffix("weight") + part: one for part, one in parts.items()}
+        layer, expert = name.split(".")[2], name.split(".")[-3]
+        if expert.isdigit():
+            held, leaf = model.model.layers[int(layer)].mlp.experts, name.split(".")[-2]
+            rows = {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner), "down_proj": slice(None)}[leaf]
+            whole = held.down_proj if leaf == "down_proj" else held.gate_up_proj
+            whole.data[int(expert), rows] = exact(*kept)
+        else:
+            model.get_submodule(name.removesuffix(".weight")).weight.data = exact(*kept)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    write_options(tmp_path, options_of("gptq_v2"))
-    with pytest.raises(ConfigError, match="4 weights .*experts.*pip install gptqmodel"):
-        load_model(tmp_path, device="cpu", dtype="float32")
+    write_options(tmp_path, options_of(method))
+    loaded = load_model(tmp_path, device="cpu", dtype="float32")
+    packed = [one for one in loaded.modules() if has_packed_experts(one)]
+    assert len(packed) == (2 if inner == 64 else 0)
+    with torch.no_grad():
+        assert (loaded(ids()).logits - model(ids()).logits).abs().max() < 1e-5
+        weight = loaded.model.layers[1].mlp.experts.gate_up_proj
+        torch.testing.assert_close(weight[2], model.model.layers[1].mlp.experts.gate_up_proj[2], atol=1e-6, rtol=1e-5)
 
 
 def test_where_the_package_is_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:

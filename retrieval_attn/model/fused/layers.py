@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retrieval_attn.gpu.products import ROW_CLASSES
+from retrieval_attn.model.experts import load_expert_kernels
 from retrieval_attn.model.fused.attention_parts import attending_parts
 from retrieval_attn.model.fused.parts import Different, LayerParts
 from retrieval_attn.model.fused.states import state_parts
@@ -77,6 +78,7 @@ def fused_layers(model: PreTrainedModel, rows: int) -> Iterator[int]:
 def load_layer_kernels(model: PreTrainedModel) -> None:
     """Compile and load what a step of one row will launch, by multiplying zeros with a layer's weights of each kind."""
     for layer in _layers_by_kind(model) if _runs_kernels(model) else ():
+        load_expert_kernels(layer, 1)
         try:
             parts = _parts(layer, 1)
         except Different:
@@ -92,6 +94,7 @@ def load_question_kernels(model: PreTrainedModel, rows: int) -> None:
     rows: one of ROW_CLASSES; questions of more tokens than the last one launch the kernels of the last one.
     """
     for layer in _layers_by_kind(model) if _runs_kernels(model) else ():
+        load_expert_kernels(layer, rows)
         for _, weights in packed_modules(layer):
             if weights.has_kernels:
                 weights.product(torch.zeros(rows, weights.columns, dtype=weights.dtype, device=weights.device))

@@ -7,7 +7,8 @@ A prefill chunk is multiplied one expert at a time, with bfloat16 copies of a fe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,19 @@ MIDDLE = 8
 """Number that is subtracted from a number of 4 bits before it is multiplied by its scale."""
 
 
+class ExpertShape(NamedTuple):
+    """Matrices (out, columns) of a number of experts."""
+
+    experts: int
+    out: int
+    columns: int
+
+    @property
+    def copied(self) -> int:
+        """Return the number of experts of which a prefill chunk has copies at once."""
+        return min(self.experts, max(1, COPIED_WEIGHTS // (self.out * self.columns)))
+
+
 class PackedExperts(NamedTuple):
     """Matrices (experts, out, in) of 4 bits: `weights` has experts * out rows and no bias."""
 
@@ -29,10 +43,10 @@ class PackedExperts(NamedTuple):
     experts: int
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(experts, out, in)."""
+    def shape(self) -> ExpertShape:
+        """Sizes of the matrices."""
         rows, columns = self.weights.shape
-        return self.experts, rows // self.experts, columns
+        return ExpertShape(self.experts, rows // self.experts, columns)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -52,22 +66,22 @@ class PackedExperts(NamedTuple):
     @property
     def has_kernel(self) -> bool:
         """Return True if `products` runs in a Triton kernel."""
-        return kernels_for(self.weights.words, "packed_experts_triton") is not None
+        return kernels_for(self.weights.words, "packed_triton") is not None
 
-    def products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None = None) -> Tensor:
+    def products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply tokens by their experts: (tokens * visited, out), in the dtype of numbers.
 
         numbers: (tokens, in), or (tokens * visited, in) with a row for each expert of a token. chosen: experts, int64
         (tokens, visited), a token's all different, on the same device, not read by the host. bias: (experts, out).
         """
-        kernels = kernels_for(self.weights.words, "packed_experts_triton")
+        kernels = kernels_for(self.weights.words, "packed_triton")
         if kernels is not None:
-            found: Tensor = kernels.products(numbers, chosen, self, bias)
+            found: Tensor = kernels.expert_products(numbers, chosen, self, bias)
             return found
         return self.gathered_products(numbers, chosen, bias)
 
-    def gathered_products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As `products`, in plain PyTorch: copies of the chosen matrices, for each pair of token and expert its own."""
+    def gathered_products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply as `products` by copies of the chosen matrices, for each pair of token and expert its own."""
         (_, out, columns), chosen = self.shape, chosen.reshape(-1)
         each = len(chosen) // max(1, len(numbers))
         step = max(1, COPIED_WEIGHTS // (out * columns))
@@ -97,10 +111,16 @@ class PackedExperts(NamedTuple):
         return self.weights._replace(words=words, scales=scales).matrix.view(count, out, columns)
 
 
-def packed_shape(experts: int, out: int, columns: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of words (int32) and scales (bfloat16) of experts of this shape."""
-    strips = -(-columns // STRIP)
-    return (experts * out // TILE_ROWS, strips, 32, 4), (-(-strips * STRIP // group), experts * out, 2)
+def packed_shapes(shape: ExpertShape, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of words (int32) and scales (bfloat16) of experts."""
+    rows, strips = shape.experts * shape.out, -(-shape.columns // STRIP)
+    return (rows // TILE_ROWS, strips, 32, 4), (-(-strips * STRIP // group), rows, 2)
+
+
+def packed_bytes(shape: ExpertShape, group: int) -> int:
+    """Return the bytes of packed experts."""
+    words, scales = packed_shapes(shape, group)
+    return math.prod(words) * torch.int32.itemsize + math.prod(scales) * torch.bfloat16.itemsize
 
 
 def can_pack(out: int, columns: int, group: int) -> bool:
@@ -109,20 +129,15 @@ def can_pack(out: int, columns: int, group: int) -> bool:
 
 
 def pack_experts(
-    matrices: Iterable[tuple[Tensor, Tensor, Tensor]],
-    shape: tuple[int, int, int],
-    group: int,
-    device: torch.device,
-    *,
-    floats: bool,
+    matrices: Iterable[Sequence[Tensor]], shape: ExpertShape, group: int, device: torch.device, *, floats: bool
 ) -> PackedExperts:
     """Return experts of their numbers uint8 (out, in), 0 to 15, scales and offsets (out, groups), one expert at a time.
 
-    A weight is number * scale + offset; floats: numbers are E2M1, a weight is twice the value * scale. shape:
-    (experts, out, in). The last group may be part of one.
+    A weight is number * scale + offset; floats: numbers are E2M1, a weight is twice the value * scale. The last
+    group may be part of one.
     """
     experts, out, columns = shape
-    word_shape, scale_shape = packed_shape(*shape, group)
+    word_shape, scale_shape = packed_shapes(shape, group)
     words = torch.empty(word_shape, dtype=torch.int32, device=device)
     scales = torch.zeros(scale_shape, dtype=torch.bfloat16, device=device)
     tiles, wide = out // TILE_ROWS, word_shape[1] * STRIP

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from retrieval_attn.gpu.memory import DEEP_TILE_BYTES, shared_bytes
 from retrieval_attn.gpu.packed import STRIP, PackedWeights
+from retrieval_attn.gpu.packed_experts import PackedExperts
 from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Norm, Projected, Rotation
 from retrieval_attn.gpu.products_triton import begin, largest, normed, overlap, pair, projected, turned
 
@@ -86,7 +87,7 @@ def _in_order(x, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
 def _products(
     words, scales, numbers, norm, magic, rows, dim, ahead, eps,
     GROUP: tl.constexpr, ONE: tl.constexpr, HAS_NORM: tl.constexpr, FROM_ONE: tl.constexpr, WHOLE: tl.constexpr,
-    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, FLOATS: tl.constexpr = False,
+    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, FLOATS: tl.constexpr,
 ):  # fmt: skip
     """Products (8 * T, M), float32, of T tiles of rows with rows of numbers.
 
@@ -168,7 +169,7 @@ def _project_kernel(
     begin(OVERLAP)
     both = _products(
         words + tile[:, None].to(tl.int64) * long, scales + row[None, :], numbers, norm, magic, rows, dim, ahead, eps,
-        GROUP, ONE, ONE, FROM_ONE, WHOLE, M, T, W, STAGES,
+        GROUP, ONE, ONE, FROM_ONE, WHOLE, M, T, W, STAGES, False,
     )  # fmt: skip
     a, b = _halves(both, T, M)
     member, low = tl.arange(0, M), place + tl.arange(0, 4 * T)
@@ -200,8 +201,9 @@ def _gated_kernel(
     scales = tl.where(row < 4 * T, gate_scales + place, up_scales + place)[None, :]
     begin(OVERLAP)
     both = _products(
-        words, scales, numbers, norm, magic, rows, dim, ahead, eps, GROUP, ONE, ONE, FROM_ONE, WHOLE, M, T, W, STAGES
-    )
+        words, scales, numbers, norm, magic, rows, dim, ahead, eps, GROUP, ONE, ONE, FROM_ONE, WHOLE, M, T, W, STAGES,
+        False,
+    )  # fmt: skip
     a, b = _halves(both, T, M)
     member, place = tl.arange(0, M), tl.program_id(0) * (4 * T) + tl.arange(0, 4 * T)
     if HAS_GATE_BIAS:
@@ -224,7 +226,7 @@ def _add_kernel(
     begin(OVERLAP)
     a = _products(
         words + tile[:, None].to(tl.int64) * long, scales + place[None, :], numbers + first.to(tl.int64) * dim, numbers,
-        magic, rows - first, dim, ahead, 0.0, GROUP, ONE, False, False, WHOLE, M, T, W, STAGES,
+        magic, rows - first, dim, ahead, 0.0, GROUP, ONE, False, False, WHOLE, M, T, W, STAGES, False,
     )  # fmt: skip
     if HAS_BIAS:
         a += tl.load(bias + place).to(tl.float32)[:, None]
@@ -233,6 +235,60 @@ def _add_kernel(
     if ADDS:
         a += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, a.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["pairs", "magic"])
+def _experts_kernel(
+    numbers, chosen, words, scales, bias, out, magic, pairs, each, dim, long, ahead, width,
+    GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, FLOATS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """One program per T tiles of an expert's matrix and per pair of a token and an expert.
+
+    All pairs of an expert are multiplied by the program of the first of them (of the first of each M), so that weights
+    are read once; programs of the other pairs end at once. Which pairs these are is found from the router's numbers
+    here: nothing is sorted before, and no number on the host depends on them. ONE: each pair has its own expert.
+    """
+    pair, place = tl.program_id(1), tl.program_id(0) * (8 * T) + tl.arange(0, 8 * T)
+    begin(OVERLAP)
+    number = tl.load(chosen + pair)
+    expert = number.to(tl.int64)
+    tile = expert * (width // 8) + tl.program_id(0) * T + tl.arange(0, T)
+    own_words, own_scales = words + tile[:, None] * long, scales + (expert * width + place)[None, :]
+    slot = tl.arange(0, M)
+    if ONE:
+        a = _products(
+            own_words, own_scales, numbers + (pair // each).to(tl.int64) * dim, numbers, magic, 1, dim, ahead, 0.0,
+            GROUP, True, False, False, WHOLE, M, T, W, STAGES, FLOATS,
+        )  # fmt: skip
+        if HAS_BIAS:
+            a += tl.load(bias + expert * width + place).to(tl.float32)[:, None]
+        at = (pair + slot * 0).to(tl.int64)[None, :] * width + place[:, None]
+        tl.store(out + at, a.to(out.dtype.element_ty), mask=(slot == 0)[None, :])
+    else:
+        every = tl.arange(0, PAIRS)
+        same = (tl.load(chosen + every, mask=every < pairs, other=-1) == number).to(tl.int32)
+        rank = tl.sum(tl.where(every < pair, same, 0), axis=0)
+        if rank % M == 0:
+            counted = tl.cumsum(same, axis=0)
+            hit = ((counted[None, :] == (rank + slot + 1)[:, None]) & (same > 0)[None, :]).to(tl.int32)
+            inside = tl.sum(hit, axis=1) > 0
+            # slots without a pair multiply the program's own: that needs no mask, and is not stored
+            member = tl.where(inside, tl.sum(hit * every[None, :], axis=1), pair).to(tl.int64)
+            # rows of their own addresses: with 1 as the number of rows the addresses are used as they are
+            rows = numbers + (member // each * dim)[None, :, None]
+            a = _products(
+                own_words, own_scales, rows, numbers, magic, 1, dim, ahead, 0.0,
+                GROUP, False, False, False, WHOLE, M, T, W, STAGES, FLOATS,
+            )  # fmt: skip
+            if HAS_BIAS:
+                a += tl.load(bias + expert * width + place).to(tl.float32)[:, None]
+            tl.store(out + member[None, :] * width + place[:, None], a.to(out.dtype.element_ty), mask=inside[None, :])
+
+
+FEWEST_PAIRS = 64
+"""Pairs in a kernel for several tokens: each power of two from here on is a kernel of its own."""
 
 
 def project(hidden: Tensor, into: Attending, rotation: Rotation) -> Projected:
@@ -248,7 +304,7 @@ def two_products(hidden: Tensor, norm: Norm, first: PackedWeights, second: Packe
 def _launch_project(
     hidden: Tensor, norm: Norm, weights: Sequence[Any], heads: Sequence[int], head_dim: int, *rest: Any, **options: Any
 ) -> None:
-    options |= _options(hidden, weights[0], head_dim, PROJECT)
+    options |= _options(len(hidden), hidden, weights[0], head_dim, PROJECT)
     _project_kernel[(sum(heads) * (head_dim // 8 // options["T"]),)](
         hidden, norm.weight, *(one.words for one in weights), *(one.scales.view(torch.int32) for one in weights), *rest,
         MAGIC, *hidden.shape, weights[0].strips * STRIP, *(one.scales.stride(0) // 2 for one in weights), norm.eps,
@@ -264,7 +320,7 @@ def gated(hidden: Tensor, into: Gated) -> Tensor:
     (rows, dim), inner, ahead = hidden.shape, gate.shape[0], gate.scales.stride(0)
     assert up.scales.stride(0) == ahead, f"scales lie {ahead} and {up.scales.stride(0)} apart"
     out = hidden.new_empty(rows, inner)
-    options = _options(hidden, gate, 2 * inner, GATED)
+    options = _options(rows, hidden, gate, 2 * inner, GATED)
     _gated_kernel[(inner // 4 // options["T"],)](
         hidden, into.norm.weight, gate.words, up.words, gate.scales.view(torch.int32), up.scales.view(torch.int32),
         hidden if gate.bias is None else gate.bias, hidden if up.bias is None else up.bias, out,
@@ -279,12 +335,29 @@ def add_product(residual: Tensor | None, numbers: Tensor, weights: PackedWeights
     numbers = numbers.contiguous()
     (rows, dim), width = numbers.shape, weights.shape[0]
     out = numbers.new_empty(rows, width)
-    options = _options(numbers, weights, width, ADD)
+    options = _options(rows, numbers, weights, width, ADD)
     _add_kernel[(width // 8 // options["T"], triton.cdiv(rows, options["M"]))](
         numbers if residual is None else residual.contiguous(), numbers,
         weights.words, weights.scales.view(torch.int32), numbers if weights.bias is None else weights.bias, out,
         MAGIC, rows, dim, weights.strips * STRIP, weights.scales.stride(0) // 2, width,
         HAS_BIAS=weights.bias is not None, ADDS=residual is not None, **options,
+    )  # fmt: skip
+    return out
+
+
+def expert_products(numbers: Tensor, chosen: Tensor, experts: PackedExperts, bias: Tensor | None) -> Tensor:
+    """See `PackedExperts.products`."""
+    numbers, weights = numbers.contiguous(), experts.weights
+    (_, width, dim), tokens, pairs = experts.shape, len(chosen), chosen.numel()
+    out = numbers.new_empty(pairs, width)
+    if not pairs:
+        return out
+    options = _options(tokens, numbers, weights, width, ADD)
+    _experts_kernel[(width // 8 // options["T"], pairs)](
+        numbers, chosen.contiguous(), weights.words, weights.scales.view(torch.int32),
+        numbers if bias is None else bias, out, MAGIC, pairs, pairs // len(numbers), dim, weights.strips * STRIP,
+        weights.scales.stride(0) // 2, width, HAS_BIAS=bias is not None, FLOATS=weights.floats,
+        PAIRS=1 if tokens == 1 else max(FEWEST_PAIRS, triton.next_power_of_2(pairs)), **options,
     )  # fmt: skip
     return out
 
@@ -306,18 +379,13 @@ SMALL_STRIPS = 4
 
 
 def _options(
-    numbers: Tensor,
-    weights: PackedWeights,
-    width: int,
-    cuts: tuple[Tiling, Tiling, Tiling],
-    most_rows: int | None = None,
+    rows: int, numbers: Tensor, weights: PackedWeights, width: int, cuts: tuple[Tiling, Tiling, Tiling]
 ) -> dict[str, Any]:
-    """How a product of numbers (rows, dim) with weights is cut: tiles and strips that divide both sizes.
+    """How a product of at most `rows` of numbers (n, dim) is cut: tiles and strips that divide both sizes.
 
-    width: rows of weights of which a program takes some. most_rows: that weights are multiplied with; None: all.
+    width: rows of weights of which a program takes some.
     """
-    rows, dim = numbers.shape
-    rows = rows if most_rows is None else most_rows
+    dim = numbers.shape[1]
     cut = cuts[(rows > 1) + (rows > 8)]
     small = rows > 8 and shared_bytes(numbers.device) < DEEP_TILE_BYTES
     most_strips = min(cut.strips, SMALL_STRIPS) if small else cut.strips

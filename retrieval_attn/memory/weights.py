@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.gpu.packed_experts import packed_bytes
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason
 from retrieval_attn.model.expert_loading import FLOAT_GROUP, reads_floats
-from retrieval_attn.model.experts import copied_bytes, expert_parameters, packed_nbytes
+from retrieval_attn.model.experts import copied_bytes, expert_parameters, matrix_shape
 from retrieval_attn.model.gguf.blocks import block_names
 from retrieval_attn.model.gguf.file import read, resolve
 from retrieval_attn.model.layers import decoder_parts
@@ -60,7 +61,7 @@ def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
     for module in model.modules():
         for own in (expert_parameters(module) if name == "int4" else None) or ():
             quantised.add(id(getattr(module, own)))
-            size, routed = size + packed_nbytes(module, own, GROUP), routed + 1
+            size, routed = size + packed_bytes(matrix_shape(module, own), GROUP), routed + 1
             largest = max(largest, copied_bytes(module, width))
         if not isinstance(module, nn.Linear) or module is outputs or id(module.weight) in quantised:
             continue
@@ -111,7 +112,7 @@ def _float_bytes(model: Any, width: int) -> tuple[int, str]:
     for module in model.modules():
         for name in expert_parameters(module) or ():
             packed.add(id(getattr(module, name)))
-            size += packed_nbytes(module, name, FLOAT_GROUP)
+            size += packed_bytes(matrix_shape(module, name), FLOAT_GROUP)
             copied = max(copied, copied_bytes(module, width))
     size += sum(weight.numel() * width for weight in model.parameters() if id(weight) not in packed)
     return size + copied, f"mxfp4: experts at 4 bits with their scales{copy_note(copied)}"

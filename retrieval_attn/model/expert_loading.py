@@ -73,7 +73,7 @@ def _register_floats() -> None:
             self.__dict__.update(options)
             self.quant_method = FLOATS  # type: ignore[assignment]
 
-    class Convert(ConversionOps):
+    class FloatsConvert(ConversionOps):
         def __init__(self, device: torch.device) -> None:
             self._device = device
 
@@ -96,7 +96,7 @@ def _register_floats() -> None:
 
     class FloatsQuantizer(HfQuantizer):
         def get_weight_conversions(self) -> list[Any]:
-            convert = Convert(torch.device(self.quantization_config.device))  # type: ignore[attr-defined]
+            convert = FloatsConvert(torch.device(self.quantization_config.device))  # type: ignore[attr-defined]
             return [
                 WeightConverter([f"{leaf}_blocks", f"{leaf}_scales"], rf"{leaf}$", [convert], force_cpu=True)
                 for leaf in ("gate_up_proj", "down_proj")
@@ -122,35 +122,40 @@ def quantized_experts_config() -> type:
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
     from transformers.quantizers.quantizers_utils import get_module_from_name
 
-    class ExpertsConfig(TorchAoConfig):  # type: ignore[misc]
+    class ExpertsConfig(TorchAoConfig):
         """device: of the weights, a text."""
 
-        def __init__(self, *args: Any, device: str = "cpu", **options: Any) -> None:
+        def __init__(self, *args: Any, device: str, **options: Any) -> None:
             super().__init__(*args, **options)
-            self.quant_method, self.device = METHOD, device
+            own: Any = self
+            own.quant_method, own.device = METHOD, device
 
-    class Quantize(ConversionOps):
+    class ExpertsQuantize(ConversionOps):
         def __init__(self, own: Any, device: torch.device) -> None:
             self._own, self._device = own, device
 
-        def convert(self, input_dict: dict[str, Any], **given: Any) -> dict[str, Any]:
+        def convert(
+            self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **given: Any
+        ) -> dict[str, Any]:
             name = given["full_layer_name"]
             module, leaf = get_module_from_name(given["model"], name)
             if not _is_packed(module, leaf):
-                found: dict[str, Any] = self._own.convert(input_dict, **given)
+                found: dict[str, Any] = self._own.convert(input_dict, source_patterns=source_patterns, **given)
                 return found
             (value,) = input_dict.values()
             value = value[0] if isinstance(value, list) else value
             weight = quantized_experts(value, transposed=module.is_transposed, device=self._device)
             return {name: nn.Parameter(weight, requires_grad=False)}
 
-    class Quantizer(TorchAoHfQuantizer):  # type: ignore[misc]
+    class ExpertsQuantizer(TorchAoHfQuantizer):
         def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
             module, leaf = get_module_from_name(model, param_name)
             return _is_packed(module, leaf) or super().param_needs_quantization(model, param_name, **options)
 
         def get_quantize_ops(self) -> Any:
-            return Quantize(super().get_quantize_ops(), torch.device(self.quantization_config.device))
+            return ExpertsQuantize(
+                super().get_quantize_ops(), torch.device(str(vars(self.quantization_config)["device"]))
+            )
 
         def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
             """Join the matrices of a layer's experts in host memory: a GPU has those of one expert at a time."""
@@ -163,7 +168,7 @@ def quantized_experts_config() -> type:
             return False
 
     register_quantization_config(METHOD)(ExpertsConfig)
-    register_quantizer(METHOD)(Quantizer)
+    register_quantizer(METHOD)(ExpertsQuantizer)
     return ExpertsConfig
 
 

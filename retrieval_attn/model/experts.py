@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.packed import PackedWeights
-from retrieval_attn.gpu.packed_experts import COPIED_WEIGHTS, PackedExperts, can_pack, pack_experts, packed_shape
+from retrieval_attn.gpu.packed_experts import ExpertShape, PackedExperts, can_pack, pack_experts
 from retrieval_attn.model.grouped import GroupedMatrix
 from retrieval_attn.model.layers import BATCHED, GROUPED, expert_counts, modules_of
 from retrieval_attn.model.stored import Storage, StoredWeight
@@ -40,7 +40,7 @@ GROUPED_STORAGE = Storage(4, moved=True)
 KERNEL_TOKENS = 64
 """Tokens up to which one product with all experts is used on a GPU: captured steps and short questions."""
 HOST_TOKENS = 16
-"""As KERNEL_TOKENS, on a CPU."""
+"""Tokens up to which a CPU multiplies by weights as they are stored."""
 
 
 class StoredExperts(NamedTuple):
@@ -50,10 +50,10 @@ class StoredExperts(NamedTuple):
     experts: int
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(experts, out, in)."""
+    def shape(self) -> ExpertShape:
+        """Sizes of the matrices."""
         rows, columns = self.weight.shape
-        return self.experts, rows // self.experts, columns
+        return ExpertShape(self.experts, rows // self.experts, columns)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -66,8 +66,8 @@ class StoredExperts(NamedTuple):
         """Device of the tensors."""
         return torch.device("cpu")
 
-    def products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As `PackedExperts.products`."""
+    def products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply as `PackedExperts.products`."""
         flat = chosen.reshape(-1).long().contiguous()
         given = numbers.float().contiguous()
         out = torch.empty(len(flat), self.shape[1])
@@ -109,7 +109,7 @@ class ExpertWeights(Tensor):
         made.held, made.transposed = held, transposed
         for name, tensor in held.tensors.items():
             setattr(made, name, tensor)
-        return cast("ExpertWeights", made)
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Return the names of the tensors that hold the numbers, and the rest of what makes the weights."""
@@ -135,7 +135,7 @@ class ExpertWeights(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: Any, kwargs: Any
     ) -> Any:
         """Run an operation with copies of the matrices; copies and aliases of all share what is stored."""
         first, given = args[0] if args else None, kwargs or {}
@@ -190,16 +190,10 @@ def expert_parameters(module: nn.Module) -> tuple[str, str] | None:
     return up, down
 
 
-def matrix_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
-    """Return (experts, out, in) of a parameter of a module of experts."""
+def matrix_shape(module: nn.Module, name: str) -> ExpertShape:
+    """Return the sizes of a parameter of a module of experts."""
     experts, out, columns = module._parameters[name].shape  # type: ignore[union-attr]
-    return (experts, columns, out) if module.is_transposed else (experts, out, columns)
-
-
-def packed_nbytes(module: nn.Module, name: str, group: int) -> int:
-    """Return the bytes of a parameter of a module of experts once it is packed for a GPU, `group` weights a scale."""
-    words, scales = packed_shape(*matrix_shape(module, name), group)
-    return 4 * torch.Size(words).numel() + 2 * torch.Size(scales).numel()
+    return ExpertShape(experts, columns, out) if module.is_transposed else ExpertShape(experts, out, columns)
 
 
 def copied_bytes(module: nn.Module, width: int) -> int:
@@ -207,15 +201,8 @@ def copied_bytes(module: nn.Module, width: int) -> int:
 
     width: bytes of a number of the copy.
     """
-    sizes = (matrix_shape(module, name) for name in expert_parameters(module) or ())
-    return max(
-        (width * out * columns * copied_experts(experts, out, columns) for experts, out, columns in sizes), default=0
-    )
-
-
-def copied_experts(experts: int, out: int, columns: int) -> int:
-    """Return the number of experts of which a prefill chunk has copies at once."""
-    return min(experts, max(1, COPIED_WEIGHTS // (out * columns)))
+    shapes = (matrix_shape(module, name) for name in expert_parameters(module) or ())
+    return max((width * shape.out * shape.columns * shape.copied for shape in shapes), default=0)
 
 
 def quantized_matrix(weight: Tensor, group: int, dtype: torch.dtype) -> GroupedMatrix:
@@ -252,11 +239,10 @@ def tiled_experts(weight: Tensor, *, transposed: bool, device: torch.device) -> 
     )
 
 
-def _matrices(weight: Tensor, *, transposed: bool) -> tuple[Iterator[Tensor], tuple[int, int, int]]:
-    """Return the matrices (out, in) of experts, and their shape (experts, out, in)."""
+def _matrices(weight: Tensor, *, transposed: bool) -> tuple[Iterator[Tensor], ExpertShape]:
+    """Return the matrices (out, in) of experts, and their sizes."""
     whole = weight.transpose(1, 2) if transposed else weight
-    experts, out, columns = whole.shape
-    return iter(whole), (experts, out, columns)
+    return iter(whole), ExpertShape(*whole.shape)
 
 
 def float_experts(
@@ -282,16 +268,11 @@ def float_tiles(blocks: Tensor, scales: Tensor, device: torch.device) -> PackedE
 
 
 def grouped_experts(
-    matrices: Iterator[GroupedMatrix],
-    shape: tuple[int, int, int],
-    group: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    matrices: Iterator[GroupedMatrix], shape: ExpertShape, group: int, *, dtype: torch.dtype, device: torch.device
 ) -> ExpertWeights:
     """Return experts of a checkpoint in 4 bits with `group` weights a scale, for a device.
 
-    shape: (experts, out, in). A CPU stores each scale for 32 weights: group is a multiple.
+    A CPU stores each scale for 32 weights: group is a multiple.
     """
     if device.type != "cpu":
         held: Experts = pack_experts(matrices, shape, group, device, floats=False)
@@ -312,13 +293,13 @@ def _float_matrix(blocks: Tensor, powers: Tensor) -> GroupedMatrix:
     return GroupedMatrix(codes, halved, torch.zeros_like(halved))
 
 
-def _float_shape(blocks: Tensor) -> tuple[int, int, int]:
+def _float_shape(blocks: Tensor) -> ExpertShape:
     experts, out, groups, half = blocks.shape
-    return experts, out, groups * half * 2
+    return ExpertShape(experts, out, groups * half * 2)
 
 
-def stored_experts(matrices: Iterator[GroupedMatrix], shape: tuple[int, int, int], storage: Storage) -> StoredExperts:
-    """Return experts as a CPU stores them, of their matrices one at a time. shape: (experts, out, in)."""
+def stored_experts(matrices: Iterator[GroupedMatrix], shape: ExpertShape, storage: Storage) -> StoredExperts:
+    """Return experts as a CPU stores them, of their matrices one at a time."""
     experts, out, _ = shape
     found: list[Tensor] = []
     for number, matrix in enumerate(matrices):
@@ -416,13 +397,13 @@ class _Layer(NamedTuple):
         return self.down.products(inner, chosen, self.down_bias)
 
     def multiplied_in_turn(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As `multiplied`, times weights (tokens, visited), for many tokens: by copies of a few experts at a time.
+        """Multiply many tokens by copies of a few experts at a time, and by weights (tokens, visited).
 
         The host reads once how many tokens each expert has.
         """
         flat, visited = chosen.reshape(-1), chosen.shape[1]
         order = flat.argsort(stable=True)
-        experts, step, place = self.up.experts, copied_experts(*self.up.shape), 0
+        experts, step, place = self.up.experts, self.up.shape.copied, 0
         counts = torch.bincount(flat, minlength=experts).tolist()
         found = hidden.new_empty(len(flat), self.down.shape[1])
         for first in range(0, experts, step):

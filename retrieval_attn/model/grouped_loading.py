@@ -147,7 +147,7 @@ def _register() -> None:
             self.__dict__.update(options)
             self.quant_method = METHOD  # type: ignore[assignment]
 
-    class Convert(ConversionOps):
+    class GroupedConvert(ConversionOps):
         def __init__(self, config: Any) -> None:
             self._config = config
 
@@ -166,7 +166,7 @@ def _register() -> None:
             weight = converted(self._config.of, self._config.layout, parts, **options)
             return {name: nn.Parameter(weight, requires_grad=False)}
 
-    class Join(ConversionOps):
+    class GroupedJoin(ConversionOps):
         """Make a parameter of the experts' tensors, which transformers would join once they are whole."""
 
         def __init__(self, config: Any) -> None:
@@ -177,7 +177,7 @@ def _register() -> None:
         ) -> dict[str, Any]:
             name = given["full_layer_name"]
             module, leaf = get_module_from_name(given["model"], name)
-            experts: dict[str, list[dict[str, Tensor]]] = {}
+            experts: dict[str, list[Any]] = {}
             for pattern in source_patterns:
                 matrix, _, part = pattern.rpartition(".")
                 own = experts.setdefault(matrix, [{} for _ in input_dict.get(pattern, ())])
@@ -186,7 +186,7 @@ def _register() -> None:
             weight = joined_experts(self._config, experts, module, leaf)
             return {name: nn.Parameter(weight, requires_grad=False)}
 
-    class Quantizer(HfQuantizer):
+    class GroupedQuantizer(HfQuantizer):
         def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
             """Read experts' matrices before the general patterns do, joined in host memory."""
             found = []
@@ -195,13 +195,13 @@ def _register() -> None:
                 sources = [source.removesuffix(".weight") for source in one.source_patterns]
                 if MergeModulelist in kinds and kinds <= {MergeModulelist, Concatenate}:
                     patterns = [f"{source}.{part}" for source in sources for part in PARTS]
-                    join = Join(self.quantization_config)
+                    join = GroupedJoin(self.quantization_config)
                     found.append(WeightConverter(patterns, one.target_patterns, [join], force_cpu=True))
             return [*weight_conversions, *found, *self.get_weight_conversions()]
 
         def get_weight_conversions(self) -> list[Any]:
             sources = [rf"\.{part}$" for part in PARTS]
-            return [WeightConverter(sources, r"\.weight$", [Convert(self.quantization_config)])]
+            return [WeightConverter(sources, r"\.weight$", [GroupedConvert(self.quantization_config)])]
 
         def is_serializable(self, *_: Any, **__: Any) -> bool:
             return False
@@ -211,4 +211,4 @@ def _register() -> None:
             return False
 
     register_quantization_config(METHOD)(GroupedConfig)
-    register_quantizer(METHOD)(Quantizer)
+    register_quantizer(METHOD)(GroupedQuantizer)

@@ -42,7 +42,7 @@ class StoredWeight(Tensor):
         offsets: Tensor | None,
         *,
         dtype: torch.dtype,
-        floats: bool = False,
+        floats: bool,
     ) -> StoredWeight:
         """numbers: uint8 of two numbers each, int8, or the weights in bfloat16. scales, offsets: (rows, groups)."""
         shape = numbers.shape[0], numbers.shape[1] * (2 if numbers.dtype == torch.uint8 else 1)
@@ -57,7 +57,7 @@ class StoredWeight(Tensor):
         return [name for name in parts if getattr(self, name) is not None], (self.dtype, self.floats)
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], made: tuple[torch.dtype, bool], *_: Any) -> StoredWeight:
+    def __tensor_unflatten__(parts: dict[str, Tensor], made: Any, *_: Any) -> StoredWeight:
         own = parts["numbers"], parts.get("scales"), parts.get("offsets")
         return StoredWeight(*own, dtype=made[0], floats=made[1])
 

@@ -93,7 +93,7 @@ def test_parts_are_multiplied_by_number(form: Any, moved: bool) -> None:
                 )
                 found.append(out)
         assert np.abs(found[0] - expected).max() < 1e-5 * np.abs(expected).max()
-        assert np.array_equal(*found)
+        assert np.array_equal(found[0], found[1])
 
 
 def test_a_bias_is_added_and_results_do_not_depend_on_threads() -> None:

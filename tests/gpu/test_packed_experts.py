@@ -13,7 +13,14 @@ from torch import Tensor
 
 from retrieval_attn.gpu import packed, packed_experts
 from retrieval_attn.gpu.packed import PackedWeights, float_codes
-from retrieval_attn.gpu.packed_experts import PackedExperts, can_pack, pack_experts, packed_shape
+from retrieval_attn.gpu.packed_experts import (
+    ExpertShape,
+    PackedExperts,
+    can_pack,
+    pack_experts,
+    packed_bytes,
+    packed_shapes,
+)
 from tests.gpu.places import place_of
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.model.packed_weights import random_weights
@@ -79,7 +86,7 @@ def random_floats(out: int, dim: int, generator: torch.Generator) -> tuple[Packe
     scales = torch.exp2(torch.randint(-8, -4, (EXPERTS, out, dim // 32), generator=generator).float())
     values = torch.tensor(E2M1 + [-one for one in E2M1], dtype=torch.float64)[codes.int()]
     matrices = ((code, scale / 2, torch.zeros(())) for code, scale in zip(codes, scales, strict=True))
-    found = pack_experts(matrices, (EXPERTS, out, dim), 32, torch.device("cpu"), floats=True)
+    found = pack_experts(matrices, ExpertShape(EXPERTS, out, dim), 32, torch.device("cpu"), floats=True)
     return found.weights, (values * scales.double().repeat_interleave(32, dim=2)).flatten(0, 1)
 
 
@@ -114,9 +121,9 @@ def test_rows_do_not_depend_on_the_others(case: Case) -> None:
     chosen = choose(9, 3, case.device)
     chosen[4:] = chosen[4]  # six tokens of the same experts
     numbers = case.numbers(9, seed=1)
-    together = case.experts.products(numbers, chosen).view(9, 3, -1)
+    together = case.experts.products(numbers, chosen, None).view(9, 3, -1)
     for row in range(9):
-        alone = case.experts.products(numbers[row : row + 1], chosen[row : row + 1])
+        alone = case.experts.products(numbers[row : row + 1], chosen[row : row + 1], None)
         tolerance = 2e-2 if case.dtype == torch.bfloat16 else 2e-4
         torch.testing.assert_close(alone, together[row], rtol=tolerance, atol=tolerance)
 
@@ -132,7 +139,7 @@ def test_copies_are_the_experts(case: Case) -> None:
 
 def test_packing_is_what_unpacking_reads() -> None:
     """Numbers with scales and offsets, expert by expert; a row that ends within a strip and within a group."""
-    shape, group = (3, 16, 144), 64
+    shape, group = ExpertShape(3, 16, 144), 64
     generator = torch.Generator().manual_seed(0)
     parts = [
         (
@@ -143,8 +150,9 @@ def test_packing_is_what_unpacking_reads() -> None:
         for _ in range(3)
     ]
     packed_ones = pack_experts(iter(parts), shape, group, torch.device("cpu"), floats=False)
-    words, scales = packed_shape(*shape, group)
+    words, scales = packed_shapes(shape, group)
     assert packed_ones.weights.words.shape == words and packed_ones.weights.scales.shape == scales
+    assert packed_bytes(shape, group) == sum(one.nbytes for one in packed_ones.tensors.values())
     assert packed_ones.weights.is_whole and packed_ones.shape == shape
     for number, (numbers, scale, _) in enumerate(parts):
         exact = numbers.float() * scale.repeat_interleave(group, dim=1)[:, :144]

@@ -20,13 +20,15 @@ from transformers import AutoModelForCausalLM, MixtralConfig, NemotronHConfig, Q
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
-from retrieval_attn.gpu.packed_experts import PackedExperts
+from retrieval_attn.gpu import packed_experts
+from retrieval_attn.gpu.packed_experts import PackedExperts, packed_bytes
 from retrieval_attn.model import experts as module
 from retrieval_attn.model.experts import (
     ExpertWeights,
     StoredExperts,
     expert_parameters,
     has_packed_experts,
+    matrix_shape,
     quantized_experts,
     tiled_experts,
     use_packed_experts,
@@ -130,7 +132,7 @@ def test_a_chunk_is_multiplied_by_any_number_of_copies(packed: Any, monkeypatch:
     """One expert at a time, or all; experts without tokens are left out."""
     ids = random_ids(1, 80)
     expected = logits_of(packed, ids)
-    monkeypatch.setattr(module, "COPIED_WEIGHTS", 1)
+    monkeypatch.setattr(packed_experts, "COPIED_WEIGHTS", 1)
     assert worst(logits_of(packed, ids), expected) <= TOLERANCE
     layer = next(filter(has_packed_experts, packed.modules()))
     hidden, weights = torch.randn(70, 96), torch.ones(70, 1)
@@ -248,9 +250,8 @@ def test_the_weights_move_and_are_described() -> None:
     with pytest.raises(ra.ConfigError, match="device='cuda:0'"):
         next(one for one in stored.parameters() if type(one) is ExpertWeights)._copied("cuda:0", None)
     with pytest.raises(IndexError, match="not in 0 .. 3"):
-        next(filter(has_packed_experts, stored.modules())).down_proj.held.products(
-            torch.ones(1, 32), torch.tensor([[4]])
-        )
+        packed_down: Any = next(filter(has_packed_experts, stored.modules())).down_proj
+        packed_down.held.products(torch.ones(1, 32), torch.tensor([[4]]), None)
 
 
 def qwen3_30b() -> Any:
@@ -276,7 +277,7 @@ def test_the_plan_counts_what_is_held() -> None:
     model = build("gpt_oss").to(torch.bfloat16)
     wanted = held_bytes(pack(copy.deepcopy(model), "tiles"))
     held = sum(
-        module.packed_nbytes(one, name, 64) - 2 * getattr(one, name).numel()
+        packed_bytes(matrix_shape(one, name), 64) - 2 * getattr(one, name).numel()
         for one in model.modules()
         for name in expert_parameters(one) or ()
     )
@@ -327,15 +328,51 @@ def test_mxfp4_on_a_gpu_is_what_the_file_has(mxfp4: Path) -> None:
     """Tiles of the same numbers, exact in bfloat16; the plan counts them, and not the file's bytes."""
     tensors = load_file(mxfp4 / "model.safetensors")
     stored = load_model(mxfp4, device="cpu")
-    meta = torch.device("meta")
     for one in filter(has_packed_experts, stored.modules()):
         for weight in one._parameters.values():
             if type(weight) is ExpertWeights:
                 full = next(own for own, found in stored.named_parameters() if found is weight)
-                parts = tensors[f"{full}_blocks"], tensors[f"{full}_scales"]
-                tiles = module.float_tiles(*parts, CPU)
+                tiles = module.float_tiles(tensors[f"{full}_blocks"], tensors[f"{full}_scales"], CPU)
                 assert torch.equal(tiles.matrices(0, 4).float(), weight.held.matrices(0, 4))
-                assert module.float_tiles(*(part.to(meta) for part in parts), meta).shape == tiles.shape
     shape = ra.plan(str(mxfp4), context=100).shape
     assert "experts at 4 bits" in shape.weights_note
     assert 0 < shape.weight_bytes < shape.parameters * shape.dtype_bytes
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_kernels_are_loaded_before_they_are_needed(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By products of zeros with each token's experts; nothing is launched if there are no kernels."""
+    model, seen = pack(build("gpt_oss"), "tiles"), []
+    real = PackedExperts.gathered_products
+
+    def noted(self: PackedExperts, numbers: Tensor, chosen: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append((tuple(numbers.shape), tuple(chosen.shape)))
+        return real(self, numbers, chosen, bias)
+
+    monkeypatch.setattr(PackedExperts, "gathered_products", noted)
+    layer = model.model.layers[0]
+    module.load_expert_kernels(layer, rows)
+    assert not seen
+    monkeypatch.setattr(PackedExperts, "has_kernel", True)
+    module.load_expert_kernels(layer, rows)
+    assert seen == [((rows, 96), (rows, 2)), ((2 * rows, 64), (rows, 2))]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_card_multiplies_and_captures(name: str, folders: dict[str, Path]) -> None:
+    """Loaded onto it: prompts by copies, questions and captured steps by the kernel, as with copies of all experts."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = load_model(folders[name], device="cuda", quantization="int4", attn_implementation="eager")
+    held = list(filter(has_packed_experts, model.modules()))
+    assert held and all(isinstance(one.down_proj.held, PackedExperts) for one in held)
+    whole = unpack(model)
+    for tokens in (1, 5, 60, 200):
+        ids = random_ids(2, tokens, seed=tokens).cuda()
+        expected, found = logits_of(whole, ids).float(), logits_of(model, ids).float()
+        assert float((found - expected).norm() / expected.norm()) < 0.03
+    ra.enable(model, CONFIG)
+    eager, replayed = Decoded(model, False), Decoded(model, True)
+    assert replayed.steps.replays == 12
+    assert replayed.difference(eager) <= 0.1
+    ra.disable(model)

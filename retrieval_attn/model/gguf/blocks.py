@@ -47,7 +47,7 @@ class BlockFormat(NamedTuple):
         return GroupedMatrix(numbers.reshape(rows, -1), scales, offsets)
 
     def kept(self, data: Tensor) -> GroupedMatrix:
-        """As `matrix`, of rows that stay in few bits: of floating-point numbers, their four bits."""
+        """Return the matrix of rows that stay in few bits: of floating-point numbers, their four bits."""
         matrix = self.matrix(data)
         return matrix._replace(numbers=float_codes(matrix.numbers)) if self.storage.floats else matrix
 

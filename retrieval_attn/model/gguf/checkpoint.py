@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
-from retrieval_attn.gpu.packed_experts import can_pack, pack_experts, packed_shape
-from retrieval_attn.model.experts import Experts, ExpertWeights, copied_experts, stored_experts
+from retrieval_attn.gpu import packed_experts
+from retrieval_attn.gpu.packed_experts import ExpertShape
+from retrieval_attn.model.experts import Experts, ExpertWeights, stored_experts
 from retrieval_attn.model.gguf.blocks import (
     BFLOAT16,
     BFLOAT16_STORAGE,
@@ -207,16 +208,20 @@ class _ExpertSizes(NamedTuple):
 def _expert_sizes(file: GgufFile, form: str) -> _ExpertSizes:
     weights = nbytes = largest = 0
     for parts in kept_experts(file, form).values():
-        experts, rows, columns = parts[0].shape
-        out = rows * len(parts)
-        weights += experts * out * columns
-        largest = max(largest, out * columns * copied_experts(experts, out, columns))
+        shape = _joined_shape(parts)
+        weights += math.prod(shape)
+        largest = max(largest, shape.out * shape.columns * shape.copied)
         if form == STORED:
-            nbytes += block_format(parts[0]).storage.nbytes(experts * out, columns)
+            nbytes += block_format(parts[0]).storage.nbytes(shape.experts * shape.out, shape.columns)
         else:
-            words, scales = packed_shape(experts, out, columns, GROUP)
-            nbytes += 4 * math.prod(words) + 2 * math.prod(scales)
+            nbytes += packed_experts.packed_bytes(shape, GROUP)
     return _ExpertSizes(weights, nbytes, largest)
+
+
+def _joined_shape(parts: list[StoredTensor]) -> ExpertShape:
+    """Return the sizes of experts whose matrices are joined: gate and up, or down alone."""
+    experts, rows, columns = parts[0].shape
+    return ExpertShape(experts, rows * len(parts), columns)
 
 
 def kept_experts(file: GgufFile, form: str) -> dict[str, list[StoredTensor]]:
@@ -239,12 +244,11 @@ def kept_experts(file: GgufFile, form: str) -> dict[str, list[StoredTensor]]:
 
 def _can_keep(parts: list[StoredTensor], form: str) -> bool:
     """Return True if kernels multiply the matrices of experts in their form."""
-    experts, rows, columns = parts[0].shape
-    block = BLOCKS.get(parts[0].kind)
-    if block is None or columns % block.size or not can_pack(rows * len(parts), columns, GROUP):
+    shape, block = _joined_shape(parts), BLOCKS.get(parts[0].kind)
+    if block is None or shape.columns % block.size or not packed_experts.can_pack(shape.out, shape.columns, GROUP):
         return False
     if form == STORED:
-        return block.storage.can_store(experts * rows, columns)
+        return block.storage.can_store(shape.experts * shape.out, shape.columns)
     return block.name in FOUR_BITS or block.storage.floats
 
 
@@ -440,7 +444,7 @@ class Weight:
         rows = rows.view(FLOATS[self._stored.kind]) if self._blocks is None else rows
         rows = rows if self._change is None else self._change(rows)
         if self._blocks is None and self._form == STORED:
-            weight = StoredWeight(rows.contiguous(), None, None, dtype=self.dtype)
+            weight = StoredWeight(rows.contiguous(), None, None, dtype=self.dtype, floats=False)
             return torch.nn.Parameter(weight, requires_grad=False)
         if self._blocks is None:
             return rows[index]
@@ -466,11 +470,10 @@ class _Experts:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return the weights, a parameter."""
-        block, (experts, rows, columns) = block_format(self._parts[0]), self._parts[0].shape
-        shape, device = (experts, rows * len(self._parts), columns), self._weights[0].device
+        block, shape, device = block_format(self._parts[0]), _joined_shape(self._parts), self._weights[0].device
         held: Experts
         if self._form == TILES:
-            held = pack_experts(self._matrices(block), shape, GROUP, device, floats=block.storage.floats)
+            held = packed_experts.pack_experts(self._matrices(block), shape, GROUP, device, floats=block.storage.floats)
         else:
             held = stored_experts(self._matrices(block), shape, block.storage)
         weight = ExpertWeights(held, dtype=self._weights[0].dtype, transposed=self._interleaved)

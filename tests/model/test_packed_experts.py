@@ -244,7 +244,8 @@ def test_the_weights_move_and_are_described() -> None:
     parts, made = weight.__tensor_flatten__()
     again = ExpertWeights.__tensor_unflatten__({name: getattr(weight, name) for name in parts}, made)
     assert torch.equal(again.copies(1, 2), weight.copies(1, 2)) and again.shape == weight.shape
-    assert type(weight.to("meta").held) is PackedExperts
+    moved: Any = weight.to("meta")
+    assert type(moved.held) is PackedExperts and moved.device.type == "meta"
     assert unpacked_bytes(model) == 2 * 4 * 64 * 96
     stored = pack(build("qwen3_moe"), "stored")
     with pytest.raises(ra.ConfigError, match="device='cuda:0'"):

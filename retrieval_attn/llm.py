@@ -77,7 +77,7 @@ class LLM:
 
         device: "auto" is CUDA when there is one, else the CPU. dtype: "auto" is the checkpoint's own on a GPU
         and float32 on the CPU, where 16-bit arithmetic is slower. quantization: of the linear layers' weights when they
-        are loaded: "int8" or "int4" (torchao); None: as the checkpoint has
+        are loaded: "int8" or "int4" (torchao), which quantizes experts too; None: as the checkpoint has
         them, which may be quantised by any method that transformers loads. gpu_memory: a hard cap, e.g. "24GiB", CUDA
         context included; what the plan for `max_context` tokens needs beyond it, or beyond what is free on the device,
         is refused before anything is loaded. max_context: None: the model's positions, or as many as fit the memory of

@@ -16,7 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    GptOssConfig,
+    MixtralConfig,
+    NemotronHConfig,
+    Qwen3MoeConfig,
+)
 from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
@@ -264,12 +271,30 @@ def qwen3_30b() -> Any:
     return Qwen3MoeConfig(**sizes, **heads, **routed, **positions, tie_word_embeddings=False)
 
 
-def test_the_plan_fits_30b_in_24_gib() -> None:
+def gpt_oss_20b() -> Any:
+    """The shape of GPT-OSS-20B."""
+    return GptOssConfig(num_hidden_layers=24, num_local_experts=32, dtype="bfloat16", max_position_embeddings=131072)
+
+
+def gemma4_26b() -> Any:
+    """The shape of the decoder of Gemma-4-26B-A4B."""
+    sizes: dict[str, Any] = {"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30}
+    heads: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
+    wide: dict[str, Any] = {"global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    routed: dict[str, Any] = {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    none: dict[str, Any] = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "dtype": "bfloat16"}
+    positions: dict[str, Any] = {"max_position_embeddings": 262144, "sliding_window": 1024}
+    return Gemma4TextConfig(**sizes, **heads, **wide, **routed, **none, **positions, enable_moe_block=True)
+
+
+@pytest.mark.parametrize(("shape", "most"), [(qwen3_30b, 22), (gpt_oss_20b, 17), (gemma4_26b, 21)])
+def test_the_plan_fits_24_gib(shape: Any, most: int) -> None:
     """128K tokens of context; whole experts do not fit."""
-    found = ra.plan(qwen3_30b(), context=131072, quantization="int4", gpu_memory="24GiB")
-    assert found.fits and found.device_bytes < 22 << 30, found
+    found = ra.plan(shape(), context=131072, quantization="int4", gpu_memory="24GiB")
+    assert found.fits and found.device_bytes < most << 30, found
     assert "experts at 4 bits" in found.shape.weights_note
-    whole = ra.plan(qwen3_30b(), context=131072, quantization="int8", gpu_memory="24GiB")
+    assert found.shape.active_parameters < found.shape.parameters / 4
+    whole = ra.plan(shape(), context=131072, quantization="int8", gpu_memory="24GiB")
     assert not whole.fits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 import sys
 from pathlib import Path
@@ -41,6 +42,31 @@ def test_what_llama_bench_measures(program: str) -> None:
     args.model = "fail.gguf"
     with pytest.raises(PeerError, match="status 1: llama-bench: unknown architecture"):
         llama_bench(program, args, 2048, 3, on_gpu=False)  # type: ignore[arg-type]
+
+
+def test_rounds_in_turn_are_written(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured survives an error of a later round."""
+    model, folder, times = tmp_path / "model.gguf", tmp_path / "results", [0.0]
+    model.touch()
+
+    def own(_program: str, _args: object, length: int, threads: int, *, on_gpu: bool) -> Measured:
+        assert (length, threads, on_gpu) == (2048, 3, False)
+        times[0] += 1
+        if times[0] > 2:
+            raise PeerError("the second round failed")
+        return Measured(times[0], 50.0, 1.0)
+
+    monkeypatch.setattr(peers, "ours", own)
+    given = {"lengths": "2k", "tokens": 16, "threads": 3, "device": "cpu", "gpu_memory": None, "model": str(model)}
+    args = SimpleNamespace(llama_bench=program, output_dir=str(folder), n=2, **given)
+    assert peers.run(args) == 0  # type: ignore[arg-type]
+    rows = json.loads((folder / "peers.json").read_text())["rows"]["2048"]
+    assert [one["read_seconds"] for one in rows["ours"]] == [1.0, 2.0] and len(rows["llama.cpp"]) == 2
+    assert "| 2,048 | token, ms | 25.00 | 50.00 | 2.00 |" in (folder / "peers.md").read_text()
+    args.output_dir, times[0] = str(tmp_path / "more"), 1.0
+    with pytest.raises(PeerError):
+        peers.run(args)  # type: ignore[arg-type]
+    assert len(json.loads((tmp_path / "more" / "peers.json").read_text())["rows"]["2048"]["ours"]) == 1
 
 
 def test_the_table_has_medians_and_ratios() -> None:

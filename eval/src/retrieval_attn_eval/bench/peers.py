@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.model).is_file():
         raise InputDataError(f"--model must be a GGUF file, which both programs load; there is no file {args.model}")
     folder = new_folder(args.output_dir, "bench")
+    folder.mkdir(parents=True, exist_ok=True)
     from retrieval_attn.model.loading import choose_device
     from retrieval_attn_eval.runs import environment, write_atomically
 

@@ -14,6 +14,7 @@ from copy import copy as shallow_copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -21,7 +22,8 @@ from retrieval_attn.attention.sequence import Batch
 from retrieval_attn.attention.source import TailMass, TokenRange
 from retrieval_attn.config import Config
 from retrieval_attn.errors import CacheMismatchError, InputDataError, UnsupportedModelError
-from retrieval_attn.gpu.attention.merge import Partial, merge, sink_logit_partial
+from retrieval_attn.gpu.attention.flash import attend
+from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge, sink_logit_partial
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 from retrieval_attn.offload.traffic import LayerStats
@@ -304,6 +306,10 @@ class CacheLayer(HandleLayer):
         self.invalidate_graph()
         key, value = self._take(module, query, spec)
         part = self._attend(query, key, value, spec, scale, softcap)
+        for start, stop in spec.images:
+            span = slice(start - spec.q_offset, stop - spec.q_offset)
+            if span.start >= 0 and span.stop <= spec.q_length:
+                part = _with_later(part, span, query, key, value, Scoring(scale, softcap))
         if sink_logits is not None:
             part = merge([part, sink_logit_partial(sink_logits, query, value.shape[3])])
         if self.on_attention is not None:
@@ -315,6 +321,30 @@ class CacheLayer(HandleLayer):
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, scale: float, softcap: float | None
     ) -> Partial:
         raise NotImplementedError
+
+
+def _with_later(
+    part: Partial, image: slice, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+) -> Partial:
+    """Add the later tokens of an image to the causal attention of its tokens.
+
+    part: of all queries. query, key, value: of the new tokens. image: the image's tokens among them.
+    """
+    early, late = slice(image.start, image.stop - 1), slice(image.start + 1, image.stop)
+    count = late.stop - late.start
+    if count < 1:
+        return part
+    later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu()
+    own = Partial(part.out[:, :, early], part.lse[:, :, early])
+    more = attend(
+        query[:, :, early], key[:, :, late], value[:, :, late],
+        scale=scoring.scale, softcap=scoring.softcap, mask=later[None, None],
+    )  # fmt: skip
+    found, (out, lse) = merge([own, more]), part
+    return Partial(
+        torch.cat((out[:, :, : early.start], found.out, out[:, :, early.stop :]), dim=2),
+        torch.cat((lse[:, :, : early.start], found.lse, lse[:, :, early.stop :]), dim=2),
+    )
 
 
 class LayeredCache(Cache):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import CacheMismatchError, ConfigError, UnsupportedModelError
-from retrieval_attn.model.padding import Padding, PositionCheck, read_mask
+from retrieval_attn.model.padding import Padding, PositionCheck, block_spans, read_mask
 
 _MARK = "_retrieval_attn_capturable"
 
@@ -47,6 +47,7 @@ class MaskSpec:
     padding: which columns are real tokens, or None when the caller gave no 2-D mask.
     window: keys a query may look back to, itself included, or None for full causal attention.
     unsupported: why this mask cannot be served through a retrieval cache, or None.
+    images: columns [start, stop) of images whose tokens see each other, later ones too; of this forward.
     dense_arguments: what transformers passed, to build the dense mask where no retrieval cache is used.
     positions: looked at once for the whole forward; its parts share it.
     """
@@ -56,12 +57,18 @@ class MaskSpec:
     padding: Padding | None = None
     window: int | None = None
     unsupported: str | None = None
+    images: tuple[tuple[int, int], ...] = ()
     dense_arguments: dict[str, Any] = field(default_factory=dict, repr=False)
     positions: PositionCheck = field(default_factory=PositionCheck, repr=False, compare=False)
 
     def part(self, start: int, stop: int) -> MaskSpec:
         """The recipe for queries [start, stop) of this forward (layer-major prefill)."""
         return replace(self, q_offset=self.q_offset + start, q_length=stop - start)
+
+    def image_end(self, stop: int) -> int:
+        """Return where a part of this forward that would end at query `stop` may end: not inside of an image."""
+        column = self.q_offset + stop
+        return next((last - self.q_offset for first, last in self.images if first < column < last), stop)
 
     def dense(self) -> Tensor | None:
         """The dense mask transformers would have built for scaled dot-product attention."""
@@ -166,13 +173,17 @@ def mask_recipe(**arguments: Any) -> MaskSpec:
     arguments: those of transformers' own mask functions, see `sdpa_mask`, which it passes by name.
     """
     padding = arguments.get("attention_mask")
-    window, unsupported = read_mask(arguments.get("mask_function"), arguments.get("local_size"))
+    found = read_mask(arguments.get("mask_function"), arguments.get("local_size"))
+    first, count = arguments.get("q_offset", 0), arguments["q_length"]
+    spans = () if found.blocks is None else block_spans(found.blocks, count)
+    differ = "in which the tokens of images see each other, at other places in each row" if spans is None else None
     return MaskSpec(
-        q_offset=arguments.get("q_offset", 0),
-        q_length=arguments["q_length"],
+        q_offset=first,
+        q_length=count,
         padding=None if padding is None else Padding(padding),
-        window=window,
-        unsupported=unsupported,
+        window=found.window,
+        unsupported=found.unsupported or differ,
+        images=tuple((first + start, first + stop) for start, stop in spans or ()),
         dense_arguments=arguments,
     )
 

@@ -7,7 +7,8 @@ Without padding everywhere the answer is None, and no code downstream builds or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,8 +66,21 @@ _SLIDING = "sliding_window_overlay.<locals>.inner_mask"
 _BLOCKS = "blockwise_overlay.<locals>.inner_mask"
 
 
-def read_mask(function: Callable[..., Any] | None, local_size: int | None) -> tuple[int | None, str | None]:
-    """Return (window, None) for plain causal (window None) and sliding masks, (window, reason) for any other mask.
+class ReadMask(NamedTuple):
+    """What a mask function of transformers says.
+
+    window: keys a query may look back to, itself included; None: all. unsupported: why no cache of this package can
+    serve it, or None. blocks: (batch, columns of the forward or more), the number of a token's image, whose tokens see
+    each other, and -1 for text; None without images.
+    """
+
+    window: int | None
+    unsupported: str | None = None
+    blocks: Tensor | None = None
+
+
+def read_mask(function: Callable[..., Any] | None, local_size: int | None) -> ReadMask:
+    """Read plain causal and sliding masks, also with blocks of image tokens; `unsupported` describes any other mask.
 
     function: mask function of transformers; None for causal. local_size: window that transformers passes in addition.
     Blocks of image tokens are read from the device if the mask has them: a text without images has none.
@@ -74,21 +88,33 @@ def read_mask(function: Callable[..., Any] | None, local_size: int | None) -> tu
     from transformers.masking_utils import causal_mask_function
 
     if function is None or function is causal_mask_function:
-        return local_size, None if local_size is None or function is None else f"causal within {local_size} tokens"
+        plain = local_size is None or function is None
+        return ReadMask(local_size, None if plain else f"causal within {local_size} tokens")
     parts = _closed_over(function)
     names = [getattr(part, "__qualname__", "") for part in parts]
     name = getattr(function, "__qualname__", repr(function))
     if name.startswith("or_masks") and names[1:] == [_BLOCKS]:
-        blocks = _closed_over(parts[1])[0]  # number of a token's image, -1 for text
-        if isinstance(blocks, Tensor) and not bool((blocks >= 0).any()):
-            return read_mask(parts[0], local_size)
-        return local_size, "in which the tokens of an image see each other, later ones too"
+        blocks = _closed_over(parts[1])[0]
+        found = read_mask(parts[0], local_size)
+        if not isinstance(blocks, Tensor):
+            return found._replace(unsupported=f"{name} of {', '.join(names)}")
+        return found._replace(blocks=blocks) if bool((blocks >= 0).any()) else found
     if name.startswith("and_masks") and len(parts) == 2 and _SLIDING in names:
         size = _closed_over(parts[names.index(_SLIDING)])[0]
         other = parts[1 - names.index(_SLIDING)]
         if isinstance(size, int) and local_size in (None, size):
-            return size, read_mask(other, None)[1]
-    return local_size, f"{name} of {', '.join(names) or 'unknown parts'}"
+            return read_mask(other, None)._replace(window=size)
+    return ReadMask(local_size, f"{name} of {', '.join(names) or 'unknown parts'}")
+
+
+def block_spans(blocks: Tensor, count: int) -> tuple[tuple[int, int], ...] | None:
+    """Return [start, stop) of each image among the first `count` columns of `ReadMask.blocks`; None if rows differ."""
+    numbers = blocks[:, :count].tolist()
+    if any(row != numbers[0] for row in numbers):
+        return None
+    runs = [(number, len(list(run))) for number, run in groupby(numbers[0])]
+    stops = list(accumulate(length for _, length in runs))
+    return tuple((stop - length, stop) for (number, length), stop in zip(runs, stops, strict=True) if number >= 0)
 
 
 def _closed_over(function: Any) -> list[Any]:

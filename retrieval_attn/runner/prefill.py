@@ -271,7 +271,7 @@ class _ChunkedLayer:
     def _pass(self, cache: Any, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = cache.layers[self._index] if self._index < len(cache.layers) else None
         tokens = hidden_states.shape[1]
-        spec = next((item for item in (*args, *kwargs.values()) if isinstance(item, MaskSpec)), None)
+        spec = _mask_of(args, kwargs)
         if spec is not None:  # here, where nothing is cut into chunks yet
             spec.positions.require_one_text(spec.padding, tokens, kwargs)
         if tokens <= min(self._stream.chunk, MIN_CHUNK) or not isinstance(layer, CacheLayer | StateLayer):
@@ -334,10 +334,11 @@ class _ChunkedLayer:
         seen = bool(kwargs.get("output_hidden_states")) or bool(self._layer._forward_hooks)
         rows = self._stream.states.rows(hidden_states, seen)
         rest: tuple[Any, ...] | None = None
-        start = 0
+        spec, start = _mask_of(args, kwargs), 0
         while start < tokens:
             most = min(self._stream.chunk, tokens - start)
             stop = start + (most if cache.on_chunk is None else min(most, cache.on_chunk(most)))
+            stop = stop if spec is None else spec.image_end(stop)
             mark = layer.mark()
             part = self._fitting(rows, (start, stop, tokens), args, kwargs)
             if part is None:
@@ -445,6 +446,11 @@ class _ChunkedNorm:
             rows.make_room(out)
             rows.write(start, stop, out)
         return rows.result()
+
+
+def _mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> MaskSpec | None:
+    """Return the mask among the arguments of a layer."""
+    return next((item for item in (*args, *kwargs.values()) if isinstance(item, MaskSpec)), None)
 
 
 def _cut(item: Any, start: int, stop: int, tokens: int) -> Any:

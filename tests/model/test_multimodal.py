@@ -94,8 +94,8 @@ def logits_after(model: Any, inputs: dict[str, Tensor], more: Tensor, cache: Any
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize("name", WITH_IMAGES)
-@pytest.mark.parametrize("chunk", [4096, 37], ids=["one-shot", "layer-major"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk", [4096, 37, 12], ids=["one-shot", "layer-major", "inside the image"])
 def test_an_image_is_read_as_eager_does(name: str, chunk: int) -> None:
     """Embeddings of the image, and positions of three axes with the shift that they leave behind."""
     model, inputs, more = shared_model(name), with_image(name, PROMPT), random_ids(1, STEPS, seed=9) % 80 + 3
@@ -112,20 +112,6 @@ def test_an_image_is_read_as_eager_does(name: str, chunk: int) -> None:
         ra.disable(model)
     assert worst(got, expected) <= TOLERANCE
     assert torch.equal(again, plain)
-
-
-def test_images_whose_tokens_see_each_other_are_refused_by_name() -> None:
-    """Gemma-3; a processor's token types of a text without images are fine."""
-    model, inputs = new_model("gemma3"), with_image("gemma3", 60)
-    text = {"input_ids": random_ids(1, 60) % 80 + 3}
-    text["token_type_ids"] = torch.zeros_like(text["input_ids"])
-    with torch.no_grad():
-        expected = model(**text).logits
-        ra.enable(model, ALL)
-        got = model(**text, past_key_values=ra.RetrievalCache(model, ALL)).logits
-        assert worst(got, expected) <= TOLERANCE
-        with pytest.raises(ra.UnsupportedModelError, match="tokens of an image see each other"):
-            model(**inputs, past_key_values=ra.RetrievalCache(model, ALL))
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)

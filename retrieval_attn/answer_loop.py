@@ -103,16 +103,20 @@ class AnswerLoop:
 
         Raises what a forward raises: ContextLengthError, MemoryPlanError, CacheMismatchError.
         """
-        past = cache.get_seq_length()
+        past, images = cache.get_seq_length(), cache.batch.images
         mask = None if bool(batch.valid.all()) else batch.valid
-        place = positions(batch.valid)
+        place = positions(batch.valid)[:, past:]
         every, scores, new = batch.scored is not None, list[TokenScore](), batch.ids[:, past:]
+        more: dict[str, Any] = {}
+        if images is not None:
+            new, place, more = images.inputs(new, place, past)
         with torch.no_grad(), using_retrieval(self.model, cache.config.prefill_chunk):
-            logits = forward(self.model, cache, new, mask=mask, position_ids=place[:, past:], every=every)
+            logits = forward(self.model, cache, new, mask=mask, position_ids=place, every=every, more=more)
             if batch.scored is not None:
                 scores = token_scores(logits[0, :-1], new[0, 1:], batch.scored)
                 logits = logits[:, -1].float().clone()  # without a hold on those of the other columns
-        return PromptState(batch.ids, logits, place[:, -1], mask, scores)
+        last = place.reshape(-1, *new.shape)[:, :, -1].amax(dim=0)  # of three axes the farthest
+        return PromptState(batch.ids, logits, last, mask, scores)
 
     def read_whole(
         self,

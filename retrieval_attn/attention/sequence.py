@@ -22,6 +22,7 @@ from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.config import QuestionAttention
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CacheMismatchError
+from retrieval_attn.model.image_embedding import PromptImages
 from retrieval_attn.model.padding import Padding, join
 from retrieval_attn.model.rope import Factors
 from retrieval_attn.model.weights import WeightState
@@ -83,6 +84,7 @@ class Batch:
     question_attention: how questions attend to earlier tokens; None: as the layers' options say.
     factors: rotary factors that the keys were turned with, of a model whose factors depend on the length of the text.
     weights: state of the model's weights that the keys were computed with.
+    images: of the one sequence, those that are read next included; None: it has none.
     broken: why nothing can follow, a forward failed half-way; "" else. spilled: full windows moved tokens to the host,
     until a reader of it sets False.
     """
@@ -99,6 +101,7 @@ class Batch:
         self.uploads: dict[torch.device, Uploads] = {}
         self.factors: Factors | None = None
         self.weights: WeightState | None = None
+        self.images: PromptImages | None = None
         self.broken = ""
         self.spilled = False
 
@@ -165,7 +168,7 @@ class Batch:
         self.sequences, self.columns, self.valid, self.epoch = [], 0, None, self.epoch + 1
         self.rewritten += 1
         self.uploads, self.forgotten, self.exact, self.broken = {}, Forgotten(), None, ""
-        self.factors = self.weights = None
+        self.factors = self.weights = self.images = None
 
     def snapshot(self) -> dict[str, Any]:
         """The batch as it is, for `restore`."""
@@ -190,6 +193,7 @@ class Batch:
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
         other.devices, other.forgotten, other.broken = dict(self.devices), self.forgotten, self.broken
         other.exact, other.factors, other.weights = self.exact, self.factors, self.weights
+        other.images = self.images
         other.question_attention = self.question_attention
         other.sequences = [sequence.copy() for sequence in self.sequences]
         copies: dict[int, SequenceKV] = {}

@@ -59,6 +59,9 @@ from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.memory.reclaim import register
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.image_embedding import ImageEncoder, PromptImages
+from retrieval_attn.model.images import placed_images
+from retrieval_attn.model.loading import load_image_reader
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import weight_state
@@ -104,14 +107,18 @@ class RequestAdmission:
         self._loop, self._outputs, self._saved = loop, outputs, saved
         self._tree, self._exact, self._counts = tree, paged, counts
         self._require_room, self._crops = empty.require_room, empty.crops_anywhere
+        self._encoder: ImageEncoder | None = None
+        self._encoder_lock = threading.Lock()
         self._grammars = GrammarCompiler(loop.tokenizer, loop.vocabulary, loop.eos)
 
     def row(self, request: Request, handle: RequestHandle, before: RunningRequest | None = None) -> RunningRequest:
         """before: had the request until files of its saved context were found damaged. Raises ContextLengthError,
-        AdmissionError, InputDataError for a logit bias of an unknown token and for a grammar that cannot be enforced,
-        ConfigError for one without llguidance, and for a saved context what `LLM.open` raises.
+        AdmissionError, InputDataError for a logit bias of an unknown token, for images that the model does not read and
+        for a grammar that cannot be enforced, ConfigError for one without llguidance, and for a saved context what
+        `LLM.open` raises.
         """
         require_known(request.draw, self._loop.vocabulary)
+        images = self._images_of(request)
         shared, held = 0, 0
         saved: SavedText | None = None
         if request.context is not None:
@@ -122,13 +129,26 @@ class RequestAdmission:
             if shared:
                 self._counts.note_content_hit(shared)
         self._require_room(held + request.prompt_tokens + request.max_tokens)
-        paged = self._exact is not None and saved is None and request.prompt_logprobs is None
+        paged = self._exact is not None and saved is None and request.prompt_logprobs is None and images is None
         pages = PageAllocation(self._exact, request.parts) if self._exact is not None and paged else None
         grammar = request.grammar  # compiled here, in the submitting thread, while other rows decode
         matcher = None if grammar is None else self._grammars.matcher(grammar, request.stop_ids)
         return RunningRequest(
-            request, handle, self._loop, self._outputs, saved, pages, before, self._crops, shared, matcher
+            request, handle, self._loop, self._outputs, saved, pages, before, self._crops, shared, matcher, images
         )
+
+    def _images_of(self, request: Request) -> PromptImages | None:
+        """Return the images of a prompt. Raises InputDataError if the model reads none; see `load_image_reader`."""
+        if not request.images:
+            return None
+        model = unwrapped(self._loop.model)
+        with self._encoder_lock:
+            if self._encoder is None:
+                reader = load_image_reader(model.config.name_or_path, self._loop.tokenizer)
+                if reader is None or length_rope(model) is not None:
+                    raise InputDataError("The model reads no images: it has no vision tower, or dynamic positions.")
+                self._encoder = ImageEncoder(model, reader)
+        return PromptImages(self._encoder, placed_images(request.ids, request.images), request.namespace)
 
     def _found_by_content(self, parts: Sequence[Sequence[int]], namespace: str | None) -> tuple[SavedText | None, int]:
         """Return the saved context that shares more tokens with a prompt than the prefix cache has of it, and the

@@ -34,6 +34,7 @@ from retrieval_attn.engine.inflight_prefills import PrefillClaim
 from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
 from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.engine.saved_text import OpenedText, UnsavedText
+from retrieval_attn.model.images import is_image_id
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
 from retrieval_attn.offload.codes import HeadCodes, copy_codes, load_codes, offload_codes
@@ -295,14 +296,23 @@ class PrefixHandle:
         assert match.lease is not None
         with match.lease:
             self._matched = match.length
-            node, end = match.node, crop_end(match.length, self.ends)
+            node, end = match.node, self._image_start(crop_end(match.length, self.ends))
             while end <= node.start and node.parent is not None:
                 node = node.parent
             while node.parent is not None and end >= least:
                 if isinstance(node.held, PrefixEntry) and node.held.can_fork(end - self.marks):
                     return tree.lease(node), end
-                node, end = node.parent, node.start
+                node, end = node.parent, self._image_start(node.start)
         return None
+
+    def _image_start(self, end: int) -> int:
+        """Return the start of the image that a prefix of `end` ids would end inside of, else `end`.
+
+        Tokens of an image may attend to later ones of it, and equal first ids do not make images equal.
+        """
+        while self.marks < end < len(self.ids) and is_image_id(self.ids[end]) and is_image_id(self.ids[end - 1]):
+            end -= 1
+        return end
 
     def put(
         self, tree: RadixCache, whole: RetrievalCache, done: int, opened: OpenedText | None, seconds: float

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from retrieval_attn.engine.request_needs import PRIORITIES, Priority
 from retrieval_attn.errors import ConfigError, InputDataError
+from retrieval_attn.model.images import Image, placed_images
 from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.sampling.sampler import TokenScore
 from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams, is_encodable, is_int
@@ -41,6 +42,7 @@ class Request:
         prompt_logprobs: 0 to 20: return the log-probability of each prompt token, and of as many of the likeliest
             tokens in its place; the prompt is then prefilled without the prefix cache. None: do not.
         visible: special tokens that the text of the answer keeps, such as markers of tool calls.
+        images: of the prompt, in order: `Image.ids` are among the ids of its parts. Not after a saved context.
         grammar: grammar of the answer, which ends when it is complete; needs the extra `grammar`. None: any text. An
             answer of `max_tokens` tokens may be incomplete.
     """
@@ -58,6 +60,7 @@ class Request:
     prompt_logprobs: int | None = None
     visible: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         given: Sequence[Any] = self.parts
@@ -87,6 +90,10 @@ class Request:
             )
         if self.context is not None and not (isinstance(self.context, str) and self.context):
             raise ConfigError(f"context must be the name of a saved context, got {self.context!r}.")
+        if self.images and (scored is not None or self.context is not None):
+            raise ConfigError("A prompt with images takes neither prompt_logprobs nor context; leave them out.")
+        if self.images:
+            placed_images(self.ids, self.images)
         if self.priority not in PRIORITIES:
             raise ConfigError(f"priority must be one of {', '.join(PRIORITIES)}; got {self.priority!r}.")
 

@@ -32,6 +32,7 @@ from retrieval_attn.errors import (
     RetrievalAttentionError,
     StoreDamagedError,
 )
+from retrieval_attn.model.image_embedding import PromptImages
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import require_same, weight_state
 from retrieval_attn.prompt.text_stream import TextStream
@@ -59,13 +60,14 @@ class RunningRequest:
     def __init__(
         self, request: Request, handle: RequestHandle, loop: AnswerLoop, outputs: OutputQueue, saved: SavedText | None =
         None, pages: PageAllocation | None = None, before: RunningRequest | None = None, crops: bool = False,
-        shared: int = 0, matcher: TokenMatcher | None = None,
+        shared: int = 0, matcher: TokenMatcher | None = None, images: PromptImages | None = None,
     ) -> None:  # fmt: skip
         """loop: of the model that answers. outputs: takes what the handle is told. saved: what the prompt begins with.
         shared: tokens of the request that are those of the saved context; 0: it names the context and continues it.
         pages: for parts of it that are attended to exactly; None: none are. before: had the same request, and keys that
         were found damaged: what it told is not told again. crops: prefix-cache entries may be cropped at any token.
-        matcher: state of the request's grammar; None: it has none.
+        matcher: state of the request's grammar; None: it has none. images: of the prompt; None: it has none. Raises
+        InputDataError for ids of no token.
         """
         self.request, self.handle = request, handle
         self._begun = 0 if saved is None else shared or saved.tokens  # tokens of the saved context
@@ -107,7 +109,9 @@ class RunningRequest:
             np.concatenate(parts), ends, marks, request.namespace, saved=saved is not None,
             crops=crops and pages is None,
         )  # fmt: skip
-        prompt = self.sharing.ids[marks:]
+        prompt, self._images = self.sharing.ids[marks:], images
+        if prompt.min() < 0:
+            prompt = self._plain_ids(prompt)
         self._history = History.of(request.draw, prompt, self.tokens, self._stops, request.min_tokens)
         self.matcher = matcher
         self.draw = request.draw if matcher is None else MaskedParams.of(request.draw, matcher)
@@ -121,7 +125,8 @@ class RunningRequest:
     @property
     def position(self) -> int:
         """Position of the newest token, which has been chosen and is fed next."""
-        return self.prompt_tokens + len(self.tokens) - 1
+        shift = 0 if self._images is None else self._images.shift
+        return self.prompt_tokens + shift + len(self.tokens) - 1
 
     @property
     def history(self) -> History | None:
@@ -211,6 +216,7 @@ class RunningRequest:
         if self.cache is None:
             self.cache = RetrievalCache(self._loop.model, config)
         self.cache.in_batch, self.cache.prompt_length = True, self.prompt_tokens
+        self.cache.batch.images = self._images  # until the part is read: an entry keeps no images
         if self._pages is not None:
             self._pages.open(self._done, self.cache)
         part: Sequence[int] = sharing.ids[max(self._known, sharing.marks) : sharing.ends[self._done]].tolist()
@@ -218,7 +224,7 @@ class RunningRequest:
         self.lacks_room = can_wait and not self.cache.index.has_room(len(part))
         if self.lacks_room:
             return
-        if packs and short and packable(self.cache):
+        if packs and short and self._images is None and packable(self.cache):
             self.read = PrefillRequest(self._loop, self.cache, part)
         else:
             scored = self.request.prompt_logprobs
@@ -277,6 +283,12 @@ class RunningRequest:
         except Exception as error:  # the answer was told: a follow-up turn reads it, and the others go on
             log.warning("the answer of request %s is not kept: %s: %s", self.handle.id, type(error).__name__, error)
 
+    def _plain_ids(self, prompt: Ids) -> Ids:
+        """Return the prompt's ids as the model's vocabulary has them, for penalties."""
+        if self._images is None:
+            raise InputDataError("The prompt has negative token ids, which only its images can have; give the images.")
+        return np.asarray(self._images.encoder.reader.plain(prompt.tolist()), np.int32)
+
     def require_weights(self) -> None:
         """Raise CacheMismatchError if the model has other weights, or acting adapters, than when this was submitted."""
         require_same(self.weights, weight_state(self._loop.model), f"Request {self.handle.id} was submitted")
@@ -327,6 +339,7 @@ class RunningRequest:
     def _take_part(self, tree: RadixCache | None) -> None:
         assert self.read is not None and self.cache is not None
         state, self.read = self.read.result(), None
+        self.cache.batch.images = None
         self._note_scores(state)
         self.require_weights()
         if self.cache.batch.exact is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.gpu.memory import expand_segments
@@ -26,6 +26,7 @@ from retrieval_attn.model.gguf.checkpoint import METHOD, config_of, settled, unp
 from retrieval_attn.model.gguf.file import GgufFile, read, resolve
 from retrieval_attn.model.gguf.tokenizer import tokenizer_of
 from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, whole_model
+from retrieval_attn.model.images import ImageReader
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
 from retrieval_attn.model.quantization import (
@@ -157,6 +158,22 @@ def checkpoint_config(name_or_path: str | Path, yarn: float | None = None) -> An
     from transformers import AutoConfig
 
     return with_yarn(load(AutoConfig, name_or_path), yarn)
+
+
+def load_image_reader(name_or_path: str | Path, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """Return the reader of a checkpoint's images; None for a checkpoint without a vision tower.
+
+    Raises UnsupportedModelError if the images of its kind are not served, ConfigError without Pillow, InputDataError if
+    it has no image processor.
+    """
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # the public name needs torchvision
+
+    config = checkpoint_config(name_or_path)
+    if getattr(config, "vision_config", None) is None:
+        return None
+    if importlib.util.find_spec("PIL") is None:
+        raise ConfigError("Images need Pillow: pip install 'retrieval-attn[images]'.")
+    return ImageReader(config, load(AutoImageProcessor, name_or_path), tokenizer)
 
 
 def load_model(

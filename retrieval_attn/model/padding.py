@@ -67,7 +67,7 @@ _BLOCKS = "blockwise_overlay.<locals>.inner_mask"
 
 
 class ReadMask(NamedTuple):
-    """What a mask function of transformers says.
+    """Facts of a mask function of transformers.
 
     window: keys a query may look back to, itself included; None: all. unsupported: why no cache of this package can
     serve it, or None. blocks: (batch, columns of the forward or more), the number of a token's image, whose tokens see

@@ -13,8 +13,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -220,18 +221,19 @@ def forward(
     inputs_embeds: Tensor | None = None,
     every: bool = False,
     decoding: bool = False,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
     """Run `model` on new tokens and return the last column's logits, (batch, vocabulary) float32.
 
     mask: (batch, all columns) bool or None without padding; position_ids: (batch, new). every: return the logits of all
     new columns, (batch, new, vocabulary), in the model's dtype. decoding: the new tokens are generated ones, one for
-    each row. A text that passes a switch of the model's rotary factors is read again, whole
-    (`attention/reread.py`): raises CacheMismatchError if its ids are not known.
+    each row. more: further arguments of the model. A text that passes a switch of the model's rotary factors is read
+    again, whole (`attention/reread.py`): raises CacheMismatchError if its ids are not known.
     """
     changes = isinstance(cache, RetrievalCache) and cache.rope is not None
     if changes:
         ids, position_ids = whole_text(cache, ids, mask, position_ids, decoding=decoding)
-    arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": mask}
+    arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "attention_mask": mask, **more}
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters:
         arguments["position_ids"] = position_ids

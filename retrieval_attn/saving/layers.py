@@ -88,13 +88,15 @@ def marks_of_layer(cache: RetrievalCache, number: int) -> dict[int, PathMark]:
 
 
 def require_savable(cache: RetrievalCache) -> None:
-    """Raise InputDataError for several rows, padding, pages or no tokens."""
+    """Raise InputDataError for several rows, padding, pages, images or no tokens."""
     if len(cache.batch.sequences) != 1 or cache.batch.valid is not None or not cache.batch.columns:
         raise InputDataError(
             "only a cache of one sequence with tokens and without padding can be saved, this cache has "
             f"{len(cache.batch.sequences)} sequences of {cache.batch.columns} tokens; save each sequence in a context "
             "of its own"
         )
+    if cache.batch.images is not None or np.asarray(cache.batch.sequences[0].token_ids).min(initial=0) < 0:
+        raise InputDataError("a context with images cannot be saved; save its text without them")
     if cache.batch.exact is not None:
         raise InputDataError(
             f"{cache.batch.exact.tokens:,} tokens of this cache are in pages of an engine (paged_prefix_tokens) and "

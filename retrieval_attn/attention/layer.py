@@ -323,9 +323,7 @@ class CacheLayer(HandleLayer):
         raise NotImplementedError
 
 
-def _with_later(
-    part: Partial, image: slice, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
-) -> Partial:
+def _with_later(part: Partial, image: slice, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Partial:
     """Add the later tokens of an image to the causal attention of its tokens.
 
     part: of all queries. query, key, value: of the new tokens. image: the image's tokens among them.

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import io
+import itertools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -139,18 +140,24 @@ class ImageReader:
         """Return a rendered prompt with `word` once in place of each image that the chat template wrote."""
         return text if self._text == self._marker else text.replace(self._marker, self._text)
 
-    def placed(self, ids: Sequence[int], images: Sequence[Image]) -> list[int]:
-        """Return ids with those of the next image in place of each `token`. Raises InputDataError for other counts."""
-        if ids.count(self.token) != len(images):
+    def placed(self, parts: Sequence[Sequence[int]], images: Sequence[Image]) -> tuple[tuple[int, ...], ...]:
+        """Return the parts of a prompt with the ids of the next image in place of each `token`.
+
+        Raises InputDataError unless there is one for each image.
+        """
+        count = sum(part.count(self.token) for part in parts)
+        if count != len(images):
             raise InputDataError(
-                f"The model's chat template wrote {ids.count(self.token)} of {len(images)} images; use one that writes "
-                "the images of a message."
+                f"The model's chat template wrote {count} of {len(images)} images; use one that writes the images of a "
+                "message."
             )
-        found: list[int] = []
-        left = iter(images)
-        for token in ids:
-            found += next(left).ids if token == self.token else (token,)
-        return found
+        if not images:
+            return tuple(map(tuple, parts))
+        left, found = iter(images), []
+        for part in parts:
+            ids = [next(left).ids if token == self.token else (token,) for token in part]
+            found.append(tuple(itertools.chain.from_iterable(ids)))
+        return tuple(found)
 
     def plain(self, ids: Sequence[int]) -> list[int]:
         """Return ids as the model's tokenizer knows them: `token` for every part of an image."""

@@ -375,7 +375,7 @@ class GenerationFacts(AnswerBody):
 class Modalities(AnswerBody):
     """Inputs besides text."""
 
-    vision: Literal[False]
+    vision: bool
     audio: Literal[False]
 
 

@@ -20,6 +20,8 @@ from starlette.types import Scope
 
 from retrieval_attn.engine.ids import int32_row
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.errors import InputDataError
+from retrieval_attn.model.images import Image
 from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.server.admission import Admission, QueuedPrompt, QueuedRequest
 from retrieval_attn.server.answer_bodies import ERRORS, ChatAnswer, TextAnswer
@@ -198,7 +200,7 @@ async def answer_chat(
     service = service_of(request)
     context = service.context_of(body.model, body.context)
     prompts, answer_format = service.prompts, service.answer_format
-    prompt = chat_prompt(service, body, context)
+    prompt, images = await chat_prompt(service, body, context)
     opening = ""
     if body.tool_choice == "required":
         opening = answer_format.opening(None)
@@ -214,8 +216,9 @@ async def answer_chat(
     stops = () if body.ignore_eos else prompts.stops
     logprobs = max(body.top_logprobs or 0, 1) if body.logprobs else 0
     requests = await _requests(
-        service, request, body, [make], context=context, most=body.most_tokens, logprobs=logprobs, stops=stops
-    )
+        service, request, body, [make], context=context, most=body.most_tokens, logprobs=logprobs, stops=stops,
+        images=images,
+    )  # fmt: skip
     end = prompts.end_of(requests[0].parts)
     grammar = _chat_grammar(body, answer_format, opening, end)
     requests = [replace(one, visible=answer_format.visible, grammar=grammar) for one in requests]
@@ -244,12 +247,23 @@ def _chat_grammar(body: ChatBody, answer_format: AnswerFormat, opening: str, pro
     return answer_format.constrained(body.grammar, prompt_end)
 
 
-def chat_prompt(service: Service, body: ChatBody, context: str | None) -> Callable[[], Parts]:
-    """Return a function that makes the prompt of a chat request. context: saved context that it continues."""
-    prompts = service.prompts
+async def chat_prompt(
+    service: Service, body: ChatBody, context: str | None
+) -> tuple[Callable[[], Parts], tuple[Image, ...]]:
+    """Return a function that makes the prompt of a chat request, and the prompt's images.
+
+    context: saved context that it continues. Raises ApiError for images that cannot be read.
+    """
+    prompts, turns = service.prompts, [message.turn for message in body.messages]
     options = prompts.thinking_options(body.reasoning_effort, body.enable_thinking) | (body.chat_template_kwargs or {})
-    of_turns = prompts.of_messages if context is None else prompts.of_question
-    return partial(of_turns, [message.turn for message in body.messages], Extras(body.read_tools, options))
+    extras = Extras(body.read_tools, options)
+    if context is not None:
+        return partial(prompts.of_question, turns, extras), ()
+    try:
+        images = await asyncio.to_thread(prompts.images_of, turns)
+    except InputDataError as error:
+        raise ApiError(400, str(error), param=body.prompt_field, code="invalid_image") from error
+    return partial(prompts.of_messages, turns, extras, images), images
 
 
 @router.post("/v1/completions", response_model=None, responses=ERRORS | {200: {"model": TextAnswer, "content": EVENTS}})
@@ -294,12 +308,14 @@ def _require_few_scores(count: int) -> None:
 
 async def _requests(
     service: Service, http: HttpRequest, body: SampledBody, makes: Sequence[Callable[[], Parts]], *,
-    context: str | None, most: int | None, logprobs: int, stops: Sequence[str] = (),
+    context: str | None, most: int | None, logprobs: int, stops: Sequence[str] = (), images: tuple[Image, ...] = (),
 ) -> list[Request]:  # fmt: skip
     """Make a request of the engine for each choice of each prompt.
 
     makes: return the parts of a prompt. context: saved context that the prompts continue. most: maximum tokens of an
-    answer; None: the server's default. stops: further stop strings. Raises ApiError, and exceptions of `makes`.
+    answer; None: the server's default. stops: further stop strings. images: of the one prompt.
+
+    Raises ApiError, and exceptions of `makes`.
     """
     answers = body.n or 1
     if len(makes) * answers > service.settings.choices:
@@ -333,6 +349,7 @@ async def _requests(
                     context=context,
                     min_tokens=body.min_tokens or 0,
                     grammar=body.grammar,
+                    images=images,
                 )  # fmt: skip
             )
     return requests

@@ -126,10 +126,11 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             answering=body.add_generation_prompt is not False,
             specials=body.add_special_tokens,
         )
-        return prompts.of_messages([message.turn for message in body.messages], extras)
+        turns = [message.turn for message in body.messages]
+        return prompts.of_messages(turns, extras, prompts.images_of(turns))
 
     with text_from("prompt" if body.messages is None else "messages"):
-        ids = [token for part in await asyncio.to_thread(parts) for token in part]
+        ids = prompts.plain([token for part in await asyncio.to_thread(parts) for token in part])
     answer = {"count": len(ids), "max_model_len": prompts.positions, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [_word(prompts.tokenizer, token) for token in ids]
@@ -166,7 +167,7 @@ async def props(request: Request) -> Response:
             "chat_template": template_text(tokenizer),
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": service.prompts.reads_images, "audio": False},
             "tool_format": None if calls is None else calls.name,
             "build_info": f"retrieval-attn {retrieval_attn.__version__}",
         }

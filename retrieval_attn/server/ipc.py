@@ -14,6 +14,7 @@ import numpy as np
 
 from retrieval_attn import errors
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.model.images import Image
 from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.sampling.sampler import TokenScore
 from retrieval_attn.sampling.sampling_params import SamplingParams
@@ -116,6 +117,7 @@ def request_of(request: Request) -> Plain:
         "prompt_logprobs": request.prompt_logprobs,
         "visible": sorted(request.visible),
         "grammar": None if request.grammar is None else asdict(request.grammar),
+        "images": [[base64.b64encode(one.data).decode("ascii"), one.tokens, one.grid] for one in request.images],
     }
 
 
@@ -129,6 +131,10 @@ def request_from(plain: Plain) -> Request:
         "stop_ids": None if stop_ids is None else frozenset(stop_ids),
         "visible": frozenset(plain["visible"]),
         "grammar": None if plain["grammar"] is None else GrammarSpec(**plain["grammar"]),
+        "images": tuple(
+            Image(base64.b64decode(data), tokens, None if grid is None else (grid[0], grid[1]))
+            for data, tokens, grid in plain["images"]
+        ),
     }
     return Request(**{**plain, **changed})
 

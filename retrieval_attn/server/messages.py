@@ -50,6 +50,29 @@ class TextBlock(Block):
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+class ImageSource(Body):
+    """An image's file in base64. URLs are not fetched."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = Field(None, max_length=64)
+    data: str | None = None
+    url: str | None = None
+
+    @property
+    def data_url(self) -> str:
+        """The image as OpenAI's API has it."""
+        return (
+            self.url or "" if self.type == "url" else f"data:{self.media_type or 'image/png'};base64,{self.data or ''}"
+        )
+
+
+class ImageBlock(Block):
+    """An image."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+
 class ThinkingBlock(Block):
     """Thinking of an earlier answer. The signature has no effect."""
 
@@ -77,12 +100,12 @@ class ToolResultBlock(Block):
     is_error: bool | None = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
 class UserTurn(Body):
-    """A message of the user: texts and results of tools. Images and documents are not served."""
+    """A message of the user: texts, images and results of tools. Documents are not served."""
 
     role: Literal["user"]
     content: str | Annotated[list[UserBlock], Field(fail_fast=True)]
@@ -97,8 +120,14 @@ class UserTurn(Body):
             for one in self.content
             if isinstance(one, ToolResultBlock)
         ]
-        texts = [one for one in self.content if isinstance(one, TextBlock)]
-        return results + ([{"role": "user", "content": _text(texts)}] if texts or not results else [])
+        said = [one for one in self.content if not isinstance(one, ToolResultBlock)]
+        parts = [
+            {"type": "text", "text": one.text}
+            if isinstance(one, TextBlock)
+            else {"type": "image_url", "image_url": {"url": one.source.data_url}}
+            for one in said
+        ]
+        return results + ([{"role": "user", "content": parts}] if parts or not results else [])
 
 
 class AssistantTurn(Body):
@@ -456,5 +485,6 @@ async def count_tokens(body: CountBody, request: HttpRequest) -> Response:
     context = service.context_of(body.model, None)
     before = 0 if context is None else (await service.contexts.named(context)).tokens
     with text_from("messages"):
-        parts = await asyncio.to_thread(chat_prompt(service, body.chat, context))
+        make, _ = await chat_prompt(service, body.chat, context)
+        parts = await asyncio.to_thread(make)
     return JSONResponse({"input_tokens": before + sum(map(len, parts))})

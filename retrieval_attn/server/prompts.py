@@ -17,16 +17,20 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.errors import ContextLengthError, InputDataError
+from retrieval_attn.model.images import MAX_IMAGES, Image, ImageReader
 from retrieval_attn.prompt.encode import Encoded, Escapes, stand_in
 from retrieval_attn.prompt.render import cut_at, render, within_limit
 from retrieval_attn.server.answer_parts import PROMPT_END_TOKENS, template_text
 from retrieval_attn.server.tool_formats import format_of
 from retrieval_attn.template import PromptTemplate, checked_ids, checked_text, continued_span
 
-__all__ = ["ChatRenderer", "Extras", "NO_EXTRAS", "Parts", "Prompts", "Turn", "forked"]
+__all__ = ["ChatRenderer", "Extras", "NO_EXTRAS", "Parts", "Prompts", "TEXT_ONLY", "Turn", "forked"]
 
 Turn = Mapping[str, Any]
-"""A message: role, content, and the other fields that chat templates know."""
+"""A message: role, content, and the other fields that chat templates know. content: a text, or a list of parts
+{"type": "text", "text": ...} and {"type": "image", "url": a data URL}.
+"""
+TEXT_ONLY = "This model reads text only; send messages without images."
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,9 @@ NO_EXTRAS = Extras()
 class ChatRenderer:
     """See the module."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """tokenizer: the model's, with a chat template."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, images: ImageReader | None = None) -> None:
+        """tokenizer: the model's, with a chat template. images: their reader; None: there are none."""
+        self._tokenizer, self._images = tokenizer, images
 
     def render(self, messages: Sequence[Turn], extras: Extras) -> str:
         """Render messages and extras. Raises InputDataError for those that the template does not take."""
@@ -61,17 +65,18 @@ class ChatRenderer:
             if (calls := format_of(template_text(self._tokenizer))) is not None:
                 messages = [calls.turn(message) for message in messages]
         tools = list(extras.tools) or None
-        return render(self._tokenizer, messages, tools, answering=extras.answering, options=extras.options)
+        text = render(self._tokenizer, messages, tools, answering=extras.answering, options=extras.options)
+        return text if self._images is None else self._images.expand(text)
 
     def render_whole(self, messages: Sequence[Turn], extras: Extras) -> str:
         """Render messages and extras. Raises InputDataError also if the template leaves out any of them."""
         text, place, missing = self.render(messages, extras), 0, set()
         for number, message in enumerate(messages):
-            content = message["content"].strip()
-            found = text.find(content, place)
-            if found < 0 and content not in text:
-                missing.add(number)
-            place = max(place, found)
+            for content in map(str.strip, _texts(message)):
+                found = text.find(content, place)
+                if found < 0 and content not in text:
+                    missing.add(number)
+                place = max(place, found)
         called = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
         written = [message for number, message in enumerate(messages) if number not in missing]
         roles = " and ".join(sorted({messages[number]["role"] for number in missing}))
@@ -149,15 +154,18 @@ class Prompts:
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, positions: int, *, reason: str = "",
-        parse_special: bool = False,
+        parse_special: bool = False, images: ImageReader | str = TEXT_ONLY,
     ) -> None:  # fmt: skip
         """vocabulary: ids that the model has embeddings for. positions: tokens of a prompt and its answer, at most.
         reason: why these are fewer than the model has, see `ContextLimit`.
 
-        parse_special: encode words of special tokens in raw texts as these tokens.
+        parse_special: encode words of special tokens in raw texts as these tokens. images: reader of the model's
+        images, or the sentence with which images are refused.
         """
         self.tokenizer, self.positions, self._reason = tokenizer, positions, reason
-        self._template, self._renderer = PromptTemplate.of(tokenizer), ChatRenderer(tokenizer)
+        self._images = None if isinstance(images, str) else images
+        self._no_images = images if isinstance(images, str) else ""
+        self._template, self._renderer = PromptTemplate.of(tokenizer), ChatRenderer(tokenizer, self._images)
         self._vocabulary, self._parse_special = vocabulary, parse_special
 
     @property
@@ -165,22 +173,45 @@ class Prompts:
         """Strings that end an answer to messages, besides a request's own; see `PromptTemplate`."""
         return self._template.stops
 
-    def of_messages(self, messages: Sequence[Turn], extras: Extras = NO_EXTRAS) -> Parts:
+    @property
+    def reads_images(self) -> bool:
+        """Whether messages may have images."""
+        return self._images is not None
+
+    def images_of(self, messages: Sequence[Turn]) -> tuple[Image, ...]:
+        """Read the images of messages, in order. Raises InputDataError for images that cannot be read, or too many."""
+        parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
+        urls = [part["url"] for part in parts if part["type"] == "image"]
+        if urls and self._images is None:
+            raise InputDataError(self._no_images)
+        if len(urls) > MAX_IMAGES:
+            raise InputDataError(f"The messages have {len(urls)} images; a request may have {MAX_IMAGES}.")
+        return tuple(self._images.of_url(url) for url in urls) if self._images is not None else ()
+
+    def plain(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids of a prompt as the tokenizer knows them."""
+        return list(ids) if self._images is None else self._images.plain(ids)
+
+    def of_messages(self, messages: Sequence[Turn], extras: Extras = NO_EXTRAS, images: Sequence[Image] = ()) -> Parts:
         """A conversation, up to where the answer starts. Messages: role, content, and what the template knows.
+
+        images: of `images_of`.
 
         Raises InputDataError for messages and extras that the template does not take or leaves out, ContextLengthError.
         """
-        self._refuse_too_long(sum(len(message["content"]) for message in messages))
+        messages = [_without_urls(message) for message in messages]
+        self._refuse_too_long(sum(len(text) for message in messages for text in _texts(message)))
         escapes = self._template.encoder.escapes(messages, extras.tools, extras.options)
         said = escapes.apply(list(messages))
         given = replace(extras, tools=escapes.apply(extras.tools), options=escapes.apply(extras.options))
         cuts: list[int] = []
         if not self.tokenizer.chat_template:
             _refuse_untemplated(messages, extras)
+            _require_texts(messages)
             text = self._untemplated(said, cuts, answering=extras.answering)
         else:
             text = within_limit(lambda: self._conversation(said, given, cuts))
-        return self._parts(text, cuts, escapes, adds=extras.specials)
+        return self._parts(text, cuts, escapes, adds=extras.specials, images=images)
 
     def of_question(self, messages: Sequence[Turn], extras: Extras = NO_EXTRAS) -> Parts:
         """Return the prompt after a saved context: questions and answers in turn.
@@ -189,6 +220,7 @@ class Prompts:
 
         Raises as `of_messages`, and InputDataError for tools: the context was read before them.
         """
+        _require_texts(messages)
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
         escapes = self._template.encoder.escapes(messages, extras.options)
         said, options = escapes.apply(_asked(messages, extras)), escapes.apply(extras.options)
@@ -221,7 +253,7 @@ class Prompts:
             ids = (*part[-PROMPT_END_TOKENS:], *ids)
             if len(ids) >= PROMPT_END_TOKENS:
                 break
-        return str(self.tokenizer.decode(list(ids[-PROMPT_END_TOKENS:]), skip_special_tokens=False))
+        return str(self.tokenizer.decode(self.plain(ids[-PROMPT_END_TOKENS:]), skip_special_tokens=False))
 
     def thinking_options(self, effort: str | None, thinking: bool | None) -> dict[str, Any]:
         """Return variables of the chat template for a request's effort of reasoning, and whether the model thinks.
@@ -276,6 +308,7 @@ class Prompts:
         """A conversation that questions will follow: it ends where the user's next words begin, in the last message if
         that is the user's. Raises as `of_messages`.
         """
+        _require_texts(messages)
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
         escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
         said, ended = escapes.apply(list(messages)), messages[-1]["role"] == "user"
@@ -294,6 +327,7 @@ class Prompts:
 
     def of_answered(self, messages: Sequence[Turn]) -> tuple[int, ...]:
         """Return questions and answers that extend a saved context, the last one an answer. Raises as `of_question`."""
+        _require_texts(messages)
         self._refuse_too_long(sum(len(message["content"]) for message in messages))
         escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
         said = escapes.apply(_asked(messages, NO_EXTRAS))
@@ -336,15 +370,18 @@ class Prompts:
             )
 
     def _parts(
-        self, text: str, cuts: Sequence[int], escapes: Escapes, *, begins: bool = True, adds: bool | None = None
-    ) -> Parts:
-        """`text` cut where the parts are long enough.
+        self, text: str, cuts: Sequence[int], escapes: Escapes, *, begins: bool = True, adds: bool | None = None,
+        images: Sequence[Image] = (),
+    ) -> Parts:  # fmt: skip
+        """`text` cut where the parts are long enough, or have images.
 
-        begins: the first part is the start of a prompt. adds: see `Extras.specials`.
+        begins: the first part is the start of a prompt. adds: see `Extras.specials`. images: of the text.
         """
         pieces, start = [], 0
+        word = self._images.word if self._images is not None and images else None
         for cut in cuts:
-            if start + MIN_CHARACTERS <= cut < len(text):
+            is_long = start + MIN_CHARACTERS <= cut or (word is not None and word in text[start:cut])
+            if is_long and cut < len(text):
                 pieces.append(text[start:cut])
                 start = cut
         pieces.append(text[start:])
@@ -354,7 +391,7 @@ class Prompts:
         found = tuple(tuple(part) for part in parts if part)
         if not found:
             raise InputDataError("The prompt has no tokens; give a message that is not empty.")
-        return found
+        return found if self._images is None else self._images.placed(found, images)
 
     def _untemplated(self, messages: Sequence[Turn], cuts: list[int], *, answering: bool) -> str:
         """ "Question: ... Answer:" for what a user says, all else as it stands: for models without a chat template.
@@ -390,7 +427,10 @@ class Prompts:
             except InputDataError:  # the template takes the whole but not this beginning of it: there is no cut
                 continue
             if text.startswith(prefix):
-                cuts += _paragraph(messages[count - 1]["content"], text, before)
+                said, word = _texts(messages[count - 1]), "" if self._images is None else self._images.word
+                pictured = text.rfind(word, before, len(prefix)) if word else -1
+                cuts += [pictured + len(word)] if pictured >= 0 else []
+                cuts += [cut for cut in _paragraph(said[-1] if said else "", text, before) if cut > pictured]
                 cuts.append(len(prefix))
                 before = len(prefix)
         return text
@@ -414,6 +454,29 @@ def _paragraph(content: str, text: str, start: int) -> list[int]:
     head = content[:cut].lstrip()  # templates strip what is around
     found = text.find(head, start)
     return [] if found < 0 else [found + len(head)]
+
+
+def _texts(message: Turn) -> list[str]:
+    """Return the texts of a message."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _without_urls(message: Turn) -> Turn:
+    """Return a message as chat templates take it: its images are marks."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": [part if part["type"] == "text" else {"type": "image"} for part in content]}
+
+
+def _require_texts(messages: Sequence[Turn]) -> None:
+    """Raise InputDataError for messages with images."""
+    if not all(isinstance(message["content"], str) for message in messages):
+        raise InputDataError(
+            "Saved contexts, and models without a chat template, take no images; send images in messages, without "
+            "context."
+        )
 
 
 def _some(ids: Sequence[int]) -> tuple[int, ...]:

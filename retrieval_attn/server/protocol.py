@@ -66,17 +66,34 @@ class Body(BaseModel):
 
 
 class TextPart(Body):
-    """A piece of a message; images and sound are not served."""
+    """A text of a message; sound is not served."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Body):
+    """A data URL with an image's file. detail has no effect."""
+
+    url: str
+    detail: str | None = Field(None, max_length=64)
+
+
+class ImagePart(Body):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+MessagePart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class Message(Body):
     """One of a conversation. Tool calls and reasoning go to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[MessagePart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -93,14 +110,31 @@ class Message(Body):
     def _has_content(self) -> Message:
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError(f"a message of the {self.role} needs content, a string or a list of parts")
+        if self.role != "user" and isinstance(self.content, list) and any(map(_is_image, self.content)):
+            raise ValueError("images belong to messages of the user")
         return self
 
     @property
     def text(self) -> str:
-        """The whole content, each part on lines of its own."""
+        """The texts of the content, each part on lines of its own."""
         if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
+            return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
         return self.content or ""
+
+    @property
+    def _said(self) -> str | list[dict[str, str]]:
+        """The content: its text, or a list of parts if there are images."""
+        if not isinstance(self.content, list) or not any(map(_is_image, self.content)):
+            return self.text
+        parts: list[dict[str, str]] = []
+        for part in self.content:
+            if isinstance(part, ImagePart):
+                parts.append({"type": "image", "url": part.image_url.url})
+            elif parts and parts[-1]["type"] == "text":
+                parts[-1]["text"] += f"\n{part.text}"
+            else:
+                parts.append({"type": "text", "text": part.text})
+        return parts
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -108,7 +142,11 @@ class Message(Body):
         role = "system" if self.role == "developer" else self.role
         names = ("name", "tool_calls", "tool_call_id", "reasoning_content")
         more = {name: getattr(self, name) for name in names}
-        return {"role": role, "content": self.text, **{name: value for name, value in more.items() if value}}
+        return {"role": role, "content": self._said, **{name: value for name, value in more.items() if value}}
+
+
+def _is_image(part: TextPart | ImagePart) -> bool:
+    return isinstance(part, ImagePart)
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:

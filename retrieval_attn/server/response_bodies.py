@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.engine.request import Event, Finished, Request
@@ -31,7 +31,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class TextContent(Body):
-    """A text of a message. Images, files and sound are not served. annotations, logprobs: of an earlier answer."""
+    """A text of a message. Files and sound are not served. annotations, logprobs: of an earlier answer."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -39,6 +39,15 @@ class TextContent(Body):
     logprobs: Ignored | None = None
 
 
+class ImageContent(Body):
+    """An image of a message of the user. image_url: a data URL. detail has no effect."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: str | None = None
+
+
+Content = Annotated[TextContent | ImageContent, Field(discriminator="type")]
 Texts = str | Annotated[list[TextContent], Field(max_length=4096, fail_fast=True)]
 
 
@@ -47,10 +56,29 @@ class MessageItem(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Texts
+    content: str | Annotated[list[Content], Field(max_length=4096, fail_fast=True)]
     id: str | None = None
     status: Status | None = None
     phase: str | None = None
+
+    @model_validator(mode="after")
+    def _has_images_of_the_user(self) -> MessageItem:
+        images = isinstance(self.content, list) and any(isinstance(part, ImageContent) for part in self.content)
+        if images and self.role != "user":
+            raise ValueError("images belong to messages of the user")
+        return self
+
+    @property
+    def said(self) -> Any:
+        """The content as chat messages have it."""
+        if isinstance(self.content, str) or not any(isinstance(part, ImageContent) for part in self.content):
+            return _text(self.content)
+        return [
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextContent)
+            else {"type": "image_url", "image_url": {"url": part.image_url}}
+            for part in self.content
+        ]
 
 
 class SummaryText(Body):
@@ -169,8 +197,10 @@ InputItem = Annotated[
 _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
-def _text(content: str | Sequence[TextContent]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _text(content: str | Sequence[TextContent | ImageContent]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content if isinstance(part, TextContent))
 
 
 def turns_of(items: Sequence[InputItem], before: Sequence[Mapping[str, Any]] = ()) -> list[Value]:
@@ -194,7 +224,7 @@ def turns_of(items: Sequence[InputItem], before: Sequence[Mapping[str, Any]] = (
             turns.append({**result, "content": _text(item.output)})
             answer = None
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            turns.append({"role": item.role, "content": _text(item.content)})
+            turns.append({"role": item.role, "content": item.said})
             answer = None
         else:
             called_before = answer is not None and "tool_calls" in answer

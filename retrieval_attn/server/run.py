@@ -22,7 +22,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import RetrievalAttentionError
-from retrieval_attn.model.loading import load
+from retrieval_attn.model.images import ImageReader
+from retrieval_attn.model.loading import load, load_image_reader
 from retrieval_attn.saving.save import template_digest
 from retrieval_attn.server.access import AllowedHosts, Keys
 from retrieval_attn.server.admission import Admission
@@ -36,7 +37,7 @@ from retrieval_attn.server.engine_process import Child
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.metrics import Metrics
 from retrieval_attn.server.page import page_response
-from retrieval_attn.server.prompts import Prompts
+from retrieval_attn.server.prompts import TEXT_ONLY, Prompts
 from retrieval_attn.server.protocol import MAX_MESSAGES
 from retrieval_attn.server.remote import RemoteEngine
 from retrieval_attn.server.service import Service
@@ -59,21 +60,35 @@ END_SECONDS = 10
 
 @dataclass(frozen=True)
 class Started:
-    """A running engine, its tokenizer and the facts of its model."""
+    """A running engine, its tokenizer and the facts of its model. images: their reader, or why they are refused."""
 
     client: EngineClient
     tokenizer: PreTrainedTokenizerBase
     facts: Facts
+    images: ImageReader | str = TEXT_ONLY
 
 
 async def started(spec: EngineSpec, child: Child | None = None) -> Started:
     """Load the model and start the engine. child: its process; None: this one. Raises as `EngineSpec.load`."""
     if child is None:
         llm, engine = await asyncio.to_thread(spec.load)
-        return Started(LocalEngine(engine), llm.tokenizer, spec.facts(llm))
+        facts = spec.facts(llm)
+        images = await asyncio.to_thread(_image_reader, spec.model, llm.tokenizer, facts)
+        return Started(LocalEngine(engine), llm.tokenizer, facts, images)
     remote = RemoteEngine(spec, child)
     facts, tokenizer = await asyncio.gather(remote.start(), asyncio.to_thread(load, AutoTokenizer, spec.model))
-    return Started(remote, tokenizer, facts)
+    images = await asyncio.to_thread(_image_reader, spec.model, tokenizer, facts)
+    return Started(remote, tokenizer, facts, images)
+
+
+def _image_reader(model: str, tokenizer: PreTrainedTokenizerBase, facts: Facts) -> ImageReader | str:
+    """Return the reader of a model's images, or the sentence with which they are refused."""
+    try:
+        found = load_image_reader(model, tokenizer) if facts.has_vision else None
+    except RetrievalAttentionError as error:
+        log.warning("messages with images are refused: %s", error)
+        return str(error)
+    return found or TEXT_ONLY
 
 
 def service_for(started: Started, settings: Settings, keys: Keys, store: str | Path | None) -> Service:
@@ -97,6 +112,7 @@ def service_for(started: Started, settings: Settings, keys: Keys, store: str | P
             started.facts.positions,
             reason=started.facts.positions_reason,
             parse_special=settings.parse_special,
+            images=started.images,
         ),  # fmt: skip
         TokenTexts(tokenizer),
         client,

@@ -90,13 +90,15 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 class Facts(NamedTuple):
     """Facts of a loaded model. vocabulary: number of embeddings. positions: maximum tokens of a prompt with its answer.
-    sampling: default fields of `SamplingParams`. positions_reason: see `ContextLimit`.
+    sampling: default fields of `SamplingParams`. positions_reason: see `ContextLimit`. has_vision: whether it has a
+    vision tower.
     """
 
     vocabulary: int
     positions: int
     sampling: Mapping[str, Any] = MappingProxyType({})
     positions_reason: str = ""
+    has_vision: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,13 @@ class EngineSpec:
     def facts(self, llm: LLM) -> Facts:
         """Return the facts of the loaded model."""
         from retrieval_attn.answer_loop import AnswerLoop
+        from retrieval_attn.model.adapters import unwrapped
         from retrieval_attn.model.rope import context_limit
 
         vocabulary = AnswerLoop(llm.model, llm.tokenizer).vocabulary
-        return Facts(vocabulary, llm.max_context, self._sampling(llm.model), context_limit(llm.model).reason)
+        has_vision = getattr(unwrapped(llm.model).config, "vision_config", None) is not None
+        reason = context_limit(llm.model).reason
+        return Facts(vocabulary, llm.max_context, self._sampling(llm.model), reason, has_vision)
 
     def _sampling(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the values that the model's generation config sets. Raises ConfigError for one out of its range."""

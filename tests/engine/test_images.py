@@ -46,13 +46,9 @@ class Served(NamedTuple):
         *before, last = text.format(*[image_text(self.name, 1)] * len(images)).split(word)
         parts = [*(piece + word for piece in before), last]
         ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts if part]
-        left, found = list(images), []
-        for part in ids:
-            count = part.count(self.reader.token)
-            found.append(self.reader.placed(part, left[:count]))
-            left = left[count:]
+        found = self.reader.placed(ids, images)
         given = {"max_tokens": STEPS, "draw": SamplingParams(temperature=0, logprobs=1), "stop_ids": frozenset()}
-        return Request(tuple(map(tuple, found)), images=tuple(images), **{**given, **options})
+        return Request(found, images=tuple(images), **{**given, **options})
 
     def answer(self, text: str, pictures: list[bytes], **options: Any) -> tuple[Finished, list[float]]:
         """Its end, and the log-probability of each token."""

@@ -233,6 +233,5 @@ def _decoded(data: bytes) -> Any:
         raise
     except Exception as error:  # Pillow raises many kinds for damaged files
         raise InputDataError(
-            f"An image cannot be decoded ({type(error).__name__}: {str(error)[:80]}); send a whole file in "
-            f"{', '.join(FORMATS)}."
+            f"An image cannot be decoded ({type(error).__name__}); send a whole file in {', '.join(FORMATS)}."
         ) from error

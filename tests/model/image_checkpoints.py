@@ -92,8 +92,10 @@ def plain_inputs(name: str, text: str, pictures: list[bytes]) -> dict[str, Tenso
 
     tokenizer, processor = tokenizer_for(name), processor_for(name)
     images = [PIL.Image.open(io.BytesIO(data)).convert("RGB") for data in pictures]
-    pixels = {key: value for key, value in processor(images=images, return_tensors="pt").items() if key != "num_crops"}
-    counts = [4] * len(images) if name == "gemma3" else [int(grid.prod()) // 4 for grid in pixels["image_grid_thw"]]
+    given = processor(images=images, return_tensors="pt") if images else {}
+    pixels = {key: value for key, value in given.items() if key != "num_crops"}
+    grids = [] if name == "gemma3" else pixels.get("image_grid_thw", ())
+    counts = [4] * len(images) if name == "gemma3" else [int(grid.prod()) // 4 for grid in grids]
     text = text.format(*(image_text(name, count) for count in counts))
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     kinds = (ids == tokenizer.convert_tokens_to_ids(words_of(name)["image"])).long()

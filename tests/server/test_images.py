@@ -1,0 +1,194 @@
+"""Images through the real clients and the server's process: answers are transformers' own, bad images are refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from retrieval_attn.model.images import MAX_IMAGES
+from tests.model.image_checkpoints import SIZE, image_text, picture, plain_inputs, save_checkpoint, words_of
+from tests.server.process import Served, serving
+
+openai = pytest.importorskip("openai", reason="tests of the server need openai")
+anthropic = pytest.importorskip("anthropic", reason="tests of the server need anthropic")
+pytest.importorskip("PIL", reason="images need the extra `images`")
+
+ONE, OTHER = picture(1), picture(2, 140, 84, "JPEG")
+STEPS = 8
+QUESTION = "What is in the picture? "
+
+
+class Running(NamedTuple):
+    """A server, the kind of its model, and transformers' model and tokenizer of it."""
+
+    served: Served
+    name: str
+    model: Any
+    tokenizer: Any
+
+    def plain(self, content: list[Any]) -> tuple[str, int]:
+        """The answer of transformers to a message, a list of texts and pictures, and the tokens of its prompt."""
+        parts = [{"type": "text", "text": one} if isinstance(one, str) else {"type": "image"} for one in content]
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+        )
+        marker = words_of(self.name)["start"] if self.name == "gemma3" else image_text(self.name, 1)
+        inputs = plain_inputs(self.name, text.replace(marker, "{}"), [one for one in content if isinstance(one, bytes)])
+        with torch.no_grad():
+            ids = self.model.generate(**inputs, max_new_tokens=STEPS, do_sample=False)[0]
+        count = inputs["input_ids"].shape[1]
+        return self.tokenizer.decode(ids[count:], skip_special_tokens=True), count
+
+
+@pytest.fixture(scope="module", params=["gemma3", "qwen2_5_vl"])
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("served") / request.param
+    model = save_checkpoint(request.param, folder)
+    options = "--dtype", "float32", "--device", "cpu", "--warm-up", "0", "--name", "tiny"
+    with serving(str(folder), "--store", str(folder / "store"), *options, preloaded=True) as served:
+        yield Running(served, request.param, model, AutoTokenizer.from_pretrained(folder))
+
+
+@pytest.fixture
+def client(running: Running) -> Any:
+    return openai.OpenAI(base_url=f"{running.served.url}/v1", api_key="none", max_retries=0)
+
+
+def url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def large() -> bytes:
+    """A small file of a picture with too many pixels."""
+    import PIL.Image
+
+    out = io.BytesIO()
+    PIL.Image.new("1", (6000, 6000)).save(out, "PNG")
+    return out.getvalue()
+
+
+def parts(content: list[Any]) -> list[dict[str, Any]]:
+    """A message's content in OpenAI's form, of texts, pictures and URLs in tuples."""
+    found: list[dict[str, Any]] = []
+    for one in content:
+        if isinstance(one, str):
+            found.append({"type": "text", "text": one})
+        else:
+            found.append({"type": "image_url", "image_url": {"url": url(one) if isinstance(one, bytes) else one[0]}})
+    return found
+
+
+def chat(client: Any, content: list[Any], **options: Any) -> Any:
+    given = {"model": client.models.list().data[0].id, "temperature": 0, "max_tokens": STEPS, **options}
+    return client.chat.completions.create(messages=[{"role": "user", "content": parts(content)}], **given)
+
+
+def test_answers_are_those_of_transformers(running: Running, client: Any) -> None:
+    """Images before, between and after texts; other images give other answers."""
+    contents: list[list[Any]] = [
+        [ONE, QUESTION], [OTHER, QUESTION], [QUESTION, ONE, "or ", OTHER], [QUESTION, OTHER, "or ", ONE], [QUESTION],
+    ]  # fmt: skip
+    texts = set()
+    for content in contents:
+        expected, tokens = running.plain(content)
+        found = chat(client, content)
+        assert found.choices[0].message.content == expected
+        assert found.usage.prompt_tokens == tokens
+        texts.add(expected)
+    assert len(texts) == len(contents)
+    stream = chat(client, contents[0], stream=True)
+    assert "".join(one.choices[0].delta.content or "" for one in stream) == running.plain(contents[0])[0]
+
+
+def test_a_second_question_reuses_the_image(running: Running, client: Any) -> None:
+    """The usage says so; another image of the same size shares nothing but what precedes it."""
+    data, other, more = picture(7), picture(8), "And where was it taken, and by whom? "
+    first = chat(client, [data, QUESTION])
+    second = chat(client, [data, more])
+    assert second.choices[0].message.content == running.plain([data, more])[0]
+    tokens = 4 if running.name == "gemma3" else (84 // 28) * (SIZE // 28)
+    assert second.usage.prompt_tokens_details.cached_tokens >= tokens
+    third = chat(client, [other, more])
+    assert (
+        third.usage.prompt_tokens_details.cached_tokens < second.usage.prompt_tokens_details.cached_tokens - tokens + 1
+    )
+    assert third.choices[0].message.content == running.plain([other, more])[0]
+    assert first.usage.prompt_tokens_details.cached_tokens < tokens + 4
+
+
+def test_other_apis_give_the_same_answer(running: Running, client: Any) -> None:
+    """Anthropic's messages and OpenAI's responses, with a follow-up turn; token counts."""
+    expected, tokens = running.plain([ONE, QUESTION])
+    claude = anthropic.Anthropic(base_url=running.served.url, api_key="none", max_retries=0)
+    model = client.models.list().data[0].id
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE).decode()}
+    said: Any = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]}]
+    answer = claude.messages.create(model=model, max_tokens=STEPS, messages=said, extra_body={"temperature": 0})
+    assert answer.content[0].text == expected and answer.usage.input_tokens + (
+        answer.usage.cache_read_input_tokens or 0
+    ) == tokens  # fmt: skip
+    assert claude.messages.count_tokens(model=model, messages=said).input_tokens == tokens
+    content = [{"type": "input_image", "image_url": url(ONE)}, {"type": "input_text", "text": QUESTION}]
+    given: dict[str, Any] = {"model": model, "max_output_tokens": 16, "temperature": 0}
+    response = client.responses.create(input=[{"role": "user", "content": content}], **given)
+    assert response.output_text.startswith(expected) and response.usage.input_tokens == tokens
+    follow = client.responses.create(input="And then?", previous_response_id=response.id, **given)
+    assert follow.usage.input_tokens_details.cached_tokens > 4
+    with running.served.client() as http:
+        body = {"messages": [{"role": "user", "content": parts([ONE, QUESTION])}]}
+        ids = http.post("/tokenize", json=body).json()["tokens"]
+        assert len(ids) == tokens and min(ids) >= 0
+        assert http.get("/props").json()["modalities"] == {"vision": True, "audio": False}
+
+
+def test_words_of_images_in_a_text_are_text(running: Running, client: Any) -> None:
+    """A user's text cannot make a place for an image."""
+    words = words_of(running.name)
+    found = chat(client, [ONE, f"What is {words['image']} or {words['start']}?"])
+    assert found.usage.prompt_tokens > running.plain([ONE, "What is  or ?"])[1]
+
+
+def test_bad_images_are_refused(running: Running, client: Any) -> None:
+    wrongs: list[tuple[str, Any]] = [
+        ("fetches no URLs", ("https://images.example/a.png",)),
+        ("fetches no URLs", ("file:///etc/passwd",)),
+        ("fetches no URLs", ("data:text/plain;base64,aGk=",)),
+        ("not valid base64", ("data:image/png;base64,@@@@",)),
+        ("cannot be decoded", b"not a picture"),
+        ("cannot be decoded", ONE[: len(ONE) // 2]),
+        ("at most 33,554,432", large()),
+    ]
+    for words, image in wrongs:
+        with pytest.raises(openai.BadRequestError, match=words) as refused:
+            chat(client, [image, QUESTION])
+        assert refused.value.param == "messages" and refused.value.code == "invalid_image"
+    with pytest.raises(openai.BadRequestError, match=f"may have {MAX_IMAGES}"):
+        chat(client, [ONE] * (MAX_IMAGES + 1))
+    model = client.models.list().data[0].id
+    with pytest.raises(openai.BadRequestError, match="belong to messages of the user"):
+        client.chat.completions.create(model=model, messages=[{"role": "system", "content": parts([ONE])}])
+    assert chat(client, [ONE, QUESTION]).choices[0].message.content == running.plain([ONE, QUESTION])[0]
+
+
+def test_saved_contexts_take_no_images(running: Running, client: Any) -> None:
+    with running.served.client() as http:
+        body = {"name": "seen", "messages": [{"role": "user", "content": parts([ONE, QUESTION])}]}
+        reply = http.post("/v1/contexts", json=body)
+        assert reply.status_code == 400 and "take no images" in reply.json()["error"]["message"]
+        body = {"name": "said", "text": "Some words of a text. " * 40}
+        assert http.post("/v1/contexts", json=body).status_code == 200
+    with pytest.raises(openai.BadRequestError, match="take no images"):
+        chat(client, [ONE, QUESTION], extra_body={"context": "said"})
+
+
+def test_a_text_model_refuses_images(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="reads text only"):
+        chat(client, [ONE, QUESTION])

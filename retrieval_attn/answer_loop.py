@@ -218,7 +218,9 @@ class AnswerLoop:
         seeds = torch.randint(2**63 - 1, (rows,)).tolist() if random else [sampling.seed or 0] * rows
         params = [sampling.params(seed) for seed in seeds]
         require_known(params[0], self.vocabulary)
-        prompts = [ids[valid].cpu().numpy() for ids, valid in zip(batch.ids, batch.valid, strict=True)]
+        images = [token for token, kind in placeholders(self.model).items() if kind == "image"]
+        ids = batch.ids.masked_fill(batch.ids < 0, images[0]) if images else batch.ids
+        prompts = [row[valid].cpu().numpy() for row, valid in zip(ids, batch.valid, strict=True)]
         histories = [
             History.of(one, prompt, [], ends, sampling.min_tokens) for one, prompt in zip(params, prompts, strict=True)
         ]

@@ -20,6 +20,9 @@ from retrieval_attn.attention.sequence import attended_columns
 from retrieval_attn.config import Config, QuestionAttention, require_question_attention, resolve
 from retrieval_attn.errors import CacheMismatchError, InputDataError, UnsupportedModelError
 from retrieval_attn.model.adapters import unwrapped
+from retrieval_attn.model.image_embedding import PromptImages
+from retrieval_attn.model.images import placed_images
+from retrieval_attn.model.loading import load_image_encoder
 from retrieval_attn.runner.forget import forget_tokens
 from retrieval_attn.runner.full_attention import ExpectedTokens, answer_with_full_attention, attach_full_kv
 from retrieval_attn.runner.prefill import abandon
@@ -105,6 +108,7 @@ class Context:
         self,
         text: str | Sequence[int],
         *,
+        images: Sequence[bytes | str | Path] = (),
         progress: bool = True,
         save: str | None = None,
         store: ContextStore | str | Path | None = None,
@@ -114,27 +118,48 @@ class Context:
 
         A string gets the template's opening: the begin-of-sequence token and, for chat models, the start of the
         user's turn. A bar shows the layers when reading takes longer than two seconds.
+        images: files, or their bytes, of images that stand before the text; needs the extra `images`. Such a context
+        is not saved.
         save, store: keep the context under this name, see `save`; each layer is written while later ones are read.
         wait=False: a thread writes what is left when all is read; `kept.saving.wait()` waits for it.
         Raises InputDataError for an empty text or a context that was read already, ContextLengthError. StoreError, if
         saving failed: the context was read all the same.
         """
         self._require_empty()
+        if images:
+            return self._read_images(text, images, progress, save)
         ids = self._checked(self.template.context_ids(text) if isinstance(text, str) else text)
         saving = None
         if save is not None:
             saving = ReadingSave(as_store(store), save, self.model, self.tokenizer, self._cache, ids)
+        with contextlib.nullcontext() if saving is None else saving.while_reading():
+            self._read(ids, progress)
+        if saving is not None:
+            saving.finish(self.kept, self._described(), wait=wait, progress=progress)
+        return self
+
+    def _read(self, ids: list[int], progress: bool) -> None:
+        """Read the first tokens; after an error the context is empty."""
         self._whole = False
         try:
-            with contextlib.nullcontext() if saving is None else saving.while_reading():
-                self._append(ids, progress)
+            self._append(ids, progress)
         except BaseException:  # Ctrl-C too
             abandon(self._cache)
             self._cache, self._whole = RetrievalCache(self.model, self.config), True
             raise
         self._whole = True
-        if saving is not None:
-            saving.finish(self.kept, self._described(), wait=wait, progress=progress)
+
+    def _read_images(
+        self, text: str | Sequence[int], images: Sequence[bytes | str | Path], progress: bool, save: str | None
+    ) -> Context:
+        if not isinstance(text, str) or save is not None:
+            raise InputDataError("A context with images needs a text that is a string, and cannot be saved.")
+        encoder = load_image_encoder(self.model, self.tokenizer)
+        read = [encoder.reader.of_file(one if isinstance(one, bytes) else Path(one).read_bytes()) for one in images]
+        (ids,) = encoder.reader.placed([self.template.context_ids(text, encoder.reader.text * len(read))], read)
+        self._cache.batch.images = prompt = PromptImages(encoder, placed_images(ids, read))
+        self._read(list(ids), progress)
+        self._cache.batch.images = prompt.without_data()
         return self
 
     @_alone
@@ -173,9 +198,12 @@ class Context:
         most config.sink, or as many as an earlier call left. stop: up to where the window of recent tokens begins, at
         least an earlier call's. What came after `stop` has seen what is forgotten, and keeps what it made of it. Forks
         keep their own tokens. Raises InputDataError for an empty context, ConfigError for other numbers,
-        UnsupportedModelError for layers with a state and where positions are not those of a fixed rotary embedding.
+        UnsupportedModelError for layers with a state, for images and where positions are not those of a fixed rotary
+        embedding.
         """
         self._require_whole()
+        if self._cache.batch.images is not None:
+            raise UnsupportedModelError("A context with images cannot forget: its positions do not count tokens.")
         if not self._ids:
             raise InputDataError("The context is empty: there is nothing to forget; call read(text) first.")
         forget_tokens(self._cache, self.model, start, stop)

@@ -238,14 +238,15 @@ class LLM:
         self,
         text: str | Sequence[int],
         *,
+        images: Sequence[bytes | str | Path] = (),
         progress: bool = True,
         save: str | None = None,
         store: ContextStore | str | Path | None = None,
         wait: bool = True,
     ) -> Context:
-        """Read and index a long text; ask the returned context questions. save, store, wait: see `Context.read`."""
+        """Read and index a long text; ask the returned context questions. All else: see `Context.read`."""
         context = Context(self.model, self.tokenizer, self.config)
-        return context.read(text, progress=progress, save=save, store=store, wait=wait)
+        return context.read(text, images=images, progress=progress, save=save, store=store, wait=wait)
 
     def open(
         self, name: str, *, store: ContextStore | str | Path | None = None, progress: bool = True, **overrides: Any

@@ -92,10 +92,13 @@ class PromptTemplate:
         """Token ids of this template's texts."""
         return encoder_of(self.tokenizer)
 
-    def context_ids(self, text: str) -> list[int]:
-        """Ids of opening and context, with exactly the special tokens the model expects at a start."""
+    def context_ids(self, text: str, before: str = "") -> list[int]:
+        """Ids of opening and context, with exactly the special tokens the model expects at a start.
+
+        before: precedes the text; words of special tokens in it are control tokens.
+        """
         escapes = self.encoder.escapes(checked_text(text))
-        return self.start_ids(self.opening + escapes.escape(text), escapes)
+        return self.start_ids(self.opening + before + escapes.escape(text), escapes)
 
     def start_ids(self, text: str, escapes: Escapes | None = None, adds: bool | None = None) -> list[int]:
         """Ids of a text that begins a prompt. escapes: see `PromptEncoder.encode`.

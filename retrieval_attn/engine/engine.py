@@ -61,7 +61,7 @@ from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.image_embedding import ImageEncoder, PromptImages
 from retrieval_attn.model.images import placed_images
-from retrieval_attn.model.loading import load_image_reader
+from retrieval_attn.model.loading import load_image_encoder
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import weight_state
@@ -138,16 +138,12 @@ class RequestAdmission:
         )
 
     def _images_of(self, request: Request) -> PromptImages | None:
-        """Return the images of a prompt. Raises InputDataError if the model reads none; see `load_image_reader`."""
+        """Return the images of a prompt. Raises InputDataError if the model reads none; see `load_image_encoder`."""
         if not request.images:
             return None
-        model = unwrapped(self._loop.model)
         with self._encoder_lock:
             if self._encoder is None:
-                reader = load_image_reader(model.config.name_or_path, self._loop.tokenizer)
-                if reader is None or length_rope(model) is not None:
-                    raise InputDataError("The model reads no images: it has no vision tower, or dynamic positions.")
-                self._encoder = ImageEncoder(model, reader)
+                self._encoder = load_image_encoder(unwrapped(self._loop.model), self._loop.tokenizer)
         return PromptImages(self._encoder, placed_images(request.ids, request.images), request.namespace)
 
     def _found_by_content(self, parts: Sequence[Sequence[int]], namespace: str | None) -> tuple[SavedText | None, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.images import FIRST_ID, LAST_ID, Image, ImageReader, PlacedImage
 from retrieval_attn.model.weights import WeightState, weight_state
@@ -48,6 +49,20 @@ class EmbeddedPixels:
         self.output = output
 
 
+class EmbeddingFeatures:
+    """Method `get_image_features` of a module of transformers that also takes `EmbeddedPixels`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, pixel_values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the output in `EmbeddedPixels`, or compute it as the module's class does."""
+        if isinstance(pixel_values, EmbeddedPixels):
+            return pixel_values.output
+        kind: Any = type(self._module)
+        return kind.get_image_features(self._module, pixel_values, *args, **kwargs)
+
+
 class ImageEncoder:
     """Embeds the images of one model's prompts and caches the embeddings of recent ones. Thread-safe."""
 
@@ -55,7 +70,8 @@ class ImageEncoder:
         """Make the model's forwards accept `EmbeddedPixels`."""
         self.model, self.reader = model, reader
         self._is_gemma = unwrapped(model).config.model_type == "gemma3"
-        self._features = _accept_embedded(unwrapped(model).model)
+        self._module: Any = unwrapped(model).model
+        self._module.get_image_features = EmbeddingFeatures(self._module)
         self._cache: OrderedDict[tuple[WeightState, str | None, bytes], ImageEmbedding] = OrderedDict()
         self._lock = threading.Lock()
         self.computed = 0
@@ -81,7 +97,11 @@ class ImageEncoder:
     def _computed(self, image: Image) -> ImageEmbedding:
         device = self.model.device
         given = {name: tensor.to(device) for name, tensor in self.reader.pixels(image).items()}
-        output = self._features(**given, return_dict=True)
+        try:
+            output = self._module.get_image_features(**given, return_dict=True)
+        except torch.OutOfMemoryError:
+            reclaim(device=idle_device_bytes())
+            output = self._module.get_image_features(**given, return_dict=True)
         self.computed += 1
         rows, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
         rows = rows[0] if len(rows) == 1 else torch.cat(list(rows))
@@ -100,19 +120,6 @@ class ImageEncoder:
             return {"pixel_values": EmbeddedPixels(output), "token_type_ids": inside.long()}
         deep = [torch.cat(layer).to(inside.device) for layer in zip(*(one.deep for one in images), strict=True)]
         return {"pixel_values": EmbeddedPixels(SimpleNamespace(pooler_output=[rows], deepstack_features=deep))}
-
-
-def _accept_embedded(module: Any) -> Callable[..., Any]:
-    """Make `module.get_image_features` return the output in `EmbeddedPixels`; return the module's own method."""
-    original: Callable[..., Any] = type(module).get_image_features.__get__(module)
-
-    def get_image_features(pixel_values: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(pixel_values, EmbeddedPixels):
-            return pixel_values.output
-        return original(pixel_values, *args, **kwargs)
-
-    module.get_image_features = get_image_features
-    return original
 
 
 @dataclass(frozen=True, eq=False)

@@ -134,7 +134,10 @@ class ImageReader:
         self._marker, self._text = self.word, self.word
         if self._is_gemma:
             self._marker, end = (_word(tokenizer, one) for one in (config.boi_token_index, config.eoi_token_index))
-            self._text = f"\n\n{self._marker}{self.word}{end}\n\n"
+            self._text = self.text = f"\n\n{self._marker}{self.word}{end}\n\n"
+        else:
+            ends = [_word(tokenizer, one) for one in (config.vision_start_token_id, config.vision_end_token_id)]
+            self.text = self.word.join(ends)
 
     def expand(self, text: str) -> str:
         """Return a rendered prompt with `word` once in place of each image that the chat template wrote."""

@@ -26,6 +26,7 @@ from retrieval_attn.model.gguf.checkpoint import METHOD, config_of, settled, unp
 from retrieval_attn.model.gguf.file import GgufFile, read, resolve
 from retrieval_attn.model.gguf.tokenizer import tokenizer_of
 from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, whole_model
+from retrieval_attn.model.image_embedding import ImageEncoder
 from retrieval_attn.model.images import ImageReader
 from retrieval_attn.model.multimodal import model_class
 from retrieval_attn.model.placement import is_hooked
@@ -40,7 +41,7 @@ from retrieval_attn.model.quantization import (
     quantization_of,
     require_package,
 )
-from retrieval_attn.model.rope import with_yarn
+from retrieval_attn.model.rope import length_rope, with_yarn
 from retrieval_attn.model.stored import StoredWeight
 
 log = logging.getLogger(__name__)
@@ -174,6 +175,16 @@ def load_image_reader(name_or_path: str | Path, tokenizer: PreTrainedTokenizerBa
     if importlib.util.find_spec("PIL") is None:
         raise ConfigError("Images need Pillow: pip install 'retrieval-attn[images]'.")
     return ImageReader(config, load(AutoImageProcessor, name_or_path), tokenizer)
+
+
+def load_image_encoder(model: Any, tokenizer: PreTrainedTokenizerBase) -> ImageEncoder:
+    """Return an encoder of a loaded model's images. Raises InputDataError for a model that reads none, and as
+    `load_image_reader`.
+    """
+    reader = load_image_reader(model.config.name_or_path, tokenizer)
+    if reader is None or length_rope(model) is not None:
+        raise InputDataError("The model reads no images: it has no vision tower, or dynamic positions.")
+    return ImageEncoder(model, reader)
 
 
 def load_model(

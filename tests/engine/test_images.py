@@ -196,4 +196,4 @@ def test_a_text_model_refuses_images(needle_model_path: Path) -> None:
     llm = ra.LLM(needle_model_path, device="cpu", threads=1)
     image = Image(ONE, 4)
     with Engine(llm) as engine, pytest.raises(ra.InputDataError, match="reads no images"):
-        engine.submit(Request((5, *image.ids, 6), images=(image,)))
+        engine.submit(Request(((5, *image.ids, 6),), images=(image,)))

@@ -73,6 +73,9 @@ class ImageBlock(Block):
     source: ImageSource
 
 
+SeenBlock = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
 class ThinkingBlock(Block):
     """Thinking of an earlier answer. The signature has no effect."""
 
@@ -96,8 +99,14 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[SeenBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
+
+    @property
+    def blocks(self) -> list[TextBlock | ImageBlock]:
+        """The content as a list."""
+        given = self.content or []
+        return [TextBlock(type="text", text=given)] if isinstance(given, str) else given
 
 
 UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
@@ -105,7 +114,10 @@ AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discr
 
 
 class UserTurn(Body):
-    """A message of the user: texts, images and results of tools. Documents are not served."""
+    """A message of the user: texts, images and results of tools. Documents are not served.
+
+    Chat templates take texts of tools alone: images of results stand at the start of what the user says.
+    """
 
     role: Literal["user"]
     content: str | Annotated[list[UserBlock], Field(fail_fast=True)]
@@ -116,11 +128,19 @@ class UserTurn(Body):
         if isinstance(self.content, str):
             return [{"role": "user", "content": self.content}]
         results = [
-            {"role": "tool", "tool_call_id": one.tool_use_id, "content": _text(one.content or "")}
+            {
+                "role": "tool",
+                "tool_call_id": one.tool_use_id,
+                "content": _text([block for block in one.blocks if isinstance(block, TextBlock)]),
+            }
             for one in self.content
             if isinstance(one, ToolResultBlock)
         ]
-        said = [one for one in self.content if not isinstance(one, ToolResultBlock)]
+        returned = [block for one in self.content if isinstance(one, ToolResultBlock) for block in one.blocks]
+        said = [
+            *(block for block in returned if isinstance(block, ImageBlock)),
+            *(one for one in self.content if not isinstance(one, ToolResultBlock)),
+        ]
         parts = [
             {"type": "text", "text": one.text}
             if isinstance(one, TextBlock)

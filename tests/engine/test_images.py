@@ -32,9 +32,10 @@ ONE, OTHER = picture(1), picture(2, 140, 84)
 
 
 class Served(NamedTuple):
-    """A checkpoint's name, transformers' model of it, and an engine."""
+    """A checkpoint's name and folder, transformers' model of it, and an engine."""
 
     name: str
+    folder: Path
     model: Any
     engine: Engine
     reader: ImageReader
@@ -77,7 +78,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     reader = load_image_reader(folder, llm.tokenizer)
     assert reader is not None
     with Engine(llm, store=tmp_path_factory.mktemp("store")) as engine:
-        yield Served(request.param, model, engine, reader)
+        yield Served(request.param, folder, model, engine, reader)
 
 
 def test_answers_are_those_of_transformers(served: Served) -> None:
@@ -156,6 +157,17 @@ def test_penalties_count_the_placeholder(served: Served) -> None:
     draw = SamplingParams(temperature=0, repetition_penalty=1.5)
     end = served.engine.submit(served.request(ASKED + "What is it?", [ONE], draw=draw)).result()
     assert end.tokens == served.plain(ASKED + "What is it?", [ONE], repetition_penalty=1.5)[0]
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+def test_captured_steps_continue_an_image(served: Served, tmp_path: Path) -> None:
+    """Replays get the positions behind the image. Two rows, with images of other sizes."""
+    llm = ra.LLM(served.folder, threads=1, retrieve=64, window=256, sink=4, dtype="float32", device="cpu")
+    asked = [(ASKED + "What is it?", [ONE]), (ASKED + "And what is it?", [OTHER])]
+    with Engine(llm, store=tmp_path) as engine:
+        handles = [engine.submit(served.request(*one)) for one in asked]
+        assert [handle.result().tokens for handle in handles] == [served.plain(*one)[0] for one in asked]
+        assert engine._stepper._runner.replays > STEPS // 2
 
 
 def test_texts_are_served_as_before(served: Served) -> None:

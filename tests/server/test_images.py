@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from retrieval_attn.model.images import MAX_IMAGES
+from retrieval_attn.server.messages import UserTurn
 from tests.model.image_checkpoints import SIZE, image_text, picture, plain_inputs, save_checkpoint, words_of
 from tests.server.process import Served, serving
 
@@ -31,14 +32,21 @@ class Running(NamedTuple):
     model: Any
     tokenizer: Any
 
-    def plain(self, content: list[Any]) -> tuple[str, int]:
-        """The answer of transformers to a message, a list of texts and pictures, and the tokens of its prompt."""
-        parts = [{"type": "text", "text": one} if isinstance(one, str) else {"type": "image"} for one in content]
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
-        )
+    def plain(self, *contents: list[Any] | str) -> tuple[str, int]:
+        """The answer of transformers to messages in turn, lists of texts and pictures or answers, and the tokens of
+        its prompt.
+        """
+        turns, pictures = list[Any](), [one for content in contents for one in content if isinstance(one, bytes)]
+        for number, content in enumerate(contents):
+            parts: Any = (
+                content
+                if isinstance(content, str)
+                else [{"type": "text", "text": one} if isinstance(one, str) else {"type": "image"} for one in content]
+            )
+            turns.append({"role": ("user", "assistant")[number % 2], "content": parts})
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         marker = words_of(self.name)["start"] if self.name == "gemma3" else image_text(self.name, 1)
-        inputs = plain_inputs(self.name, text.replace(marker, "{}"), [one for one in content if isinstance(one, bytes)])
+        inputs = plain_inputs(self.name, text.replace(marker, "{}"), pictures)
         with torch.no_grad():
             ids = self.model.generate(**inputs, max_new_tokens=STEPS, do_sample=False)[0]
         count = inputs["input_ids"].shape[1]
@@ -57,8 +65,15 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def client(running: Running) -> Any:
-    return openai.OpenAI(base_url=f"{running.served.url}/v1", api_key="none", max_retries=0)
+def client(running: Running) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{running.served.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture
+def claude(running: Running) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=running.served.url, api_key="none", max_retries=0) as found:
+        yield found
 
 
 def url(data: bytes, kind: str = "png") -> str:
@@ -123,10 +138,28 @@ def test_a_second_question_reuses_the_image(running: Running, client: Any) -> No
     assert first.usage.prompt_tokens_details.cached_tokens < tokens + 4
 
 
-def test_other_apis_give_the_same_answer(running: Running, client: Any) -> None:
+def test_a_conversation_goes_on(running: Running, client: Any) -> None:
+    """The second turn reads neither the image nor the first question again, and may bring another image."""
+    model, said = client.models.list().data[0].id, [picture(9), QUESTION]
+    first = chat(client, said)
+    answer, more = "A picture.", [OTHER, "And what is this?"]
+    turns: Any = [
+        {"role": "user", "content": parts(said)},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": parts(more)},
+    ]
+    expected, tokens = running.plain(said, answer, more)
+    for count in (1, 2):
+        second = client.chat.completions.create(model=model, messages=turns, temperature=0, max_tokens=STEPS, n=count)
+        assert [one.message.content for one in second.choices] == [expected] * count
+        assert second.usage.prompt_tokens == tokens
+        assert second.usage.prompt_tokens_details.cached_tokens >= 8
+    assert tokens > first.usage.prompt_tokens
+
+
+def test_other_apis_give_the_same_answer(running: Running, client: Any, claude: Any) -> None:
     """Anthropic's messages and OpenAI's responses, with a follow-up turn; token counts."""
     expected, tokens = running.plain([ONE, QUESTION])
-    claude = anthropic.Anthropic(base_url=running.served.url, api_key="none", max_retries=0)
     model = client.models.list().data[0].id
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE).decode()}
     said: Any = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]}]
@@ -146,6 +179,19 @@ def test_other_apis_give_the_same_answer(running: Running, client: Any) -> None:
         ids = http.post("/tokenize", json=body).json()["tokens"]
         assert len(ids) == tokens and min(ids) >= 0
         assert http.get("/props").json()["modalities"] == {"vision": True, "audio": False}
+
+
+def test_images_of_results_follow_them() -> None:
+    """A chat template takes texts of tools alone: what a tool has seen stands in the user's words."""
+    source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "toolu_1"}
+    result["content"] = [{"type": "text", "text": "Read."}, {"type": "image", "source": source}]
+    turn = UserTurn.model_validate({"role": "user", "content": [result, {"type": "text", "text": QUESTION}]})
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    assert turn.turns == [
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "Read."},
+        {"role": "user", "content": [image, {"type": "text", "text": QUESTION}]},
+    ]
 
 
 def test_words_of_images_in_a_text_are_text(running: Running, client: Any) -> None:

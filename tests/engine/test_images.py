@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,6 +161,19 @@ def test_penalties_count_the_placeholder(served: Served) -> None:
     assert end.tokens == served.plain(ASKED + "What is it?", [ONE], repetition_penalty=1.5)[0]
 
 
+def test_chunks_end_outside_of_images(served: Served, tmp_path: Path) -> None:
+    """Chunks of three tokens, each of which would begin or end in an image; other rows decode meanwhile."""
+    llm = ra.LLM(served.folder, threads=1, retrieve="all", window=16, sink=4, dtype="float32", prefill_chunk=3)
+    pictured, text = WORDS * 6 + ASKED + "What is it?", WORDS * 6 + "What was it?"
+    ids = plain_inputs_of_text(served, text)
+    plain = served.model.generate(ids, max_new_tokens=STEPS, do_sample=False)[0, ids.shape[1] :].tolist()
+    with Engine(llm, store=tmp_path) as engine:
+        for data in (ONE, OTHER):
+            requests = [served.request(pictured, [data]), served.request(text, [])]
+            answers = [handle.result().tokens for handle in [engine.submit(one) for one in requests]]
+            assert answers == [served.plain(pictured, [data])[0], tuple(plain)]
+
+
 @pytest.mark.usefixtures("emulated_graphs")
 def test_captured_steps_continue_an_image(served: Served, tmp_path: Path) -> None:
     """Replays get the positions behind the image. Two rows, with images of other sizes."""
@@ -202,6 +217,15 @@ def test_wrong_requests_are_refused(served: Served) -> None:
     with pytest.raises(ra.InputDataError, match="stands for a part of some image"):
         end = served.engine.submit(Request(tuple(tuple(served.reader.plain(one)) for one in request.parts))).result()
         raise end.error or AssertionError
+
+
+def test_a_model_with_an_encoder_is_copied_whole(served: Served) -> None:
+    """The copy's images are embedded by its own tower."""
+    served.answer(ASKED + "What is it?", [ONE])
+    model = served.engine._loop.model
+    copied: Any = copy.deepcopy(model)
+    assert copied.model.get_image_features._module is copied.model
+    pickle.dumps(copied.model.get_image_features)
 
 
 def test_a_text_model_refuses_images(needle_model_path: Path) -> None:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from retrieval_attn.engine.request import Finished, Request
-from retrieval_attn.errors import RetrievalAttentionError
+from retrieval_attn.errors import InputDataError, RetrievalAttentionError
 from retrieval_attn.model.images import ImageReader
 from retrieval_attn.model.loading import load, load_image_reader
 from retrieval_attn.saving.save import template_digest
@@ -52,6 +52,7 @@ __all__ = ["Started", "http_config", "serve", "service_for", "started"]
 
 log = logging.getLogger(__name__)
 
+NO_PROCESSOR = "This server's model has no image processor (preprocessor_config.json); send messages without images."
 PACE_TOKENS = 2048
 KEEP_ALIVE_SECONDS = 75
 END_SECONDS = 10
@@ -87,7 +88,7 @@ def _image_reader(model: str, tokenizer: PreTrainedTokenizerBase, facts: Facts) 
         found = load_image_reader(model, tokenizer) if facts.has_vision else None
     except RetrievalAttentionError as error:
         log.warning("messages with images are refused: %s", error)
-        return str(error)
+        return NO_PROCESSOR if isinstance(error, InputDataError) else str(error)  # its own sentence has paths
     return found or TEXT_ONLY
 
 

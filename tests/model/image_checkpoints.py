@@ -86,12 +86,17 @@ def picture(seed: int, width: int = 84, height: int = 56, form: str = "PNG") -> 
     return out.getvalue()
 
 
-def plain_inputs(name: str, text: str, pictures: list[bytes]) -> dict[str, Tensor]:
-    """What transformers' model takes for a text with `{}` for each picture, without any code of this package."""
+def opened(data: bytes) -> Any:
+    """The RGB picture in a file."""
     import PIL.Image
 
+    return PIL.Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def plain_inputs(name: str, text: str, pictures: list[bytes]) -> dict[str, Tensor]:
+    """What transformers' model takes for a text with `{}` for each picture, without any code of this package."""
     tokenizer, processor = tokenizer_for(name), processor_for(name)
-    images = [PIL.Image.open(io.BytesIO(data)).convert("RGB") for data in pictures]
+    images = [opened(data) for data in pictures]
     given = processor(images=images, return_tensors="pt") if images else {}
     pixels = {key: value for key, value in given.items() if key != "num_crops"}
     grids = [] if name == "gemma3" else pixels.get("image_grid_thw", ())

@@ -5,14 +5,29 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from retrieval_attn.model.images import MAX_IMAGES
+from retrieval_attn.model.loading import load_image_reader
 from retrieval_attn.server.messages import UserTurn
-from tests.model.image_checkpoints import SIZE, image_text, picture, plain_inputs, save_checkpoint, words_of
+from retrieval_attn.server.prompts import Prompts
+from retrieval_attn.server.run import NO_PROCESSOR, _image_reader
+from retrieval_attn.server.settings import Facts
+from tests.model.image_checkpoints import (
+    SIZE,
+    image_text,
+    opened,
+    picture,
+    plain_inputs,
+    processor_for,
+    save_checkpoint,
+    tokenizer_for,
+    words_of,
+)
 from tests.server.process import Served, serving
 
 openai = pytest.importorskip("openai", reason="tests of the server need openai")
@@ -192,6 +207,41 @@ def test_images_of_results_follow_them() -> None:
         {"role": "tool", "tool_call_id": "toolu_1", "content": "Read."},
         {"role": "user", "content": [image, {"type": "text", "text": QUESTION}]},
     ]
+
+
+def test_prompts_are_those_of_gemmas_processor(tmp_path: Path) -> None:
+    """Lines around an image, which tokenizers join with those of the text, and the pixels."""
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    save_checkpoint("gemma3", tmp_path)
+    tokenizer, words = tokenizer_for("gemma3"), words_of("gemma3")
+    for name, word in (("boi", words["start"]), ("eoi", words["end"]), ("image", words["image"])):
+        setattr(tokenizer, f"{name}_token", word)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(word))
+    said: list[dict[str, str]] = [
+        {"type": "text", "text": "What?\n"}, {"type": "image", "url": url(ONE)}, {"type": "text", "text": "\nIt?"}
+    ]  # fmt: skip
+    turns: Any = [{"role": "user", "content": said}]
+    processor: Any = Gemma3Processor(processor_for("gemma3"), tokenizer, tokenizer.chat_template, image_seq_length=4)
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    expected = processor(images=[opened(ONE)], text=text, add_special_tokens=False, return_tensors="pt")
+    reader = load_image_reader(tmp_path, tokenizer)
+    assert reader is not None
+    prompts = Prompts(tokenizer, len(tokenizer), 4096, images=reader)
+    images = prompts.images_of(turns)
+    parts = prompts.of_messages(turns, images=images)
+    assert prompts.plain([token for part in parts for token in part]) == expected["input_ids"][0].tolist()
+    assert len(parts) == 2 and torch.equal(reader.pixels(images[0])["pixel_values"], expected["pixel_values"])
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow, and the processor of a checkpoint, whose path no client sees."""
+    save_checkpoint("gemma3", tmp_path)
+    facts = Facts(5000, 4096, has_vision=True)
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert _image_reader(str(tmp_path), tokenizer_for("gemma3"), facts) == NO_PROCESSOR
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "retrieval-attn[images]" in str(_image_reader(str(tmp_path), tokenizer_for("gemma3"), facts))
 
 
 def test_words_of_images_in_a_text_are_text(running: Running, client: Any) -> None:

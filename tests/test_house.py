@@ -25,7 +25,7 @@ MAX_CLASS_LINES = 400
 SMALL_FILE_LINES = 60
 
 BOUNDS = {
-    "lines in files with one importer, of a thousand": 93,
+    "lines in files with one importer, of a thousand": 94,
     "files under 60 lines": 14,
     "functions that read private attributes of an argument": 3,
     "parameters of fixed tuples": 89,

@@ -37,6 +37,7 @@ class Stats:
     "int8" among them (`Config.full_attention`); None where they were retrieved.
     decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why
     nothing was captured.
+    drafted_tokens, accepted_tokens: drafts that steps verified, and those of them that the text has (`Config.drafts`).
     """
 
     context_tokens: int
@@ -56,6 +57,8 @@ class Stats:
     indexes: Mapping[str, int] = field(default_factory=dict)
     all_keys: str | None = None
     decoded: str = "eager"
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def seconds_per_token(self) -> float:

@@ -34,6 +34,8 @@ from retrieval_attn.runner.decode import (
     positions,
     run,
 )
+from retrieval_attn.runner.drafted_steps import DraftedSteps
+from retrieval_attn.runner.drafts import Drafts
 from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
 from retrieval_attn.runner.prefill import abandon, finish_prefill
 from retrieval_attn.runner.progress import ReadingBar
@@ -175,11 +177,12 @@ class AnswerLoop:
             prefill_seconds = time.perf_counter() - started
             emit = None if on_text is None else _FirstRow(self._text_stream(sampling), ends, on_text)
             choice = TokenChoice(self._criteria(sampling, batch, ends), choose, pad_id=self._pad)
-            result = run(self.model, cache, prompt, choice, on_token=emit, cancelled=cancelled)
+            steps = DraftedSteps.of(self.model, cache, batch.ids, sampling.max_new_tokens)
+            result = run(self.model, cache, prompt, choice, on_token=emit, cancelled=cancelled, steps=steps)
             if emit is not None:
                 emit.end()
             result.prefill_seconds = prefill_seconds
-            stats = _stats(result, cache)
+            stats = _stats(result, cache, None if steps is None else steps.drafts)
             rows = result.sequences[:, batch.ids.shape[1] :].tolist()
             return [
                 self._answer(row, replace(stats, context_tokens=tokens), sampling, ends)
@@ -303,7 +306,7 @@ def _require_numbers(failed: Tensor) -> None:
         )
 
 
-def _stats(result: Generated, cache: RetrievalCache) -> Stats:
+def _stats(result: Generated, cache: RetrievalCache, drafts: Drafts | None) -> Stats:
     work, tails = cache.stats(), cache.tail_shares()
     largest = largest_share(tails)
     return Stats(
@@ -324,4 +327,6 @@ def _stats(result: Generated, cache: RetrievalCache) -> Stats:
         tail_share=mean_share(tails),
         tail_share_most=None if largest is None else HeadShare(*largest),
         decoded=result.how,
+        drafted_tokens=0 if drafts is None else drafts.length.drafted,
+        accepted_tokens=0 if drafts is None else drafts.length.accepted,
     )

@@ -68,6 +68,8 @@ class Config:
         of 256 for head_dim 128 in bfloat16; so are those in an engine's pages.
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
+    drafts: whether eager decode steps, as on a CPU, verify several tokens at once that the text may quote from earlier
+        ones (prompt lookup). The text stays the same. Captured steps take one token each.
     threads: CPU threads of search and host attention; None uses all that numba sees.
     """
 
@@ -82,6 +84,7 @@ class Config:
     full_attention: FullAttention = "auto"
     host_dtype: str = "auto"
     graph: GraphMode = "auto"
+    drafts: bool = True
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -103,6 +106,8 @@ class Config:
             raise ConfigError(f'graph must be "auto", True or False, got {self.graph!r}.')
         if not isinstance(self.tail, bool) and self.tail != "auto":
             raise ConfigError(f'tail must be "auto", True or False, got {self.tail!r}.')
+        if not isinstance(self.drafts, bool):
+            raise ConfigError(f"drafts must be True or False, got {self.drafts!r}.")
         if self.retrieve == "auto" and not self.tail:
             raise ConfigError(
                 "retrieve='auto' gives some heads few keys and has the others estimated, got tail=False; use "

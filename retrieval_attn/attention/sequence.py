@@ -10,6 +10,7 @@ A *column* counts the tokens of the padded batch from 0; a sequence holds only i
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -118,6 +119,15 @@ class Batch:
                 f"This cache holds {len(self.sequences)} sequences, the forward has {rows}; use "
                 "cache.batch_repeat_interleave(n), or a cache of its own for the other batch."
             )
+
+    @contextlib.contextmanager
+    def retrieving(self) -> Iterator[None]:
+        """Have new tokens in this context retrieve, however many a forward has."""
+        before, self.question_attention = self.question_attention, "retrieval"
+        try:
+            yield
+        finally:
+            self.question_attention = before
 
     # -- columns and padding ------------------------------------------------------------------------
 

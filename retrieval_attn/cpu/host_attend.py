@@ -118,11 +118,11 @@ def _step_paths(
     lse, rest = np.full(out.shape[:3], -np.inf, np.float32), np.zeros(out.shape[:3], np.float32)
     costs: list[StepCost] = []
     if any([path.parts(*span) for path, span in zip(paths, ranges, strict=True)]) and n:
-        step, at_once = _step_of(first, len(paths)), max(1, MAX_STEP_QUERIES // (q_heads // first.num_kv_heads))
-        start = 0
+        at_once, start = max(1, MAX_STEP_QUERIES // (q_heads // first.num_kv_heads)), 0
         while start < n:
             part = slice(start, min(start + at_once, n))
             shape = q_heads, part.stop - part.start
+            step = _step_of(first, len(paths), shape[1])
             if not plan_paths(step, paths, ranges, shape, top_k, scale=scale, softcap=softcap, threads=threads):
                 if at_once == 1:
                     raise ConfigError(
@@ -213,12 +213,21 @@ def step_pieces(path: SequenceKV, start: int, stop: int, *, clustered: bool = Tr
     return found
 
 
-def _step_of(path: SequenceKV, rows: int) -> LayerStep:
-    """The step for a path and rows - 1 others, on the pool it was given or the one that everything shares."""
+KEPT_STEPS = 6
+"""Steps of a path that are kept: blocks with drafts have 2, 4, 8 or 16 tokens."""
+
+
+def _step_of(path: SequenceKV, rows: int, queries: int) -> LayerStep:
+    """The step for `queries` of a path and rows - 1 others, on the pool it was given or the one that everything
+    shares. Steps of other numbers keep their plans.
+    """
     pool = default_pool() if path.pool is None else path.pool
-    step = path.steps.get(rows)
+    step = path.steps.pop((rows, queries), None)
     if step is None or step.pool is not pool:
-        step = path.steps[rows] = LayerStep(pool, path.fmt, layer=path.layer)
+        step = LayerStep(pool, path.fmt, layer=path.layer)
+    path.steps[rows, queries] = step  # the newest last
+    if len(path.steps) > KEPT_STEPS:
+        del path.steps[next(iter(path.steps))]
     return step
 
 

@@ -79,8 +79,8 @@ class SequenceKV:
         self.threads, self.pool, self.layer = threads, pool, layer
         self.tail_tokens = TAIL_TOKENS
         """Tokens after the end of an index that are scanned before they are inserted into it, all at once."""
-        self.steps: dict[int, LayerStep] = {}
-        """What attention keeps between two tokens, by the number of paths that share a step."""
+        self.steps: dict[tuple[int, int], LayerStep] = {}
+        """What attention keeps between two tokens, by the number of paths that share a step, and queries of each."""
         self.index_seconds = 0.0
         """Seconds spent in `build_index` and `extend_index` of this path (its forks start at 0)."""
         self.token_bytes = num_kv_heads * (fmt.row_bytes(head_dim) + fmt.row_bytes(value_dim))

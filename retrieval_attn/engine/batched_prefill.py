@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 class PackedCache(RowsCache):
     """`past_key_values` of a forward of new tokens of several rows, one row's behind another's: input_ids (1, tokens).
 
-    spans: where each row's tokens lie among them. places: their positions.
+    places: positions of each row's tokens.
     """
 
     def __init__(
@@ -52,10 +51,9 @@ class PackedCache(RowsCache):
         """
         self.on_cell = on_cell
         self.lanes = Lanes()
-        self.spans = [slice(*span) for span in pairwise(accumulate(lengths, initial=0))]
         starts = [cache.get_seq_length() for cache in caches]
         self.places = [range(start, start + count) for start, count in zip(starts, lengths, strict=True)]
-        super().__init__(caches)
+        super().__init__(caches, counts=lengths)
 
     def _layer(self, number: int) -> Any:
         layers: list[Any] = [cache.layers[number] for cache in self.caches]
@@ -68,10 +66,6 @@ class PackedCache(RowsCache):
     def leave_out(self, row: int) -> None:
         """This row goes no further; unlike one that fails, its cache is not broken."""
         self.errors[row] = ReadCancelled()
-
-    def new_tokens(self, row: int) -> int:
-        """How many a row has in this forward."""
-        return len(self.places[row])
 
 
 class PackedLayer(RowsLayer):

@@ -370,13 +370,15 @@ def run(
     on_token: Callable[[list[int]], None] | None = None,
     cancelled: threading.Event | None = None,
     graph: GraphMode | None = None,
+    steps: DecodeSteps | None = None,
 ) -> Generated:
     """Generate until every row meets a criterion, or until `cancelled` is set.
 
     on_token gets the new id of every row, pad for rows that stopped. cancelled: looked at after each token, when
     `on_token` has it; the loop then ends as if every row had met a criterion. The last token is not fed back:
     the cache then holds one column less than `sequences`, as transformers leaves it. graph: see `Config.graph`; None:
-    what the cache's options say. Raises BackendError if the host's search failed, CaptureError for graph=True without
+    what the cache's options say. steps: of this model and cache, which the loop closes; None: `DecodeSteps`. Raises
+    BackendError if the host's search failed, CaptureError for graph=True without
     one.
     """
     started = time.perf_counter()
@@ -386,7 +388,7 @@ def run(
     batch = sequences.shape[0]
     running = torch.ones(batch, dtype=torch.bool, device=sequences.device)
     result = Generated(sequences, 0, 0.0, 0.0)
-    steps, token_copy = DecodeSteps(model, cache, graph), TokenCopy(sequences.device)
+    steps, token_copy = steps or DecodeSteps(model, cache, graph), TokenCopy(sequences.device)
     plain = choice.choose is None and Lookahead.serves(criteria)
     lookahead = Lookahead(steps, token_copy, criteria, cancelled, sequences) if plain else None
 

@@ -27,7 +27,7 @@ from retrieval_attn.attention.device_codes import CodedRange
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.retrieval import SOURCES, RetrievalLayer
 from retrieval_attn.attention.source import SourcePlan, TokenRange
-from retrieval_attn.compile.jobs import Compilation, missing, wait_until_compiled
+from retrieval_attn.compile.jobs import Compilation, CompileJob, missing, wait_until_compiled
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
@@ -66,6 +66,7 @@ from retrieval_attn.offload.codes import load_coder, side_stream
 from retrieval_attn.offload.staging import TORCH_DTYPE, host_format, pack, unpack
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.work import overlaps
+from retrieval_attn.runner import drafts
 from retrieval_attn.runner.full_attention import forms_for_all
 from retrieval_attn.runner.graph.host import code_shape, split_microbatches
 from retrieval_attn.runner.graph.host_row_gather import device_reads, estimated_logits_of
@@ -127,16 +128,17 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
     Used as a context around the read. Decides the index.
     """
     config, spec = cache.config, cache.index.decide(tokens)
-    return Compilation(
-        kernel_jobs(
-            host_format(config.host_dtype, model.dtype),
-            spec,
-            tokens,
-            retrieve_all=config.retrieve == "all",
-            serves_graphs=config.graph is not False and input_device(model).type == "cuda",
-        ),
-        progress=progress,
+    serves_graphs = config.graph is not False and input_device(model).type == "cuda"
+    jobs = kernel_jobs(
+        host_format(config.host_dtype, model.dtype),
+        spec,
+        tokens,
+        retrieve_all=config.retrieve == "all",
+        serves_graphs=serves_graphs,
     )
+    if config.drafts and not serves_graphs:
+        jobs.append(CompileJob(f"{drafts.__name__}:{drafts.compile_lookup.__name__}"))
+    return Compilation(jobs, progress=progress)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One forward for rows that each have a `RetrievalCache` of their own: `step`.
+"""One forward for rows that each have a `RetrievalCache` of their own: `step`. A row has one new token, or several.
 
 The model runs once: its linear parts, norms and output see all rows together. At a cache layer, queries, keys and
 values part, and every row goes through the layer of its own cache, which counts, spills and indexes its tokens as if it
@@ -11,7 +11,9 @@ import time
 import weakref
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -34,9 +36,13 @@ from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import forward
+from retrieval_attn.runner.drafts import DRAFTED_TOKENS
 from retrieval_attn.runner.graph_slot import StepClock
 
-__all__ = ["RowsCache", "RowsFailedError", "RowsLayer", "position_groups", "require_rows", "step"]
+__all__ = [
+    "RowsCache", "RowsFailedError", "RowsLayer", "can_draft", "position_groups", "require_rows", "step",
+    "tokens_before_spill",
+]  # fmt: skip
 
 
 class RowsState(LinearAttentionLayer):
@@ -90,11 +96,14 @@ def step(
     tokens: Items[int] | Tensor,
     positions: Items[int] | Tensor,
     clock: StepClock | None = None,
+    counts: Items[int] | None = None,
 ) -> Tensor:
-    """Logits (rows, vocabulary) float32 after one new token in each cache, which hold it then.
+    """Logits (tokens, vocabulary) float32 after the new tokens of each cache, which hold them then.
 
-    caches: of one sequence each, filled by this model. tokens, positions: (rows,), the new token of each and its
-    position; int64 on the model's input device, or numbers. No rows give (0, vocabulary). clock: is told the seconds.
+    caches: of one sequence each, filled by this model. tokens, positions: (tokens,), the new tokens of one cache after
+    another, and their positions; int64 on the model's input device, or numbers. No rows give (0, vocabulary). clock: is
+    told the seconds. counts: new tokens of each cache; None: one. Several retrieve, each like a generated token, and
+    may be cropped; `can_draft` says for which caches.
 
     Raises CacheMismatchError before anything happens for a cache that cannot take part, ShapeError for lists of
     different lengths. Raises RowsFailedError, with the logits, where some rows' search failed: the others have their
@@ -103,11 +112,14 @@ def step(
     device = input_device(model)
     token_ids, places = (torch.as_tensor(given, dtype=torch.int64, device=device) for given in (tokens, positions))
     model = unwrapped(model)
-    if not token_ids.shape == places.shape == (len(caches),):
+    counts = [1] * len(caches) if counts is None else list(counts)
+    if not token_ids.shape == places.shape == (sum(counts),) or len(counts) != len(caches):
         raise _not_one_each(caches, tuple(token_ids.shape), tuple(places.shape))
     require_rows(caches)
     if not caches:
         return torch.empty(0, model.get_output_embeddings().weight.shape[0], device=device)
+    if any(count > 1 for count in counts):
+        return _step_blocks(model, caches, token_ids, places, counts, clock)
     logits: list[tuple[list[int], Tensor]] = []
     errors: dict[int, Exception] = {}
     plans = _plans.setdefault(model, StepPlans())
@@ -128,8 +140,7 @@ def step(
                 if caches[0].rope is not None:
                     _note_tokens([caches[row] for row in rows], *own)
     except BaseException as error:  # somewhere in the middle of a layer, or of a token
-        for cache in caches:
-            cache.batch.broken = cache.batch.broken or f"{type(error).__name__}: {error}"
+        _note_broken(caches, error)
         raise
     if clock is not None:
         clock.host += plans.host_seconds - before
@@ -144,6 +155,59 @@ def step(
     if errors:
         raise RowsFailedError(dict(sorted(errors.items())), result)
     return result
+
+
+def _step_blocks(
+    model: PreTrainedModel,
+    caches: Items[RetrievalCache],
+    token_ids: Tensor,
+    places: Tensor,
+    counts: Items[int],
+    clock: StepClock | None,
+) -> Tensor:
+    """`step` of several new tokens for some rows, of a model whose rotary factors do not change."""
+    if caches[0].rope is not None:
+        raise CacheMismatchError("A model whose rotary factors change with the text steps one token of each row.")
+    plans = _plans.setdefault(model, StepPlans())
+    before, began = plans.host_seconds, time.perf_counter()
+    try:
+        with using_retrieval(model, caches[0].config.prefill_chunk):
+            together = RowsCache(caches, plans, counts)
+            found = forward(model, together, token_ids[:, None], mask=None, position_ids=places[:, None])  # type: ignore[arg-type]
+            together.finish()
+    except BaseException as error:  # somewhere in the middle of a layer
+        _note_broken(caches, error)
+        raise
+    if clock is not None:
+        clock.host += plans.host_seconds - before
+        clock.device += time.perf_counter() - began
+    if together.errors:
+        raise RowsFailedError(dict(sorted(together.errors.items())), found)
+    return found
+
+
+def _note_broken(caches: Items[RetrievalCache], error: BaseException) -> None:
+    """Nothing can follow in caches whose forward failed half-way."""
+    for cache in caches:
+        cache.batch.broken = cache.batch.broken or f"{type(error).__name__}: {error}"
+
+
+def can_draft(cache: RetrievalCache) -> bool:
+    """Return whether the newest tokens of a cache of one sequence can be cropped as if they never were: no layer keeps
+    a state or has a callback, and rotary factors do not depend on the length.
+    """
+    plain = all(isinstance(layer, CacheLayer) and layer.on_attention is None for layer in cache.layers)
+    plain = plain and cache.batch.valid is None
+    return plain and cache.rope is None and len(cache.batch.sequences) == 1
+
+
+def tokens_before_spill(cache: RetrievalCache) -> int:
+    """Return the tokens that windows take before their oldest block moves to the host, which no crop undoes."""
+    held = [layer.held for layer in cache.layers if isinstance(layer, RetrievalLayer) and layer.held is not None]
+    room = min((one.window.room for one in held), default=DRAFTED_TOKENS + 1)
+    positions = cache.max_positions
+    left = DRAFTED_TOKENS if positions is None else positions - cache.get_seq_length()
+    return max(0, min(room - 1, left))
 
 
 def require_rows(caches: Items[RetrievalCache], inputs: Items[object] | None = None) -> None:
@@ -239,25 +303,32 @@ def _note_tokens(caches: Items[RetrievalCache], token_ids: Tensor, places: Tenso
 
 
 class RowsCache(Cache):
-    """`past_key_values` of one forward of one new token for each row: input_ids and position_ids (rows, 1), no mask.
+    """`past_key_values` of one forward of new tokens of rows: input_ids and position_ids (tokens, 1), no mask.
+
+    A row with several has them one behind the other; they attend to each other causally. spans: the tokens of each row.
 
     Made for every forward; `finish` ends it. errors: what went wrong with a row, by its number. Its part of the
     logits means nothing then, and its cache is not used again.
     """
 
-    def __init__(self, caches: Items[RetrievalCache], plans: StepPlans | None = None) -> None:
+    def __init__(
+        self, caches: Items[RetrievalCache], plans: StepPlans | None = None, counts: Items[int] | None = None
+    ) -> None:
         """caches: of each row, of one model, one sequence each. plans: of the searches of the steps before; None: new.
+        counts: new tokens of each row; None: one.
 
         Raises UnsupportedModelError, the layer named.
         """
         self.caches = list(caches)
+        counts = [1] * len(self.caches) if counts is None else counts
+        self.spans = [slice(*span) for span in pairwise(accumulate(counts, initial=0))]
         self.plans = StepPlans() if plans is None else plans
         self.errors: dict[int, Exception] = {}
         self._specs: dict[tuple[int, int | None], MaskSpec] = {}
         super().__init__(layers=[self._layer(number) for number in range(len(self.caches[0].layers))])
         for row, cache in enumerate(self.caches):
             try:
-                cache.require_room(1)
+                cache.require_room(self.new_tokens(row))
             except Exception as error:
                 self.fail(row, error)
 
@@ -275,7 +346,7 @@ class RowsCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
+        """Note new keys and values (tokens, kv_heads, 1, dim) and return handles."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if not isinstance(layer, RowsLayer):
             raise CacheMismatchError(
@@ -300,11 +371,13 @@ class RowsCache(Cache):
 
     def new_tokens(self, row: int) -> int:
         """How many a row has in this forward."""
-        return 1
+        span = self.spans[row]
+        return int(span.stop - span.start)
 
     def attend_exact(self, number: int, query: Tensor, scoring: Scoring) -> Partial | None:
-        """query (rows, q_heads, 1, head_dim) over what rows have in pages, for all at once; None without any."""
-        return self.plans.exact.attend(number, [cache.batch.exact for cache in self.caches], query, scoring)
+        """query (tokens, q_heads, 1, head_dim) over what rows have in pages, for all at once; None without any."""
+        exact = [cache.batch.exact for row, cache in enumerate(self.caches) for _ in range(self.new_tokens(row))]
+        return self.plans.exact.attend(number, exact, query, scoring)
 
     def fail(self, row: int, error: Exception) -> None:
         """This row goes no further; the others do."""
@@ -333,10 +406,11 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Note the new keys and values (rows, kv_heads, 1, dim) and return handles. Raises CacheMismatchError."""
-        if key_states.shape[0] != len(self._layers) or key_states.shape[2] != 1:
+        """Note the new keys and values (tokens, kv_heads, 1, dim) and return handles. Raises CacheMismatchError."""
+        tokens = self._rows.spans[-1].stop
+        if key_states.shape[0] != tokens or key_states.shape[2] != 1:
             raise CacheMismatchError(
-                f"A forward with a RowsCache takes one new token for each of its {len(self._layers)} rows, got keys "
+                f"A forward with a RowsCache takes {tokens} new tokens for its {len(self._layers)} rows, got keys "
                 f"{tuple(key_states.shape)}; read longer prompts with the cache of one row."
             )
         self._pending = (key_states, value_states)
@@ -352,31 +426,35 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         softcap: float | None,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """Each row's new token to its own tokens: query (rows, q_heads, 1, head_dim), float32 of value_dim out."""
+        """Each row's new tokens to its own: query (tokens, q_heads, 1, head_dim), float32 of value_dim out."""
         key, value = self._take_pending(module)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
         together: list[tuple[int, RetrievalLayer]] = []
         on_host = query.device.type == "cpu"
         exact = self._rows.attend_exact(self._number, query, Scoring(scale, softcap)) if not self.is_sliding else None
         for row, layer in enumerate(self._layers):
+            own = self._rows.spans[row]
             if row in self._rows.errors:
                 continue
-            if on_host and isinstance(layer, RetrievalLayer) and layer.decodes_plainly():
-                together.append((row, layer))
+            single = own.stop - own.start == 1
+            if single and on_host and isinstance(layer, RetrievalLayer) and layer.decodes_plainly():
+                together.append((own.start, layer))
                 continue
-            own = slice(row, row + 1)
             try:
-                layer.update(key[own], value[own])
+                layer.update(_as_block(key[own]), _as_block(value[own]))
                 if exact is not None and isinstance(layer, RetrievalLayer):
-                    layer.exact_part = Partial(exact.out[own], exact.lse[own])
+                    layer.exact_part = Partial(_as_block(exact.out[own]), exact.lse[own].transpose(0, 2))
                 place, before = self._rows.spec_of(row, layer.columns, spec), layer.stats.host_seconds
-                out[own] = layer.attend(
-                    module, query[own], place, scale=scale, softcap=softcap, sink_logits=sink_logits
-                )
+                with nullcontext() if single else layer.batch.retrieving():
+                    found = layer.attend(
+                        module, _as_block(query[own]), place, scale=scale, softcap=softcap, sink_logits=sink_logits
+                    )
+                out[own] = _as_block(found)
                 self._rows.plans.host_seconds += layer.stats.host_seconds - before
             except Exception as error:
                 self._rows.fail(row, error)
         if together:
+            row_of = {span.start: row for row, span in enumerate(self._rows.spans)}
             found, errors = decode_batch(
                 self._rows.plans,
                 together,
@@ -386,12 +464,12 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
                 sink_logits,
                 exact,
             )
-            for row, problem in errors.items():
-                self._rows.fail(row, problem)
-            if len(together) == len(self._layers):
+            for token, problem in errors.items():
+                self._rows.fail(row_of[token], problem)
+            if len(together) == len(query):
                 return found
-            rows = [row for row, _ in together]
-            out[rows] = found[rows]
+            tokens = [token for token, _ in together]
+            out[tokens] = found[tokens]
         return out
 
     def _take_pending(self, module: nn.Module) -> tuple[Tensor, Tensor]:
@@ -416,3 +494,8 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
+
+
+def _as_block(part: Tensor) -> Tensor:
+    """Return (tokens, heads, 1, dim) as (1, heads, tokens, dim), and the other way round: a view."""
+    return part.transpose(0, 2)

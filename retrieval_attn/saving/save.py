@@ -185,7 +185,7 @@ def _run(
             on_damage(damage)
 
 
-RUNTIME = "threads", "graph", "prefill_chunk", "question_attention", "full_attention"
+RUNTIME = "threads", "graph", "drafts", "prefill_chunk", "question_attention", "full_attention"
 """Options that say how a machine works, not what was saved: an opened context has those of who opens it."""
 CHECKERS = 2
 """Threads that check the small arrays of layers ahead of the one that is brought back."""

@@ -1,0 +1,263 @@
+"""Drafts: the tokens that a sequence may continue with, looked up in its own ids, and how many of them to verify.
+
+Prompt lookup (Saxena 2023; Yang et al. 2023, "Inference with Reference"): an answer that quotes its prompt repeats
+n-grams of it. A forward of the newest token and its drafts verifies all of them (Leviathan et al. 2023, section 2). The
+sampler chooses each token as without drafts, by the noise of its position, and a draft counts if it is that token.
+"""
+
+# mypy: allow-untyped-defs
+# (compiled functions get their types from Numba)
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+__all__ = ["DraftBlock", "BlockCosts", "Draft", "DraftLength", "Drafter", "Drafts", "LookupDrafter", "compile_lookup"]
+
+Ids = NDArray[np.int32]
+DRAFT_SIZES = (1, 3, 7, 15)
+"""Numbers of drafts in a forward: with the newest token 2, 4, 8 or 16, so that few plans of host steps are kept."""
+DRAFTED_TOKENS = 1 + DRAFT_SIZES[-1]
+"""New tokens of one forward in which some are drafts: a CPU's kernels multiply as many rows at once."""
+NGRAM = 3
+"""Last tokens that must occur before for a draft."""
+LONGEST_MATCH = 32
+CANDIDATES = 32
+"""Earlier occurrences that are compared."""
+FIRST_CAPACITY = 1024
+NONE = -1
+
+
+class Draft(NamedTuple):
+    """Proposed tokens. matched: newest tokens of the sequence that precede their source, too."""
+
+    tokens: list[int]
+    matched: int
+
+
+class Drafter(ABC):
+    """Propose the next tokens of one sequence. Proposals never change a text, only the time that it takes."""
+
+    @abstractmethod
+    def extend(self, ids: Sequence[int] | NDArray[Any]) -> None:
+        """Append tokens to the sequence."""
+
+    @abstractmethod
+    def propose(self, most: int) -> Draft:
+        """Return up to `most` tokens that may follow; none without a guess."""
+
+
+class LookupDrafter(Drafter):
+    """Propose what followed an earlier occurrence of the newest tokens: the longest match of the last ones compared.
+
+    Hash chains of n-grams: O(1) per token, 12 to 20 bytes of host memory for each.
+    """
+
+    def __init__(self, ids: Sequence[int] | NDArray[Any] = ()) -> None:
+        """ids: of the prompt."""
+        self._length, self._source = 0, NONE  # source: of the last proposal, its first token
+        self._allocate(FIRST_CAPACITY)
+        self.extend(ids)
+
+    def extend(self, ids: Sequence[int] | NDArray[Any]) -> None:
+        """Append tokens to the sequence."""
+        new = np.asarray(ids, np.int32)
+        start, stop = self._length, self._length + len(new)
+        if stop > len(self._ids):
+            known = self._ids[:start]
+            self._allocate(1 << max(stop, 2 * len(self._ids)).bit_length())
+            self._ids[:start] = known
+            start = 0
+        self._ids[self._length : stop] = new
+        self._source += len(new) if self._source != NONE else 0
+        self._length = stop
+        _chain(self._ids, start, stop, self._heads, self._earlier)
+
+    def propose(self, most: int) -> Draft:
+        """Return up to `most` tokens that may follow; none without a guess."""
+        if most < 1 or self._length <= NGRAM:
+            return Draft([], 0)
+        tokens = np.empty(most, np.int32)
+        source, matched = _look_up(self._ids, self._length, self._earlier, self._source, tokens)
+        if not matched:
+            return Draft([], 0)
+        self._source = source
+        return Draft(tokens.tolist(), matched)
+
+    def _allocate(self, capacity: int) -> None:
+        self._ids, self._earlier = np.zeros(capacity, np.int32), np.full(capacity, NONE, np.int32)
+        self._heads = np.full(2 * capacity, NONE, np.int32)  # a power of two
+
+
+@njit(nogil=True, cache=True)
+def _chain(ids, start, stop, heads, earlier):
+    """Link each token from `start` on to the last token before it that ends an n-gram of the same hash."""
+    mask = np.uint64(len(heads) - 1)
+    for last in range(max(start, NGRAM - 1), stop):
+        key = np.uint64(0)
+        for i in range(last - NGRAM + 1, last + 1):
+            key = (key ^ np.uint64(np.uint32(ids[i]))) * np.uint64(0x9E3779B97F4A7C15)
+            key ^= key >> np.uint64(29)
+        place = key & mask
+        earlier[last] = heads[place]
+        heads[place] = last
+
+
+@njit(nogil=True, cache=True)
+def _look_up(ids, length, earlier, near, tokens):
+    """Write the tokens after the best match; returns the place of the first and the matched tokens, 0 for no match.
+
+    near: place whose neighbour is preferred among equal matches; NONE: the newest is.
+    """
+    last = length - 1
+    best, matched, place = -1, 0, earlier[last]
+    for _ in range(CANDIDATES):
+        if place < 0:
+            break
+        count = 0
+        while count < LONGEST_MATCH and count <= place and ids[place - count] == ids[last - count]:
+            count += 1
+        closer = count == matched and near >= 0 and abs(place + 1 - near) < abs(best + 1 - near)
+        if count >= NGRAM and (count > matched or closer):
+            best, matched = place, count
+        place = earlier[place]
+    for i in range(len(tokens) if matched else 0):
+        source = best + 1 + i  # behind the end the drafts themselves go on: a period
+        tokens[i] = ids[source] if source <= last else tokens[source - length]
+    return best + 1, matched
+
+
+def compile_lookup() -> None:
+    """Compile what proposes drafts, or load it from Numba's cache."""
+    LookupDrafter((1, 2, 3) * 3).propose(1)
+
+
+EXTRA = 0.15
+"""Time of one more token in a forward, in forwards of one token, before any was measured."""
+LEAST_EXTRA = 0.02
+FADING = 0.97
+"""Weight of older steps for each newer one."""
+OUTLIER = 3.0
+
+
+class BlockCosts:
+    """Measure the time of a step by its tokens, as a line through the last steps."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # weight, tokens, seconds, tokens^2, tokens * seconds
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Take in a step of `tokens` tokens. One that the machine delayed counts as little more than expected."""
+        if self._sums[0] > 1:
+            start, slope = self._line()
+            seconds = min(seconds, OUTLIER * (start + slope * tokens))
+        self._sums = FADING * self._sums + (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+
+    def extra(self, rows: int, drafts: int) -> float:
+        """Return the time that drafts add to a step of `rows` tokens, in such steps."""
+        if not self._sums[0]:
+            return EXTRA * drafts
+        start, slope = self._line()
+        share = slope / (start + slope * rows)
+        return drafts * min(1.0, max(LEAST_EXTRA, share))
+
+    def _line(self) -> tuple[float, float]:
+        weight, tokens, seconds, squares, products = self._sums
+        mean, level = tokens / weight, seconds / weight
+        spread, common = squares / weight - mean * mean, products / weight - mean * level
+        usual = EXTRA * level / (1 + EXTRA * (mean - 1))
+        slope = min(max((common + usual) / (spread + 1), 0.0), level / mean)
+        return level - slope * mean, slope
+
+
+ACCEPTANCE = (0.4, 0.55, 0.7, 0.85, 0.92)
+"""Share of accepted drafts before any was verified, by class of the match."""
+MATCHES = (4, 8, 16, 32)
+"""Least match of each later class."""
+PRIOR, FORGETTING = 2.0, 0.9
+SPENT_SHARE = 0.015
+"""Time, as a share of that of all tokens, that may be spent in vain."""
+LOAN = 0.5
+"""Steps of one token that may be spent in vain before the first token."""
+
+
+class DraftLength:
+    """Choose how many drafts to verify. A text takes at most 1.02 of the time that it takes without drafts.
+
+    A draft is worth a forward of one more token if it is accepted more often than the token costs. balance: steps saved
+    so far. drafted, accepted: tokens.
+    """
+
+    def __init__(self) -> None:
+        self.balance, self.drafted, self.accepted = LOAN, 0, 0
+        self._known = [(share * PRIOR, PRIOR) for share in ACCEPTANCE]
+
+    def note_token(self) -> None:
+        """Count a token of the text."""
+        self.balance += SPENT_SHARE
+
+    def choose(self, draft: Draft, most: int, extra: Callable[[int], float]) -> int:
+        """Return the number of drafts to verify, at most `most`. extra: see `BlockCosts.extra`, of a number."""
+        hits, tries = self._known[_class_of(draft.matched)]
+        chance, best, gain = hits / tries, 0, 0.0
+        for count in DRAFT_SIZES:
+            cost = extra(count)
+            if count > min(most, len(draft.tokens)) or cost > self.balance:
+                break
+            expected = count * chance if chance > 0.999 else chance * (1 - chance**count) / (1 - chance)
+            if expected - cost > gain:
+                best, gain = count, expected - cost
+        return best
+
+    def note(self, matched: int, drafted: int, accepted: int, extra: float) -> None:
+        """Take in a verified draft. extra: its cost."""
+        place = _class_of(matched)
+        hits, tries = (FORGETTING * one for one in self._known[place])
+        prior, missing = ACCEPTANCE[place], (1 - FORGETTING) * PRIOR
+        self._known[place] = (hits + missing * prior + accepted, tries + missing + accepted + (accepted < drafted))
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+        self.balance += accepted - extra
+
+
+def _class_of(matched: int) -> int:
+    return sum(matched >= least for least in MATCHES)
+
+
+class DraftBlock(NamedTuple):
+    """Drafts for one forward behind the newest token. matched, extra: see `Draft` and `BlockCosts`."""
+
+    drafts: list[int]
+    matched: int = 0
+    extra: float = 0.0
+
+
+class Drafts:
+    """The drafts of one sequence: its drafter, and how many it verifies at once."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        """drafter: has the ids of the prompt."""
+        self._drafter = drafter
+        self.length, self.tokens = DraftLength(), 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append the newest tokens of the answer. tokens counts them."""
+        self._drafter.extend(tokens)
+        self.tokens += len(tokens)
+        for _ in tokens:
+            self.length.note_token()
+
+    def block(self, most: int, extra: Callable[[int], float]) -> DraftBlock:
+        """Return what to verify in the next step: up to `most` drafts, or none. extra: their cost by their number."""
+        draft = self._drafter.propose(min(most, DRAFT_SIZES[-1]))
+        count = self.length.choose(draft, most, extra) if draft.tokens else 0
+        return DraftBlock(draft.tokens[:count], draft.matched, extra(count)) if count else DraftBlock([])
+
+    def note(self, block: DraftBlock, accepted: int) -> None:
+        """Take in how many of the drafts of a block were right."""
+        if block.drafts:
+            self.length.note(block.matched, len(block.drafts), accepted, block.extra)

@@ -26,6 +26,7 @@ class Counts:
     Attributes:
         steps: decode steps.
         rows: running sequences of all steps together.
+        drafted, accepted: drafts that steps verified, and those that were the sampled tokens.
         window_evictions: evictions of a full window's oldest block, one per sequence and step.
         damaged: blocks of saved contexts with a wrong checksum.
         seconds: duration of all steps.
@@ -39,7 +40,7 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        self.steps = self.rows = self.window_evictions = self.damaged = 0
+        self.steps = self.rows = self.window_evictions = self.damaged = self.drafted = self.accepted = 0
         self.content_hits = self.content_hit_tokens = self.disk_loads = self.disk_loaded_bytes = 0
         self.seconds = self.host = self.host_stall = 0.0
         self.hits, self.hit_tokens = TierTokens(), TierTokens()
@@ -61,6 +62,11 @@ class Counts:
         self.seconds += seconds
         self.host += host
         self.host_stall += host + max(0.0, seconds - device)
+
+    def add_drafts(self, drafted: int, accepted: int) -> None:
+        """Count the drafts of one sequence in one step."""
+        self.drafted += drafted
+        self.accepted += accepted
 
     def add_request(self, cached: TierTokens) -> None:
         """Count a request whose prompt is prefilled; `cached`: its prompt tokens with cached KV."""
@@ -93,6 +99,8 @@ class Counts:
             "host_seconds": self.host,
             "host_stall_seconds": self.host_stall,
             "window_evictions": self.window_evictions,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
             "hits": self.hits._asdict(),
             "hit_tokens": self.hit_tokens._asdict(),
             "damaged_blocks": self.damaged,

@@ -569,7 +569,7 @@ class Engine:
             ],
         }  # fmt: skip
         if namespace is None:
-            counts = {**self.stats, "tokens": self._counts.rows, "clock": time.monotonic()}
+            counts = {**self.stats, "tokens": self._counts.rows + self._counts.accepted, "clock": time.monotonic()}
             found |= {"memory": self._memory(), "counts": counts | {"shared": counts["shared"]._asdict()}}
         return found
 

@@ -37,6 +37,7 @@ from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import require_same, weight_state
 from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.runner.decode import PromptState
+from retrieval_attn.runner.drafts import Drafts
 from retrieval_attn.sampling.grammar import TokenMatcher
 from retrieval_attn.sampling.sampler import History, MaskedParams, TokenScore, token_scores
 
@@ -109,10 +110,12 @@ class RunningRequest:
             np.concatenate(parts), ends, marks, request.namespace, saved=saved is not None,
             crops=crops and pages is None,
         )  # fmt: skip
-        prompt, self._images = self.sharing.ids[marks:], images
-        if prompt.min() < 0:
-            prompt = self._plain_ids(prompt)
-        self._history = History.of(request.draw, prompt, self.tokens, self._stops, request.min_tokens)
+        self._images = images
+        self.drafts: Drafts | None = None  # once it decodes eagerly
+        self.prompt: Ids = self.sharing.ids[marks:]
+        if self.prompt.min() < 0:
+            self.prompt = self._plain_ids(self.prompt)
+        self._history = History.of(request.draw, self.prompt, self.tokens, self._stops, request.min_tokens)
         self.matcher = matcher
         self.draw = request.draw if matcher is None else MaskedParams.of(request.draw, matcher)
         self._done = self._inside = 0  # parts that the cache holds, and tokens that it holds of the next one

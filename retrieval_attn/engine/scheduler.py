@@ -33,9 +33,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         ended: requests that sampled a stop token or stop string.
-        tokens: requests with one more token. Each planned one appears once here, or in `ended` or `failed`, in any
-            later
-            round.
+        tokens: requests with one more token; one with several appears as often. Each planned one appears here, or in
+            `ended` or `failed`, in any later round.
         failed: requests with an error, in any state.
         read: completed prefill chunks.
         read_done: requests whose prompt is prefilled.

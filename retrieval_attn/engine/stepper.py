@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,8 +17,12 @@ from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.running_request import RunningRequest
+from retrieval_attn.model.placement import input_device
+from retrieval_attn.runner.drafted_steps import steps_eagerly
+from retrieval_attn.runner.drafts import DRAFTED_TOKENS, BlockCosts, DraftBlock, Drafts, LookupDrafter, compile_lookup
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
 from retrieval_attn.runner.graph_slot import StepClock
+from retrieval_attn.runner.rows import can_draft, tokens_before_spill
 from retrieval_attn.sampling.sampler import SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
@@ -31,7 +37,7 @@ class Decoded(NamedTuple):
 
     Attributes:
         ended: requests that ended with a stop token or stop string.
-        tokens: requests with one more token.
+        tokens: requests with one more token; one with several appears as often.
         seconds: duration of the step.
         replayed: whether the whole step was a graph replay, so that the next one likely is.
     """
@@ -60,23 +66,53 @@ class Stepper:
         self._runner = GraphRunner(model, limits.rows, self._clock)
         self._outputs, self._fail = outputs, fail
         self._counts = counts
+        self._drafting = RowDrafts(model)
 
     def decode(self, rows: Mapping[str, RunningRequest], failed: list[str], overlap: bool = False) -> Decoded:
-        """Sample one token for each request. Adds failed ones to `failed`. overlap: see `GraphRunner.advance`."""
+        """Sample one token for each request, and one more for each draft that turns out right. Adds failed ones to
+        `failed`. overlap: see `GraphRunner.advance`.
+        """
         if not rows:
             return Decoded()
         began = time.perf_counter()
         fed = {number: row for number, row in rows.items() if row.logits is None}
-        stepped = self._step(fed, failed, overlap and len(fed) == len(rows)) if fed else Stepped({}, (), None, {})
-        names = list(fed)
+        names, blocks = list(fed), self._drafting.blocks(fed)
+        stepped = Stepped({}, (), None, {})
+        if fed:
+            stepped = self._step(fed, failed, overlap and len(fed) == len(rows), blocks)
+        verified = {names[place]: logits for place, logits in stepped.blocks.items()}
         choices = {names[place]: choice for place, choice in stepped.choices.items()}
         logits = {number: row.logits for number, row in rows.items() if row.logits is not None}
         if stepped.logits is not None:
             logits |= {names[place]: stepped.logits[n : n + 1] for n, place in enumerate(stepped.apart)}
         logits = {number: one for number, one in logits.items() if number not in failed}
         choices |= self._choose({number: rows[number] for number in logits}, list(logits.values()))
-        ended: list[str] = []
-        tokens: list[str] = []
+        found: list[tuple[str, bool]] = []
+        accepted = dict.fromkeys(verified, 0)
+        while choices:
+            new = self._take(rows, choices, failed)
+            found += new
+            right = [
+                number
+                for number, ended in new
+                if not ended and self._drafting.is_next(blocks.get(number), accepted.get(number, 0), rows[number])
+            ]
+            accepted |= {number: accepted[number] + 1 for number in right}
+            logits = {number: verified[number][accepted[number], None] for number in right}
+            choices = self._choose({number: rows[number] for number in logits}, list(logits.values()))
+        for number, count in accepted.items():
+            self._drafting.end(rows[number], blocks[number], count)
+            self._counts.add_drafts(len(blocks[number].drafts), count)
+        ended, tokens = ([number for number, one in found if one is ends] for ends in (True, False))
+        seconds = time.perf_counter() - began
+        self._counts.add_step(len(rows), sum(map(_spilled, rows.values())), seconds, *self._clock.take())
+        return Decoded(ended, tokens, seconds, len(stepped.choices) == len(rows))
+
+    def _take(
+        self, rows: Mapping[str, RunningRequest], choices: Mapping[str, SampledToken | None], failed: list[str]
+    ) -> list[tuple[str, bool]]:
+        """Append chosen tokens. Returns requests without an error, and whether each ended with its token."""
+        found: list[tuple[str, bool]] = []
         for number in rows:
             if number not in choices:
                 continue
@@ -89,12 +125,10 @@ class Stepper:
                     self._fail(number, damage, failed)
                     continue
                 row.finish("stop")
-                ended.append(number)
+                found.append((number, True))
             else:
-                tokens.append(number)
-        seconds = time.perf_counter() - began
-        self._counts.add_step(len(rows), sum(map(_spilled, rows.values())), seconds, *self._clock.take())
-        return Decoded(ended, tokens, seconds, len(stepped.choices) == len(rows))
+                found.append((number, False))
+        return found
 
     @property
     def graph_shape(self) -> object:
@@ -134,8 +168,10 @@ class Stepper:
         """Give every sequence its own window and free the graphs."""
         self._runner.close()
 
-    def _step(self, fed: Mapping[str, RunningRequest], failed: list[str], overlap: bool) -> Stepped:
-        """Feed the newest token of each request."""
+    def _step(
+        self, fed: Mapping[str, RunningRequest], failed: list[str], overlap: bool, blocks: Mapping[str, DraftBlock]
+    ) -> Stepped:
+        """Feed the newest token of each request, and its drafts."""
         rows = list(fed.values())
         matchers = [row.matcher for row in rows if row.matcher is not None]
 
@@ -150,7 +186,12 @@ class Stepper:
             # a graph chooses from the model's logits: rows whose scores are changed before choose from what it returns
             draws = [None if row.history else row.draw for row in rows]
             overlap = overlap and not matchers  # a mask depends on the token before
-            stepped = self._runner.advance(caches, inputs, draws, launched, overlap=overlap)
+            drafts = {place: blocks[number].drafts for place, number in enumerate(fed) if number in blocks}
+            began = time.perf_counter()
+            stepped = self._runner.advance(caches, inputs, draws, launched, overlap=overlap, drafts=drafts)
+            if not stepped.choices:
+                tokens = len(fed) + sum(map(len, drafts.values()))
+                self._drafting.costs.note(tokens, time.perf_counter() - began)
         except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
             for number in fed:
                 self._fail(number, error, failed)
@@ -167,6 +208,64 @@ class Stepper:
         draws, histories = [row.draw for row in rows.values()], [row.history for row in rows.values()]
         found = self._sampler(draws, torch.cat(list(logits)), [row.position + 1 for row in rows.values()], histories)
         return dict(zip(rows, found, strict=True))
+
+
+class RowDrafts:
+    """Drafts of the rows of eager steps. A model on a CPU multiplies few tokens at once about as fast as one.
+
+    All rows wait for the drafts of one: these count as often as there are rows, and rows without drafts wait for at
+    most `SHARED_EXTRA` of a step. costs: of steps by their tokens.
+    """
+
+    SHARED_EXTRA = 0.25
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """model: of all rows."""
+        self.costs = BlockCosts()
+        self._steps_eagerly = functools.cache(functools.partial(steps_eagerly, model))
+        if input_device(model).type == "cpu":
+            compile_lookup()
+
+    def blocks(self, rows: Mapping[str, RunningRequest]) -> dict[str, DraftBlock]:
+        """Return the drafts that are worth a longer step, by request; `rows` are those of the step."""
+        found: dict[str, DraftBlock] = {}
+        spare = DRAFTED_TOKENS - len(rows)
+        for number, row in rows.items() if spare > 0 else ():
+            drafts = self._drafts_of(row)
+            if drafts is None or row.cache is None:
+                continue
+            drafts.add(row.tokens[drafts.tokens :])
+            most = min(spare, row.request.max_tokens - len(row.tokens) - 1, tokens_before_spill(row.cache) - 1)
+            block = drafts.block(most, functools.partial(self._extra, len(rows), DRAFTED_TOKENS - len(rows) - spare))
+            if block.drafts:
+                found[number] = block
+                spare -= len(block.drafts)
+        return found
+
+    def is_next(self, block: DraftBlock | None, accepted: int, row: RunningRequest) -> bool:
+        """Return whether the newest token of a row is the draft behind those that are accepted."""
+        return block is not None and block.drafts[accepted : accepted + 1] == row.tokens[-1:]
+
+    def end(self, row: RunningRequest, block: DraftBlock, accepted: int) -> None:
+        """Crop the drafts of a row that were not accepted."""
+        if row.drafts is not None:
+            row.drafts.note(block, accepted)
+        if row.cache is not None and len(block.drafts) > accepted and not row.cache.batch.broken:
+            row.cache.crop(accepted - len(block.drafts))
+
+    def _extra(self, rows: int, others: int, drafts: int) -> float:
+        """Return the cost of a row's drafts behind `others` of other rows: infinite if rows would wait too long."""
+        extra = self.costs.extra(rows, drafts)
+        too_long = rows > 1 and self.costs.extra(rows, drafts + others) > self.SHARED_EXTRA
+        return math.inf if too_long else rows * extra
+
+    def _drafts_of(self, row: RunningRequest) -> Drafts | None:
+        cache = row.cache
+        if cache is None or not cache.config.drafts:
+            return None
+        if row.drafts is None and self._steps_eagerly(cache.config.graph) and can_draft(cache):
+            row.drafts = Drafts(LookupDrafter(row.prompt))
+        return row.drafts
 
 
 def _spilled(row: RunningRequest) -> bool:

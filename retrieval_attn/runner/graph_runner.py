@@ -115,12 +115,14 @@ class Stepped(NamedTuple):
         apart: sequences that were not sampled, in order.
         logits: float32 (rows apart, vocabulary), undefined for sequences in `errors`; None: no such sequences.
         errors: errors by sequence.
+        blocks: by sequence with drafts, float32 (tokens, vocabulary) after its token and each draft.
     """
 
     choices: Mapping[int, SampledToken | None]
     apart: Sequence[int]
     logits: Tensor | None
     errors: Mapping[int, Exception]
+    blocks: Mapping[int, Tensor] = {}
 
 
 class GraphRunner:
@@ -174,6 +176,7 @@ class GraphRunner:
         launched: Callable[[], None] | None = None,
         *,
         overlap: bool = False,
+        drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> Stepped:
         """Append one token to each cache and sample the next tokens of sequences in a graph.
 
@@ -187,8 +190,13 @@ class GraphRunner:
                 and not raise. A failed replay may call it again; a step without a replay never does.
             overlap: the next call is likely for the same sequences and sampled tokens, so that its step may be launched
                 early.
+            drafts: by sequence, tokens that are appended behind its token; None: none. The caller crops wrong ones. A
+                step with drafts is eager.
         """
         require_rows(caches, inputs)
+        if drafts:
+            blocks = {row: (token, *drafts.get(row, ())) for row, (token, _) in enumerate(inputs)}
+            return _eager_blocks(self._model, self._clock, caches, blocks, [place for _, place in inputs])
         graphed, found, undrawn = self._replayed(caches, inputs, draws, launched, overlap) or ([], {}, None)
         choices, served = {graphed[number]: choice for number, choice in found.items()}, set(graphed)
         eager = [row for row in range(len(caches)) if row not in served]
@@ -439,6 +447,27 @@ def _eager(
         return eager_step(model, [caches[row] for row in rows], tokens, positions, clock), {}
     except RowsFailedError as error:
         return error.logits, {rows[row]: one for row, one in error.errors.items()}
+
+
+def _eager_blocks(
+    model: PreTrainedModel,
+    clock: StepClock,
+    caches: Sequence[RetrievalCache],
+    blocks: Mapping[int, Sequence[int]],
+    positions: Sequence[int],
+) -> Stepped:
+    """Step all sequences eagerly. blocks: new token of each sequence, and its drafts. positions: of the new tokens."""
+    tokens = [token for block in blocks.values() for token in block]
+    places = [first + n for block, first in zip(blocks.values(), positions, strict=True) for n in range(len(block))]
+    errors: Mapping[int, Exception] = {}
+    counts = [len(block) for block in blocks.values()]
+    try:
+        logits = eager_step(model, caches, tokens, places, clock, counts)
+    except RowsFailedError as error:
+        logits, errors = error.logits, error.errors
+    parts = logits.split(counts)
+    verified = {row: part for row, part in enumerate(parts) if len(part) > 1 and row not in errors}
+    return Stepped({}, range(len(caches)), torch.cat([part[:1] for part in parts]), errors, verified)
 
 
 def _batch_key(cache: RetrievalCache) -> tuple[Any, ...]:

@@ -155,7 +155,7 @@ def test_config_page_states_the_defaults() -> None:
     text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8").partition("## Fields")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.MULTILINE))
     plain = Config().to_dict()
-    assert len(rows) == 12
+    assert len(rows) == 13
     known = [name for name in rows if name in plain]
     assert [rows[name] for name in known] == [repr(plain[name]) for name in known]
 

@@ -25,8 +25,14 @@ DRAFT_SIZES = (1, 3, 7, 15)
 DRAFTED_TOKENS = 1 + DRAFT_SIZES[-1]
 """New tokens of one forward in which some are drafts: a CPU's kernels multiply as many rows at once."""
 NGRAM = 3
-"""Last tokens that must occur before for a draft."""
+"""Last tokens that must occur before for a draft, but for one next to the last draft's source."""
+REACH = 32
+"""Tokens around the place where a quotation would go on, in which one equal token is enough: behind an edit."""
 LONGEST_MATCH = 32
+CERTAIN = 8
+"""Matched tokens from which a source is remembered over an edit."""
+RESUMED = 4
+"""Tokens elsewhere that are as good a sign as one of several where a quotation would go on."""
 CANDIDATES = 32
 """Earlier occurrences that are compared."""
 FIRST_CAPACITY = 1024
@@ -34,10 +40,12 @@ NONE = -1
 
 
 class Draft(NamedTuple):
-    """Proposed tokens. matched: newest tokens of the sequence that precede their source, too."""
+    """Proposed tokens. certainty: newest tokens of the sequence that precede their source, too; more if the source goes
+    on where the last one ended.
+    """
 
     tokens: list[int]
-    matched: int
+    certainty: int
 
 
 class Drafter(ABC):
@@ -60,7 +68,7 @@ class LookupDrafter(Drafter):
 
     def __init__(self, ids: Sequence[int] | NDArray[Any] = ()) -> None:
         """ids: of the prompt."""
-        self._length, self._source = 0, NONE  # source: of the last proposal, its first token
+        self._length, self._source = 0, NONE  # source: of the next token if the last long quotation goes on
         self._allocate(FIRST_CAPACITY)
         self.extend(ids)
 
@@ -83,11 +91,12 @@ class LookupDrafter(Drafter):
         if most < 1 or self._length <= NGRAM:
             return Draft([], 0)
         tokens = np.empty(most, np.int32)
-        source, matched = _look_up(self._ids, self._length, self._earlier, self._source, tokens)
-        if not matched:
+        source, certainty = _look_up(self._ids, self._length, self._earlier, self._source, tokens)
+        if not certainty:
             return Draft([], 0)
-        self._source = source
-        return Draft(tokens.tolist(), matched)
+        if certainty >= CERTAIN:
+            self._source = source
+        return Draft(tokens.tolist(), certainty)
 
     def _allocate(self, capacity: int) -> None:
         self._ids, self._earlier = np.zeros(capacity, np.int32), np.full(capacity, NONE, np.int32)
@@ -109,27 +118,39 @@ def _chain(ids, start, stop, heads, earlier):
 
 
 @njit(nogil=True, cache=True)
-def _look_up(ids, length, earlier, near, tokens):
-    """Write the tokens after the best match; returns the place of the first and the matched tokens, 0 for no match.
+def _matching(ids, place, last):
+    """Return how many tokens up to `place` are those up to `last`, of the last ones compared."""
+    count = 0
+    while count < LONGEST_MATCH and count <= place and ids[place - count] == ids[last - count]:
+        count += 1
+    return count
 
-    near: place whose neighbour is preferred among equal matches; NONE: the newest is.
+
+@njit(nogil=True, cache=True)
+def _look_up(ids, length, earlier, near, tokens):
+    """Write the tokens after the best match; returns the place of the first and the certainty, 0 for no match.
+
+    near: place of the first if a quotation goes on, which is preferred among equal matches; NONE: the newest is.
     """
     last = length - 1
-    best, matched, place = -1, 0, earlier[last]
+    best, matched, certain = -1, 0, 0
+    for far in range(2 * REACH + 1 if near != NONE else 0):
+        place = near - 1 + ((far + 1) // 2 if far % 2 else -(far // 2))  # nearest first
+        count = _matching(ids, place, last) if 0 <= place < last else 0
+        if count > matched:
+            best, matched, certain = place, count, min(LONGEST_MATCH, RESUMED * count if count > 1 else 1)
+    place = earlier[last]
     for _ in range(CANDIDATES):
         if place < 0:
             break
-        count = 0
-        while count < LONGEST_MATCH and count <= place and ids[place - count] == ids[last - count]:
-            count += 1
-        closer = count == matched and near >= 0 and abs(place + 1 - near) < abs(best + 1 - near)
-        if count >= NGRAM and (count > matched or closer):
-            best, matched = place, count
+        count = _matching(ids, place, last)
+        if count >= NGRAM and count > matched:
+            best, matched, certain = place, count, count
         place = earlier[place]
     for i in range(len(tokens) if matched else 0):
         source = best + 1 + i  # behind the end the drafts themselves go on: a period
         tokens[i] = ids[source] if source <= last else tokens[source - length]
-    return best + 1, matched
+    return best + 1, certain
 
 
 def compile_lookup() -> None:
@@ -175,10 +196,10 @@ class BlockCosts:
         return level - slope * mean, slope
 
 
-ACCEPTANCE = (0.4, 0.55, 0.7, 0.85, 0.92)
-"""Share of accepted drafts before any was verified, by class of the match."""
-MATCHES = (4, 8, 16, 32)
-"""Least match of each later class."""
+ACCEPTANCE = (0.5, 0.4, 0.55, 0.7, 0.85, 0.92)
+"""Share of accepted drafts before any was verified, by class of certainty."""
+CERTAINTIES = (NGRAM, 4, 8, 16, 32)
+"""Least certainty of each later class."""
 PRIOR, FORGETTING = 2.0, 0.9
 SPENT_SHARE = 0.015
 """Time, as a share of that of all tokens, that may be spent in vain."""
@@ -203,7 +224,7 @@ class DraftLength:
 
     def choose(self, draft: Draft, most: int, extra: Callable[[int], float]) -> int:
         """Return the number of drafts to verify, at most `most`. extra: see `BlockCosts.extra`, of a number."""
-        hits, tries = self._known[_class_of(draft.matched)]
+        hits, tries = self._known[_class_of(draft.certainty)]
         chance, best, gain = hits / tries, 0, 0.0
         for count in DRAFT_SIZES:
             cost = extra(count)
@@ -214,9 +235,9 @@ class DraftLength:
                 best, gain = count, expected - cost
         return best
 
-    def note(self, matched: int, drafted: int, accepted: int, extra: float) -> None:
+    def note(self, certainty: int, drafted: int, accepted: int, extra: float) -> None:
         """Take in a verified draft. extra: its cost."""
-        place = _class_of(matched)
+        place = _class_of(certainty)
         hits, tries = (FORGETTING * one for one in self._known[place])
         prior, missing = ACCEPTANCE[place], (1 - FORGETTING) * PRIOR
         self._known[place] = (hits + missing * prior + accepted, tries + missing + accepted + (accepted < drafted))
@@ -224,15 +245,15 @@ class DraftLength:
         self.balance += accepted - extra
 
 
-def _class_of(matched: int) -> int:
-    return sum(matched >= least for least in MATCHES)
+def _class_of(certainty: int) -> int:
+    return sum(certainty >= least for least in CERTAINTIES)
 
 
 class DraftBlock(NamedTuple):
-    """Drafts for one forward behind the newest token. matched, extra: see `Draft` and `BlockCosts`."""
+    """Drafts for one forward behind the newest token. certainty, extra: see `Draft` and `BlockCosts`."""
 
     drafts: list[int]
-    matched: int = 0
+    certainty: int = 0
     extra: float = 0.0
 
 
@@ -255,9 +276,9 @@ class Drafts:
         """Return what to verify in the next step: up to `most` drafts, or none. extra: their cost by their number."""
         draft = self._drafter.propose(min(most, DRAFT_SIZES[-1]))
         count = self.length.choose(draft, most, extra) if draft.tokens else 0
-        return DraftBlock(draft.tokens[:count], draft.matched, extra(count)) if count else DraftBlock([])
+        return DraftBlock(draft.tokens[:count], draft.certainty, extra(count)) if count else DraftBlock([])
 
     def note(self, block: DraftBlock, accepted: int) -> None:
         """Take in how many of the drafts of a block were right."""
         if block.drafts:
-            self.length.note(block.matched, len(block.drafts), accepted, block.extra)
+            self.length.note(block.certainty, len(block.drafts), accepted, block.extra)

@@ -103,7 +103,9 @@ def test_grammars_choose_among_drafts(loaded: Loaded, monkeypatch: pytest.Monkey
     schema = {"type": "array", "items": {"enum": ["width", "height"]}, "minItems": 9, "maxItems": 9}
     grammar = GrammarSpec("json_schema", json.dumps(schema))
     prompt = tuple(loaded[1].encode('["width","height","width","height","width"]\n' * 12, add_special_tokens=False))
-    requests = [Request((prompt, (9 + n,)), 70, draw, grammar=grammar) for n, draw in enumerate([DRAWN, SamplingParams()])]
+    requests = [
+        Request((prompt, (9 + n,)), 70, draw, grammar=grammar) for n, draw in enumerate([DRAWN, SamplingParams()])
+    ]
     wanted, _, _ = answers(llm_of(loaded, False), requests)
     with eager_drafts(monkeypatch):
         found, _, stats = answers(llm_of(loaded, True), requests)

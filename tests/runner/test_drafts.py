@@ -24,6 +24,7 @@ from retrieval_attn.runner.drafts import (
     LOAN,
     LONGEST_MATCH,
     NGRAM,
+    RESUMED,
     BlockCosts,
     Draft,
     Drafter,
@@ -59,14 +60,14 @@ def test_what_followed_the_longest_match_is_proposed(vocabulary: int) -> None:
     for end in range(700, 900):
         draft, known = drafter.propose(15), ids[:end]
         least = longest_match(known)
-        if vocabulary > 3:  # else there are more occurrences than are compared
-            assert draft.matched == (least if least >= NGRAM else 0)
-        assert (not draft.tokens) == (draft.matched == 0)
+        if vocabulary > 3 and least >= NGRAM:  # else there are more occurrences than are compared
+            assert draft.certainty == least
+        assert (not draft.tokens) == (draft.certainty == 0)
         found += bool(draft.tokens)
         if draft.tokens:
-            assert NGRAM <= draft.matched <= least
-            suffix, repeated = known[-draft.matched :], [*known, *draft.tokens]
-            places = [n for n in range(draft.matched, end) if known[n - draft.matched : n] == suffix]
+            count, repeated = min(least, draft.certainty), [*known, *draft.tokens]
+            suffix = known[-count:] if vocabulary > 3 else known[-1:]  # else it often is next to a long match before
+            places = [n for n in range(len(suffix), end) if known[n - len(suffix) : n] == suffix]
             assert any(repeated[n : n + 15] == draft.tokens for n in places)
         drafter.extend(ids[end : end + 1])
     assert found or vocabulary == 400
@@ -77,7 +78,7 @@ def test_a_text_of_many_tokens_is_extended() -> None:
     chance = random.Random(0)
     ids = [chance.randrange(4000) for _ in range(100_000)]
     drafter = LookupDrafter(ids)
-    assert drafter.propose(15).matched < 4
+    assert drafter.propose(15).certainty < 4
     for token in ids[500:540]:
         drafter.extend([token])
     assert drafter.propose(15) == Draft(ids[540:555], LONGEST_MATCH)
@@ -95,6 +96,14 @@ def test_a_copy_goes_on_where_it_was() -> None:
     drafter.extend([*first[10:], 88, *common])  # an edit before what both passages have
     assert drafter.propose(3).tokens == [90, 91, 92]
     assert LookupDrafter([*text, *first, 88, *common]).propose(3).tokens == [70, 71, 72]
+    drafter = LookupDrafter([*text, *first[:10]])
+    drafter.propose(15)
+    drafter.extend([66, 67, first[12]])  # two tokens are other ones, and one is enough
+    assert drafter.propose(3) == Draft(first[13:16], 1)
+    drafter.extend([first[13]])
+    assert drafter.propose(3) == Draft(first[14:17], 2 * RESUMED)
+    drafter.extend([5])  # occurs before, but not there
+    assert drafter.propose(3) == Draft([], 0)
 
 
 def test_the_cost_of_drafts_is_measured() -> None:
@@ -124,7 +133,7 @@ def test_poor_drafts_cost_little(cost: float, rate: float) -> None:
             right = 0
             while right < count and chance.random() < rate:
                 right += 1
-            length.note(draft.matched, count, right, cost * count)
+            length.note(draft.certainty, count, right, cost * count)
             spent, saved = spent + cost * count, saved + right
         assert spent - saved <= LOAN + 0.015 * tokens
 

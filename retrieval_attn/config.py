@@ -68,8 +68,8 @@ class Config:
         of 256 for head_dim 128 in bfloat16; so are those in an engine's pages.
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
-    drafts: whether eager decode steps, as on a CPU, verify several tokens at once that the text may quote from earlier
-        ones (prompt lookup). The text stays the same. Captured steps take one token each.
+    drafts: whether decode steps on a CPU verify several tokens at once that the text may quote from earlier ones
+        (prompt lookup). The text stays the same, but for sums in another order. Steps on a GPU take one token each.
     threads: CPU threads of search and host attention; None uses all that numba sees.
     """
 

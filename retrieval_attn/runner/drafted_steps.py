@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
-from retrieval_attn.errors import BackendError
-from retrieval_attn.model.placement import is_spread
+from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.decode import DecodeSteps
 from retrieval_attn.runner.drafts import BlockCosts, DraftBlock, Drafts, LookupDrafter
@@ -25,13 +24,10 @@ __all__ = ["DraftedSteps", "steps_eagerly"]
 
 
 def steps_eagerly(model: PreTrainedModel, graph: GraphMode) -> bool:
-    """Return whether decode steps are eager, on one device: captured steps take one token of each sequence."""
-    if graph is True or is_spread(model):
+    """Return whether decode steps are eager, on a CPU: captured steps take one token of each sequence."""
+    if graph is True or input_device(model).type != "cpu" or is_spread(model):
         return False
-    try:
-        return graph is False or runtime_for(model) is None
-    except BackendError:
-        return False
+    return graph is False or runtime_for(model) is None
 
 
 class DraftedSteps(DecodeSteps):

@@ -145,7 +145,7 @@ def test_a_failed_search_ends_its_row_alone(loaded: Loaded, monkeypatch: pytest.
     """A row whose block fails ends with the error; the row in the same step has its answer."""
     requests = requests_of(loaded)[:2]
     wanted, _, _ = answers(llm_of(loaded, False), requests)
-    real, calls = stepper.GraphRunner.advance, []
+    real, calls = stepper.GraphRunner.advance, list[int]()
 
     def advance(self: Any, caches: Any, *args: Any, **named: Any) -> Any:
         if named.get("drafts", {}).get(0) and not calls:

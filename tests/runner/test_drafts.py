@@ -33,7 +33,7 @@ from retrieval_attn.runner.drafts import (
     LookupDrafter,
 )
 from retrieval_attn.runner.rows import can_draft, tokens_before_spill
-from tests.tiny_models import CONFIGS, build_model, random_ids
+from tests.tiny_models import CONFIGS, Loaded, build_model, random_ids
 
 BASE: dict[str, Any] = {"sink": 4, "window": 40, "retrieve": 16, "prefill_chunk": 512}
 
@@ -265,7 +265,7 @@ def test_every_model_is_as_without_drafts(model: Any) -> None:
     columns = torch.arange(alone.get_seq_length(), alone.get_seq_length() + 12)[None]
     with torch.no_grad(), using_retrieval(model, 512):  # what follows is the same, too
         later = [forward(model, one, columns % 90, mask=None, position_ids=columns) for one in (drafted, alone)]
-    assert torch.allclose(*later, rtol=0, atol=1e-4 * float(later[1].abs().max()))
+    assert float((later[0] - later[1]).abs().max()) < 1e-4 * float(later[1].abs().max())
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_the_last_positions_of_a_model() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}, {"repetition_penalty": 1.1}])
-def test_answers_of_contexts(options: dict[str, Any], loaded: Any) -> None:
+def test_answers_of_contexts(options: dict[str, Any], loaded: Loaded) -> None:
     """Greedy, sampled and penalized answers have the tokens that they have without drafts; forks and saves too."""
     line = "def area(width, height): return width * height  # of a rectangle, in square metres\n"
     text, answers = line * 40, []

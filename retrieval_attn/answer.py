@@ -30,7 +30,7 @@ class Stats:
     host_bytes, device_bytes: memory held by the cache.
     tail_share: share of attention's weight over keys that was estimated from clusters (`Config.tail`), mean over heads,
     layers and tokens, those of a question among them that went through retrieval. Captured steps that ran ahead and
-    were discarded count, too. None if nothing is estimated.
+    were discarded count, too, and so do drafts that were not accepted. None if nothing is estimated.
     tail_share_most: the head whose mean is largest.
     indexes: kinds of the indexes that were searched, and how many heads have each; {} if all keys were on the device of
     the model. `Context.index_notes` says why a head has its index. all_keys: the dtype that all keys were there in,

@@ -127,7 +127,7 @@ def measure_sums(loop: AnswerLoop, config: ra.Config, ids: list[int], tokens: in
 def main() -> None:
     """Measure the model of the command line."""
     name, (tokens, new, count) = sys.argv[1], map(int, sys.argv[2:5])
-    llm = ra.LLM(name, device="cpu")
+    llm = ra.LLM(name, device="cpu", drafts=True)
     loop, encode = AnswerLoop(llm.model, llm.tokenizer), llm.tokenizer.encode
     code = encode(source_code(1, tokens // 50), add_special_tokens=False)[:tokens]
     prose = encode(shipped_prose(8 * (tokens + new), PROSE_SEED), add_special_tokens=False)

@@ -32,7 +32,7 @@ PREFIX_CACHE_EVENTS = {
 }
 """Counters, in the same form."""
 ENGINE = {
-    "steps": ("engine_steps", "Decode steps; each generates one token of every running sequence"),
+    "steps": ("engine_steps", "Decode steps; each generates a token of every running sequence, or several"),
     "step_seconds": ("engine_step_seconds", "Seconds of decode steps"),
     "host_seconds": ("engine_host_seconds", "Seconds of decode steps in which the host searched or attended"),
     "host_stall_seconds": (

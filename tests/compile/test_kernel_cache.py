@@ -30,7 +30,6 @@ from tests.test_structure import ROOT
 
 SERVER = CompileJob("retrieval_attn.cpu.ahead:server")
 """A quick one."""
-LOOKUP = CompileJob("retrieval_attn.runner.drafts:compile_lookup")
 LONG = CompileJob("retrieval_attn.cpu.ahead:build", ("float32", "roargraph", "{}"))
 COUNT_COMPILED = """
 from numba.core import event
@@ -270,7 +269,7 @@ def test_loading_a_model_begins_what_its_reads_wait_for(
     assert begun == [] and missing([SERVER]) and len(jobs_module._under_way) == 1
     held.set()
     assert llm.read("The sky is blue. " * 90, progress=False).num_tokens > 0
-    assert begun == [SERVER, LOOKUP] and not missing(begun) and nothing_under_way()
+    assert begun == [SERVER] and not missing([SERVER]) and nothing_under_way()
     assert given[0] == ((Format.INT8, IndexSpec.of("auto")), {"retrieve_all": False, "serves_graphs": False})
     assert len(given) == 2
 

@@ -299,7 +299,7 @@ def test_who_waits_for_a_read_gives_it_its_own_time() -> None:
 @pytest.mark.parametrize("before", [((60,), 40), ((700, 5), 20)], ids=["a question", "a turn longer than the document"])
 def test_what_others_asked_changes_nothing(index: str, before: tuple[tuple[int, ...], int]) -> None:
     """To the bit: others do not insert into the indexes of a shared text, nor build them anew."""
-    llm, document = llm_of(CONFIG.replace(index=index, drafts=False)), ids(400, 1)  # a block's sums are other ones
+    llm, document = llm_of(CONFIG.replace(index=index)), ids(400, 1)
     parts, tokens = before
     first = Request((document, *(ids(count, count) for count in parts)), tokens, stop_ids=frozenset())
     request = Request((document, ids(8, 3)), 30, SamplingParams(logprobs=4), stop_ids=frozenset())
@@ -322,7 +322,7 @@ def test_prefixes_are_given_up_for_what_needs_the_memory() -> None:
 
 
 def test_one_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = llm_of(CONFIG.replace(drafts=False))
+    llm = llm_of()
     requests = [Request((ids(30 + number, number),), 8) for number in range(4)]
     calls = 0
 

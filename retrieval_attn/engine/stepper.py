@@ -17,9 +17,8 @@ from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.running_request import RunningRequest
-from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.drafted_steps import steps_eagerly
-from retrieval_attn.runner.drafts import DRAFTED_TOKENS, BlockCosts, DraftBlock, Drafts, LookupDrafter, compile_lookup
+from retrieval_attn.runner.drafts import DRAFTED_TOKENS, BlockCosts, DraftBlock, Drafts, LookupDrafter
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
 from retrieval_attn.runner.graph_slot import StepClock
 from retrieval_attn.runner.rows import can_draft, tokens_before_spill
@@ -223,8 +222,6 @@ class RowDrafts:
         """model: of all rows."""
         self.costs = BlockCosts()
         self._steps_eagerly = functools.cache(functools.partial(steps_eagerly, model))
-        if input_device(model).type == "cpu":
-            compile_lookup()
 
     def blocks(self, rows: Mapping[str, RunningRequest]) -> dict[str, DraftBlock]:
         """Return the drafts that are worth a longer step, by request; `rows` are those of the step."""

@@ -42,6 +42,7 @@ from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.engine.saved_text import ContextPrefetcher, SavedText, SavedTexts
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
+from retrieval_attn.engine.session_pins import KEEP_SESSION_SECONDS
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.engine.warm_up import DRAWS, WarmUp, WarmUpProgress, WarmUps
 from retrieval_attn.errors import (
@@ -337,6 +338,7 @@ class Engine:
         prefix_cache_disk_bytes: int | None = None,
         store: ContextStore | str | Path | None = None, paged_prefix_tokens: int = 0,
         paged_prefix_pages: int | None = None, paged_prefix_int8: bool = False, cache_generated: bool = False,
+        keep_session_seconds: float = KEEP_SESSION_SECONDS,
     ) -> None:  # fmt: skip
         """Start the engine's thread.
 
@@ -355,6 +357,8 @@ class Engine:
                 windows leave of a GPU's free memory, or a quarter of the requests' host memory.
             paged_prefix_int8: store pages in int8: half the bytes of 16 bits, slower to attend to.
             cache_generated: keep answers, see `AnswerEntry`.
+            keep_session_seconds: time after a turn of a session (`Request.session`) in which its cached prompt is
+                evicted after those of no session. 0: sessions have no effect.
 
         Raises ConfigError.
         """
@@ -372,7 +376,7 @@ class Engine:
         share_layout(self._loop.model, self._config, self._limits.rows, self._empty.max_positions)
         self._scheduler = Scheduler(self._limits)
         self._shared_bytes = self._limits.host_bytes if prefix_cache_bytes is None else prefix_cache_bytes
-        self._tree = RadixCache() if self._shared_bytes else None
+        self._tree = RadixCache(keep_session_seconds=keep_session_seconds) if self._shared_bytes else None
         if self._tree is not None:
             register(self._tree)
         self._answers = self._tree if cache_generated else None

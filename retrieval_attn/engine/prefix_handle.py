@@ -228,10 +228,11 @@ class PrefixHandle:
     """
 
     def __init__(
-        self, ids: Ids, ends: Sequence[int], marks: int, namespace: Namespace, *, saved: bool, crops: bool
-    ) -> None:
-        """namespace: namespace of the request."""
-        self._saved, self._crops = saved, crops
+        self, ids: Ids, ends: Sequence[int], marks: int, namespace: Namespace, *, saved: bool, crops: bool,
+        session: str = "",
+    ) -> None:  # fmt: skip
+        """namespace: namespace of the request. session: see `Request`."""
+        self._saved, self._crops, self._session = saved, crops, session
         self.ids, self.ends, self.marks, self.namespace = ids, list(ends), marks, namespace
         self.lease: Lease | None = None
         self.claim: PrefillClaim | None = None
@@ -287,7 +288,7 @@ class PrefixHandle:
                 return None
             cache = entry.fork(end - self.marks)
             tree.recount(lease.node)
-            self._continue(tree.lease(lease.node), end, cache)
+            self._continue(tree, tree.lease(lease.node), end, cache)
             return cache, entry.opened
 
     def _cropped_prefix(self, tree: RadixCache, least: int) -> tuple[Lease, int] | None:
@@ -337,7 +338,7 @@ class PrefixHandle:
         if self.claim is not None:
             self.claim.done(lease.node)
             self.claim = None
-        self._continue(lease, len(ids), whole)
+        self._continue(tree, lease, len(ids), whole)
 
     def _is_in_later_entry(self, done: int) -> bool:
         if not self._crops or done >= len(self.ends) - 1 or (self._saved and done == 1):
@@ -364,7 +365,7 @@ class PrefixHandle:
         entry, end = lease.node.held, self.ends[0]
         assert isinstance(entry, PrefixEntry)
         cache = entry.fork(end - self.marks)
-        self._continue(lease, end, cache)
+        self._continue(tree, lease, end, cache)
         return cache
 
     def put_answer(
@@ -391,7 +392,10 @@ class PrefixHandle:
         whole.batch.note_ids(torch.from_numpy(ids[self.marks :].astype(np.int64))[None])
         seal(whole)
         seconds = token_seconds * (len(ids) - self.held_tokens)
-        self._insert(tree, ids, AnswerEntry, whole, opened=opened, namespace=self.namespace, seconds=seconds).release()
+        with self._insert(
+            tree, ids, AnswerEntry, whole, opened=opened, namespace=self.namespace, seconds=seconds
+        ) as lease:
+            self._keep_session(tree, lease)
 
     def claim_part(self, tree: RadixCache, part: int, start: int) -> bool:
         """Claim the prefill of a part after `start` ids. Returns whether another request prefills it."""
@@ -472,14 +476,19 @@ class PrefixHandle:
                 node = tree.insert(place, rest, entry, namespace, rebuild_seconds=seconds)
             return tree.lease(node)
 
-    def _continue(self, lease: Lease, end: int, cache: RetrievalCache) -> None:
+    def _continue(self, tree: RadixCache, lease: Lease, end: int, cache: RetrievalCache) -> None:
         """Continue `cache`, which holds the first `end` ids of the leased node's entry."""
+        self._keep_session(tree, lease)
         if self.lease is not None:
             self.lease.release()
         self.lease, self.held_end = lease, end
         entry = lease.node.held
         assert isinstance(entry, PrefixEntry)
         self._before = entry.shared if end == lease.node.end else _sizes(cache)[1]
+
+    def _keep_session(self, tree: RadixCache, lease: Lease) -> None:
+        if self._session:
+            tree.keep_session(self._session, self.namespace, lease.node)
 
 
 _marks: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[WeightState, Factors | None], int]]

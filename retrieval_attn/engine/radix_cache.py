@@ -21,6 +21,7 @@ from retrieval_attn.engine.ids import Ids, common, int32_row
 from retrieval_attn.engine.inflight_prefills import InflightPrefills, PrefillClaim
 from retrieval_attn.engine.node import Branches, Namespace, Node, Offloadable, Payload, Place, PrefixCacheError, Sizes
 from retrieval_attn.engine.resident_set import ResidentSet
+from retrieval_attn.engine.session_pins import SessionPins
 from retrieval_attn.errors import ConfigError, ShapeError
 
 log = logging.getLogger(__name__)
@@ -221,15 +222,20 @@ class RadixCache:
     `match(leased=True)` prevents that.
     """
 
-    def __init__(self, *, share_tokens: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds; a given clock makes evictions deterministic. Raises ConfigError for share_tokens < 1."""
+    def __init__(
+        self, *, share_tokens: int = 64, keep_session_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """keep_session_seconds: see `SessionPins`. clock: seconds; a given clock makes evictions deterministic.
+
+        Raises ConfigError for share_tokens < 1.
+        """
         if share_tokens < 1:
             raise ConfigError(f"share_tokens must be at least 1, but is {share_tokens}")
         self.root = Node(None, np.zeros(0, np.int32), None, 0)
         self._share_tokens = share_tokens
         self._clock = clock
         self._lock = threading.Lock()
-        self._residents = ResidentSet()
+        self._residents, self._pins = ResidentSet(), SessionPins(keep_session_seconds)
         self._pending = InflightPrefills(share_tokens)
         self._count = 0
         self._last_number = 0
@@ -379,7 +385,7 @@ class RadixCache:
         """Evict payloads until `need` bytes of each kind are free or no candidate is left. Returns the freed bytes.
 
         Order: leaves larger than `limit`, leaves with bytes of a lacking kind by their hits (`ResidentSet`), then their
-        parents. Leased nodes stay.
+        parents; those of recent sessions (`SessionPins`) last. Leased nodes stay.
 
         Args:
             need: bytes of each kind.
@@ -389,11 +395,12 @@ class RadixCache:
         """
         freed, dropped = Sizes(), 0
         with self._lock:
-            for node in self._residents.victims(need, limit, waiting):
+            for node in self._residents.victims(need, limit, waiting, self._pins.nodes(self._clock())):
                 if node.held_children or (keeps is not None and keeps(node)):
                     continue
                 freed = freed.plus(node.sizes)
                 self._residents.drop(node)
+                self._pins.note_eviction(node)
                 dropped += 1
                 self._prune(node)
             self._counts = self._counts.add_eviction(dropped, freed.total)
@@ -445,7 +452,13 @@ class RadixCache:
     def victims(self, need: Sizes, waiting: Mapping[Node, int] | None = None) -> list[Node]:
         """Return the nodes that `evict` would evict, in its order."""
         with self._lock:
-            return list(self._residents.victims(need, None, waiting))
+            return list(self._residents.victims(need, None, waiting, self._pins.nodes(self._clock())))
+
+    def keep_session(self, session: str, namespace: Namespace, node: Node) -> None:
+        """Have the node that a session continues be evicted last. Another one of this session no longer is."""
+        with self._lock:
+            if not node.gone and node.held is not None:
+                self._pins.pin((namespace, session), node, self._clock())
 
     def pin(self, node: Node) -> Lease | None:
         """Lock a node and its ancestors without counting a use; None if the node was evicted."""

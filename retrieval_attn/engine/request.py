@@ -43,6 +43,8 @@ class Request:
             tokens in its place; the prompt is then prefilled without the prefix cache. None: do not.
         visible: special tokens that the text of the answer keeps, such as markers of tool calls.
         images: of the prompt, in order: `Image.ids` are among the ids of its parts. Not after a saved context.
+        session: session that the prompt is a turn of: for a while the cached prompt of its last turn is evicted after
+            those of no session. "": none.
         grammar: grammar of the answer, which ends when it is complete; needs the extra `grammar`. None: any text. An
             answer of `max_tokens` tokens may be incomplete.
     """
@@ -59,6 +61,7 @@ class Request:
     min_tokens: int = 0
     prompt_logprobs: int | None = None
     visible: frozenset[int] = frozenset()
+    session: str = ""
     grammar: GrammarSpec | None = None
     images: tuple[Image, ...] = ()
 

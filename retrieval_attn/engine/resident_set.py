@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from math import log2
 from typing import NamedTuple
 
@@ -148,21 +148,23 @@ class ResidentSet:
                 self._last[node.parent] = None
 
     def victims(
-        self, need: Sizes, limit: Sizes | None = None, waiting: Mapping[Node, int] | None = None
-    ) -> Iterator[Node]:
+        self, need: Sizes, limit: Sizes | None = None, waiting: Mapping[Node, int] | None = None,
+        pinned: Set[Node] = frozenset(),
+    ) -> Iterator[Node]:  # fmt: skip
         """Yield nodes to evict until `need` bytes of each kind are free. The caller may drop each before the next.
 
         Nodes that alone exceed `limit` go first, because they cannot stay whatever else goes; then nodes with bytes of
         a lacking kind, fewest expected hit tokens per such byte first; then nodes without such bytes whose parents have
-        some. Nodes that waiting requests continue follow other nodes of their kind, the last request's first. Leased
-        nodes and nodes with children are never evicted: a parent becomes a candidate after its last child.
+        some. Nodes of their kind follow that sessions continue, and then those that waiting requests continue, the last
+        request's first. Leased nodes and nodes with children are never evicted: a parent becomes a candidate after its
+        last child.
         The first node costs O(leaves times their depth), each further one O(log), until another kind is lacking.
 
-        waiting: position in the queue of the first request that continues a node.
+        waiting: position in the queue of the first request that continues a node. pinned: see `SessionPins`.
         """
         if not need.lacking:
             return
-        order = _EvictionOrder(limit, self._latest, waiting or {}, self._half_life)
+        order = _EvictionOrder(limit, self._latest, waiting or {}, set(pinned), self._half_life)
         left, children = dict(self._last), dict[Node, int]()
         while (kinds := need.lacking) and (heap := [order.item(node, kinds) for node in left if _helps(node, kinds)]):
             heapq.heapify(heap)
@@ -171,6 +173,7 @@ class ResidentSet:
                 parent, need = node.parent, need.less(node.sizes)
                 del left[node]
                 if parent is not None and parent in self._nodes:
+                    order.pinned.update([parent] if node in order.pinned else [])
                     children[parent] = children.get(parent, parent.held_children) - 1
                 yield node
                 if parent is not None and children.get(parent) == 0:
@@ -189,9 +192,10 @@ class _EvictionOrder(NamedTuple):
     limit: Sizes | None
     latest: Node | None
     waiting: Mapping[Node, int]
+    pinned: set[Node]
     half_life: float
 
-    def item(self, node: Node, kinds: Sequence[int]) -> tuple[bool, bool, int, float, float, int, Node]:
+    def item(self, node: Node, kinds: Sequence[int]) -> tuple[bool, bool, int, bool, float, float, int, Node]:
         """Return a node behind the values that order it, the first to evict having the least."""
         limit, nbytes = self.limit, node.sizes.of(kinds)
         fits = limit is None or all(node.sizes[kind] <= limit[kind] for kind in kinds)
@@ -199,7 +203,7 @@ class _EvictionOrder(NamedTuple):
         heat = node.heat * (LATEST if node is self.latest else 1)
         # as a logarithm, which orders nodes at all times as the decayed heat does
         score = log2(heat * len(node) / max(nbytes, 1)) + node.heat_at / self.half_life
-        return fits, not nbytes, needed, score, node.used, node.number, node
+        return fits, not nbytes, needed, node in self.pinned, score, node.used, node.number, node
 
 
 def _helps(node: Node, kinds: Sequence[int]) -> bool:

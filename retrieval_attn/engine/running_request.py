@@ -108,7 +108,7 @@ class RunningRequest:
         ends, marks = list(accumulate(map(len, parts))), len(mark) + (saved is not None)
         self.sharing = PrefixHandle(
             np.concatenate(parts), ends, marks, request.namespace, saved=saved is not None,
-            crops=crops and pages is None,
+            crops=crops and pages is None, session=request.session,
         )  # fmt: skip
         self._images = images
         self.drafts: Drafts | None = None  # once it decodes eagerly

@@ -116,6 +116,7 @@ def request_of(request: Request) -> Plain:
         "min_tokens": request.min_tokens,
         "prompt_logprobs": request.prompt_logprobs,
         "visible": sorted(request.visible),
+        "session": request.session,
         "grammar": None if request.grammar is None else asdict(request.grammar),
         "images": [[base64.b64encode(one.data).decode("ascii"), one.tokens, one.grid] for one in request.images],
     }

@@ -21,6 +21,7 @@ from retrieval_attn.cli.model_args import (
     config_of,
 )
 from retrieval_attn.cli.output import Spinner
+from retrieval_attn.engine.limits import KEEP_SESSION_SECONDS
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.imports import skip_unused
 from retrieval_attn.memory.units import parse_bytes, parse_tokens
@@ -146,9 +147,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "not written to the disk (default: half of the free disk)",
     )
     engine.add_argument(
-        "--cache-generated",
+        "--no-cache-generated",
         action="store_true",
-        help="cache the KV of generated answers for follow-up turns (default: prefill them again)",
+        help="prefill generated answers again in the next turn (default: cache their KV)",
+    )
+    engine.add_argument(
+        "--keep-session",
+        type=float,
+        default=KEEP_SESSION_SECONDS / 60,
+        metavar="MIN",
+        help=f"minutes in which a session is evicted last ({KEEP_SESSION_SECONDS / 60:g})",
     )
     engine.add_argument(
         "--generation-config",
@@ -288,6 +296,9 @@ def _end_at_once(*_: object) -> None:
 def _spec(args: argparse.Namespace) -> EngineSpec:
     from retrieval_attn.server.settings import EngineSpec
 
+    if not args.keep_session >= 0:
+        raise ConfigError(f"--keep-session must be at least 0 minutes, got {args.keep_session:g}.")
+
     loading = {
         "device": args.device,
         "dtype": args.dtype,
@@ -309,7 +320,8 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         paged_prefix_tokens=_tokens(args.paged_prefix_tokens, "--paged-prefix-tokens"),
         store=args.store,
         warm_tokens=_tokens(args.warm_up, "--warm-up"),
-        cache_generated=args.cache_generated,
+        cache_generated=not args.no_cache_generated,
+        keep_session_seconds=args.keep_session * 60,
         generation_config=args.generation_config,
     )
 

@@ -478,7 +478,7 @@ class DiskTier:
             if ids is None:
                 entry.unsavable = True
             else:
-                text = self._texts.automatic(ids, entry, entry.opened, node.namespace)
+                text = self._texts.automatic(ids, entry, entry.opened, node.namespace, generated=_has_answers(node))
                 make = functools.partial(self._saver, node, text)
                 save = BackgroundSave(text, lease, make)
                 self._saves.add_automatic(save, functools.partial(self._finished, node, save))
@@ -497,9 +497,8 @@ class DiskTier:
         marks = ids[: int((ids[:MAX_MARKS] < 0).sum())]
         of_weights, tokens = marks[marks <= -FIRST_MARK], len(ids) - len(marks)
         continues_saved = len(of_weights) < len(marks)
-        answers = any(isinstance(one.held, AnswerEntry) for one in node.path())
         expected = text_mark(self._texts.model, weight_state(self._texts.model), tokens)
-        if answers or (continues_saved and node.namespace is None) or not np.array_equal(of_weights, expected):
+        if (continues_saved and node.namespace is None) or not np.array_equal(of_weights, expected):
             return None
         entry.require_savable()
         return ids[len(marks) :] if self._texts.has_options(entry.view()) else None
@@ -560,6 +559,15 @@ class DiskTier:
                 self._broken_until = time.monotonic() + BROKEN_SECONDS
                 log.warning("idle texts are not saved for %.0f s: %s", BROKEN_SECONDS, error)
         self._save_next()
+
+
+def _has_answers(node: Node) -> bool:
+    """Return whether a node's text has generated answers."""
+    entry = node.held
+    opened = entry.opened if isinstance(entry, PrefixEntry) else None
+    return (opened is not None and opened.text.generated) or any(
+        isinstance(one.held, AnswerEntry) for one in node.path()
+    )
 
 
 def _write_seconds(node: Node, rate: float) -> float:

@@ -31,7 +31,7 @@ from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.idle_prefixes import IdleLimits, IdlePrefixes, most_device_bytes
 from retrieval_attn.engine.ids import Ids, int32_row
-from retrieval_attn.engine.limits import Limits
+from retrieval_attn.engine.limits import KEEP_SESSION_SECONDS, Limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.prefill_worker import PrefillWorker
@@ -42,7 +42,6 @@ from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.engine.saved_text import ContextPrefetcher, SavedText, SavedTexts
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
-from retrieval_attn.engine.session_pins import KEEP_SESSION_SECONDS
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.engine.warm_up import DRAWS, WarmUp, WarmUpProgress, WarmUps
 from retrieval_attn.errors import (
@@ -369,7 +368,7 @@ class Engine:
         self._config = read_config(self._loop.model, llm.config, self._limits.chunk_tokens)
         self._template = PromptTemplate.of(llm.tokenizer)
         digest = template_digest(self._template.opening, self._template.middle, self._template.closing)
-        self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts)
+        self._saved = SavedTexts(self._loop, self._config, digest, store, self._counts, generated=cache_generated)
         self._empty = RetrievalCache(self._loop.model, self._config)
         planned = self._loop.model, self._config, self._limits.rows, self._empty.max_positions
         self._limits = replace(self._limits, rows=planned_rows(*planned))

@@ -8,7 +8,10 @@ from math import isfinite
 from retrieval_attn.engine.request_needs import RequestNeeds
 from retrieval_attn.errors import AdmissionError, ConfigError
 
-__all__ = ["Limits"]
+__all__ = ["KEEP_SESSION_SECONDS", "Limits"]
+
+KEEP_SESSION_SECONDS = 1800.0
+"""Default time of a session's pins: longer than most pauses of a user between two turns."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,18 @@ from numpy.typing import NDArray
 
 from retrieval_attn.engine.ids import Ids, common, int32_row
 from retrieval_attn.engine.inflight_prefills import InflightPrefills, PrefillClaim
-from retrieval_attn.engine.node import Branches, Namespace, Node, Offloadable, Payload, Place, PrefixCacheError, Sizes
+from retrieval_attn.engine.node import (
+    Branches,
+    Namespace,
+    Node,
+    Offloadable,
+    Payload,
+    Place,
+    PrefixCacheError,
+    SessionPins,
+    Sizes,
+)
 from retrieval_attn.engine.resident_set import ResidentSet
-from retrieval_attn.engine.session_pins import SessionPins
 from retrieval_attn.errors import ConfigError, ShapeError
 
 log = logging.getLogger(__name__)

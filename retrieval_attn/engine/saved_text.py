@@ -42,7 +42,7 @@ from retrieval_attn.saving.save import (
     saved_options,
 )
 from retrieval_attn.store import ContextStore, NamedContext, Shelf
-from retrieval_attn.store.names import AUTOMATIC
+from retrieval_attn.store.names import AUTOMATIC, GENERATED
 from retrieval_attn.store.record import canonical
 
 __all__ = [
@@ -127,13 +127,17 @@ class SavedText:
     ids: int32 (1 + tokens,), first a mark that no text has: only requests that name the context find its node, however
     their texts begin, for it was read with options of its own. lost: its files are damaged, but for its ids, which are
     read again where others are opened. damaged: so were those that it was opened from. forgotten_tokens: of its tokens,
-    those that nothing attends to. automatic: whether the prefix cache saved it, so that no request names it.
+    those that nothing attends to. automatic: whether the prefix cache saved it, so that no request names it. generated:
+    whether it has generated answers.
     """
 
-    def __init__(self, texts: SavedTexts, chain: SavedChain, mark: int, *, lost: bool, automatic: bool = False) -> None:
+    def __init__(
+        self, texts: SavedTexts, chain: SavedChain, mark: int, *, lost: bool, automatic: bool = False,
+        generated: bool = False,
+    ) -> None:  # fmt: skip
         """Made by `SavedTexts.find`. chain: its ids at least."""
         self.name, self.digest, self.lost, self.damaged = chain.name, chain.digest, lost, False
-        self.automatic = automatic
+        self.automatic, self.generated = automatic, generated
         self.ids: Ids = _marked(mark, chain.ids())
         self.forgotten_tokens = chain.forgotten.tokens
         self._texts = texts
@@ -194,6 +198,7 @@ class UnsavedText(SavedText):
         lineage: SavedLineage,
         *,
         automatic: bool = False,
+        generated: bool = False,
     ) -> None:
         """Store the cache of a text.
 
@@ -205,9 +210,10 @@ class UnsavedText(SavedText):
             held: its cache.
             lineage: saved contexts that it continues.
             automatic: whether the prefix cache saves it.
+            generated: whether it has generated answers.
         """
         self.name, self.digest, self.lost, self.damaged = name, "", False, False
-        self.automatic = automatic
+        self.automatic, self.generated = automatic, generated
         self.point: SavedPoint | None = None
         self.ids = _marked(mark, ids)
         self._texts, self._chain = texts, None
@@ -331,9 +337,9 @@ class SavedIndex:
     contexts with forgotten tokens.
     """
 
-    def __init__(self, store: Callable[[], ContextStore], config: Config) -> None:
-        """store: returns the store. config: options of the engine."""
-        self._store = store
+    def __init__(self, store: Callable[[], ContextStore], config: Config, *, generated: bool) -> None:
+        """store: returns the store. config: options of the engine. generated: contexts with answers count, too."""
+        self._store, self._generated = store, generated
         self._options = json.loads(canonical(saved_options(config, Forgotten()), "options"))
         self._contexts: dict[str, _Indexed] = {}
         self._by_block: dict[bytes, list[str]] = {}
@@ -395,7 +401,8 @@ class SavedIndex:
         if not named.is_automatic:
             owner = owner or None
         found = _Indexed(named.digest, None if owner is None else str(owner), pieces)
-        if len(found.block) < 4 * BLOCK_TOKENS or any(node.options != self._options for node in nodes):
+        excluded = named.plain.get(GENERATED) is True and not self._generated
+        if excluded or len(found.block) < 4 * BLOCK_TOKENS or any(node.options != self._options for node in nodes):
             self._left_out[named.name] = named.digest
             return
         self._contexts[named.name] = found
@@ -426,10 +433,11 @@ class SavedTexts:
     """Saved contexts of one store for one model, each with one mark while anybody has it. Any thread may ask."""
 
     def __init__(
-        self, loop: AnswerLoop, config: Config, template: str, store: ContextStore | str | Path | None, counts: Counts
-    ) -> None:
+        self, loop: AnswerLoop, config: Config, template: str, store: ContextStore | str | Path | None, counts: Counts,
+        *, generated: bool = False,
+    ) -> None:  # fmt: skip
         """template: `template_digest` of the one that questions have. store: looked at when the first is asked for.
-        counts: is told of damage.
+        counts: is told of damage. generated: prompts may continue texts with generated answers.
         """
         self._loop, self._config, self._template = loop, config, template
         self._store, self._counts = store, counts
@@ -438,7 +446,7 @@ class SavedTexts:
         self._marks = itertools.count(1)
         self._known: weakref.WeakValueDictionary[tuple[str, str], SavedText] = weakref.WeakValueDictionary()
         self._unsaved: dict[str, UnsavedText] = {}
-        self._index = SavedIndex(lambda: self.store, config)
+        self._index = SavedIndex(lambda: self.store, config, generated=generated)
         self._lock = threading.Lock()
 
     @property
@@ -486,7 +494,10 @@ class SavedTexts:
                     )
                 known = self._known.get((chain.digest, mine))
                 if known is None or known.lost != lost:
-                    known = SavedText(self, chain, next(self._marks), lost=lost, automatic=named.is_automatic)
+                    known = SavedText(
+                        self, chain, next(self._marks), lost=lost, automatic=named.is_automatic,
+                        generated=named.plain.get(GENERATED) is True,
+                    )  # fmt: skip
                     self._known[known.key] = known
             return known
 
@@ -504,24 +515,28 @@ class SavedTexts:
                 yield text, match.tokens
 
     def unsaved(
-        self, name: str, ids: Ids, held: HeldCache, opened: OpenedText | None, *, automatic: bool = False
-    ) -> UnsavedText:
+        self, name: str, ids: Ids, held: HeldCache, opened: OpenedText | None, *, automatic: bool = False,
+        generated: bool = False,
+    ) -> UnsavedText:  # fmt: skip
         """Return a text in memory that is to be saved under a name.
 
-        opened: saved context that it continues. automatic: whether the prefix cache saves it.
+        opened: saved context that it continues. automatic: whether the prefix cache saves it. generated: whether it has
+        generated answers.
         """
         lineage = SavedLineage() if opened is None else opened.kept
         with self._lock:
             mark = next(self._marks)
-        return UnsavedText(self, name, ids, mark, held, lineage, automatic=automatic)
+        return UnsavedText(self, name, ids, mark, held, lineage, automatic=automatic, generated=generated)
 
-    def automatic(self, ids: Ids, held: HeldCache, opened: OpenedText | None, namespace: Namespace) -> UnsavedText:
+    def automatic(
+        self, ids: Ids, held: HeldCache, opened: OpenedText | None, namespace: Namespace, *, generated: bool
+    ) -> UnsavedText:
         """Return a text of the prefix cache that is to be saved, under a name that its tokens and namespace have."""
         with self._lock:
             identity = self._of_model()
         about = canonical([identity, self._template, saved_options(self._config, Forgotten()), namespace], "text")
         name = AUTOMATIC_PREFIX + hashlib.sha256(about.encode() + ids.tobytes()).hexdigest()[:AUTOMATIC_DIGITS]
-        return self.unsaved(name, ids, held, opened, automatic=True)
+        return self.unsaved(name, ids, held, opened, automatic=True, generated=generated)
 
     def has_options(self, cache: RetrievalCache) -> bool:
         """Return whether a cache has the options of new prompts, and nothing of it was forgotten."""
@@ -583,6 +598,7 @@ class SavedTexts:
         plain = described(self._template, attended_columns(cache.batch), read_seconds, self.model)
         if text.automatic:
             plain |= {AUTOMATIC: True} | ({} if owner is None else {"owner": owner})
+            plain |= {GENERATED: True} if text.generated else {}
         elif owner:
             plain |= {"owner": owner}
         for point in points:

@@ -31,7 +31,7 @@ from retrieval_attn.server.failure import ApiError, failure_of, text_from
 from retrieval_attn.server.formatting import ChatForm, EchoedPrompt, EchoForm, Form, TextForm, usage_of
 from retrieval_attn.server.permissions import UserRoute
 from retrieval_attn.server.prompts import Extras, Parts, forked
-from retrieval_attn.server.protocol import ChatBody, CompletionBody, NamedTool, SampledBody
+from retrieval_attn.server.protocol import ChatBody, CompletionBody, NamedTool, SampledBody, session_of
 from retrieval_attn.server.service import Service, caller_of, service_of
 from retrieval_attn.server.streaming import StreamReply, WholeReply
 
@@ -326,7 +326,7 @@ async def _requests(
     before = 0
     if most is None and context is not None:
         before = (await service.contexts.named(context)).tokens
-    caller = caller_of(http)
+    caller, session = caller_of(http), session_of(body, http.headers)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = []
     with text_from(body.prompt_field):
@@ -348,6 +348,7 @@ async def _requests(
                     caller.name,
                     context=context,
                     min_tokens=body.min_tokens or 0,
+                    session=session,
                     grammar=body.grammar,
                     images=images,
                 )  # fmt: skip

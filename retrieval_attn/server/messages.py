@@ -299,7 +299,7 @@ class CountBody(Body):
 
 
 class MessagesBody(CountBody):
-    """POST /v1/messages."""
+    """POST /v1/messages. user_id in metadata names a session, as coding agents send it."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
     stream: bool | None = None
@@ -314,7 +314,9 @@ class MessagesBody(CountBody):
     @property
     def _sampling(self) -> Value:
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+        user = (self.metadata or {}).get("user_id")
+        session = user if isinstance(user, str) else None
+        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences, "session_id": session}
 
 
 class MessagesUsage(AnswerBody):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 from collections.abc import Mapping
@@ -30,8 +31,13 @@ __all__ = [
     "NamedTool",
     "SampledBody",
     "TokenizeBody",
+    "session_of",
 ]
 
+SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-claude-code-session-id", "x-session-affinity")
+"""Headers with the name of a session, as agents send them; the first one counts."""
+ANSWERED = ("assistant", "tool")
+"""Roles of messages that only a conversation with an earlier answer has."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_MESSAGES, MAX_PROMPTS = 4096, 128
 BYTE_ORDER_MARK = "\ufeff"
@@ -266,8 +272,8 @@ class SampledBody(Body):
 
     Besides OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, guided_json, guided_regex,
     guided_choice, guided_grammar and structured_outputs as in vLLM, and context, the name of a saved context that the
-    prompt continues (also as model MODEL@NAME). Fields from `user` on are accepted without
-    effect: other options of vLLM with their neutral value.
+    prompt continues (also as model MODEL@NAME). user, session_id and prompt_cache_key name a session (`session_of`).
+    Fields from `metadata` on are accepted without effect: other options of vLLM with their neutral value.
     """
 
     prompt_field: ClassVar[str] = "prompt"
@@ -298,6 +304,8 @@ class SampledBody(Body):
     guided_grammar: Words | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     use_beam_search: Literal[False] | None = None
@@ -398,7 +406,6 @@ class ChatBody(SampledBody):
     reasoning_effort: str | None = Field(None, max_length=64)
     enable_thinking: bool | None = None
     verbosity: str | None = None
-    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
     @model_validator(mode="after")
@@ -485,6 +492,23 @@ class CompletionBody(SampledBody):
         if isinstance(self.prompt[0], int):
             return [[int(token) for token in self.prompt if isinstance(token, int)]]
         return [one for one in self.prompt if not isinstance(one, int)]
+
+
+def session_of(body: SampledBody, headers: Mapping[str, str]) -> str:
+    """Return the session of a request; "" if it is a single question.
+
+    A client names it in a header, or as `session_id` or `prompt_cache_key`. Such names are shared by side requests,
+    such as titles of a conversation, so that the messages up to the user's first one count, too. These alone are the
+    name of a conversation with an earlier answer whose client sends no name.
+    """
+    name = next((headers[header] for header in SESSION_HEADERS if headers.get(header)), None)
+    name = name or body.session_id or body.prompt_cache_key or ""
+    messages = body.messages if isinstance(body, ChatBody) else []
+    if not name and not any(message.role in ANSWERED for message in messages):
+        return ""
+    first = next((number for number, message in enumerate(messages) if message.role == "user"), len(messages))
+    beginning = [(message.role, message.text) for message in messages[: first + 1]]
+    return hashlib.sha256(json.dumps([name, body.user, beginning]).encode()).hexdigest()[:32]
 
 
 class TokenizeBody(Body):

@@ -450,7 +450,7 @@ class ResponsesBody(Body):
             choice = {"type": "function", "function": {"name": choice.name}}
         names = (
             "stream", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "seed", "enable_thinking",
-            "chat_template_kwargs",
+            "chat_template_kwargs", "user", "prompt_cache_key",
         )  # fmt: skip
         given = {
             "model": self.model,

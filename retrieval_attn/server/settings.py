@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from retrieval_attn.engine.limits import KEEP_SESSION_SECONDS
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.imports import FIRST_IMPORT
 
@@ -106,7 +107,8 @@ class EngineSpec:
     """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, prefix_cache_bytes,
     prefix_cache_device_bytes, prefix_cache_disk_bytes: None: as the engine chooses. store: folder of saved contexts and
     of idle texts that host memory has no room for; None: the user's.
-    warm_tokens: of `Engine.warm_up`; 0: none. generation_config: one of GENERATION_CONFIGS.
+    warm_tokens: of `Engine.warm_up`; 0: none. cache_generated, keep_session_seconds: of `Engine`. generation_config:
+    one of GENERATION_CONFIGS.
     """
 
     model: str
@@ -119,7 +121,8 @@ class EngineSpec:
     paged_prefix_tokens: int = 0
     store: str | None = None
     warm_tokens: int = 0
-    cache_generated: bool = False
+    cache_generated: bool = True
+    keep_session_seconds: float = KEEP_SESSION_SECONDS
     generation_config: str = "auto"
 
     def __post_init__(self) -> None:
@@ -154,6 +157,7 @@ class EngineSpec:
             store=ContextStore(self.store),
             paged_prefix_tokens=self.paged_prefix_tokens,
             cache_generated=self.cache_generated,
+            keep_session_seconds=self.keep_session_seconds,
         )
         started = time.perf_counter()
         threading.Thread(target=engine.clean_store, name="retrieval_attn-gc", daemon=True).start()

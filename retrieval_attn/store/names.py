@@ -17,6 +17,8 @@ from retrieval_attn.store.record import Check, encode, is_count, is_digest, is_f
 
 AUTOMATIC = "automatic"
 """Field of `NamedContext.plain` of contexts that a prefix cache saved."""
+GENERATED = "generated"
+"""Field of those with generated answers, whose KV was computed with retrieval."""
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_SECONDS = 1 << 37
@@ -28,6 +30,7 @@ _DESCRIBED: dict[str, Check] = {
     "model": is_text,
     "owner": is_text,
     AUTOMATIC: lambda value: type(value) is bool,
+    GENERATED: lambda value: type(value) is bool,
 }
 """What lists of contexts show, where it was saved."""
 _FIELDS: dict[str, Check] = {

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from retrieval_attn.engine.engine import Engine
-from retrieval_attn.engine.node import Node, Sizes
+from retrieval_attn.engine.node import Node, SessionPins, Sizes
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request import Request
-from retrieval_attn.engine.session_pins import SessionPins
 from retrieval_attn.errors import ConfigError
 from tests.engine.audit import check_engine, check_tree
 from tests.engine.test_reuse import SHARED, answers_of, ids, llm_of, request

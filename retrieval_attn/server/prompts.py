@@ -143,6 +143,8 @@ MIN_CHARACTERS = 256
 EVERY_TURN = 128
 """Messages behind which there is a cut each; from then on, behind one in `SOME_TURNS`: a cut renders the template."""
 SOME_TURNS = 32
+LAST_TURNS = 8
+"""Messages at the end of a long conversation behind which there is a cut each: the prompt before it ended there."""
 PARAGRAPH = "\n\n"
 
 
@@ -443,7 +445,8 @@ def forked(parts: Parts) -> Parts:
 
 
 def _cut_turns(messages: int) -> list[int]:
-    return [count for count in range(1, messages) if count <= EVERY_TURN or count % SOME_TURNS == 0] + [messages]
+    counts = range(1, messages + 1)
+    return [one for one in counts if one <= EVERY_TURN or one % SOME_TURNS == 0 or one >= messages - LAST_TURNS]
 
 
 def _paragraph(content: str, text: str, start: int) -> list[int]:

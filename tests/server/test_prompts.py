@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,17 @@ def test_templates_that_rewrite_or_refuse(needle_model_path: Path) -> None:
     with pytest.raises(InputDataError, match="user first"):
         alternates.of_messages(CONVERSATION)
     assert alternates.of_messages(CONVERSATION[1:])
+
+
+def test_a_turn_of_a_long_session_begins_with_a_part_of_the_turn_before(prompts: Prompts) -> None:
+    """Models that cannot crop continue whole parts: the end of the turn before must be the end of one."""
+    turns = [turn("user" if number % 2 == 0 else "assistant", f"{number} {SAID}") for number in range(205)]
+    ends = []
+    for count in (201, 203, 205):
+        parts = prompts.of_messages(turns[:count])
+        ends.append([sum(map(len, parts[:number])) for number in range(len(parts))])
+    for before, after in pairwise(ends):
+        assert before[-1] in after, "the turn before without the start of its answer"
 
 
 def test_what_is_refused(prompts: Prompts) -> None:

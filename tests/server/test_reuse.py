@@ -1,4 +1,4 @@
-"""A conversation with a server that keeps its answers: the next turn reads what is new."""
+"""A conversation with a server that caches its answers, as it does by default: the next turn reads what is new."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.server.process import QUESTION, document, serving
 
 
 def test_a_follow_up_turn_does_not_read_the_answer() -> None:
-    """cached_tokens tells: without the option, the turn before but its answer; with it, that as well."""
+    """cached_tokens tells: with the option, the turn before but its answer; by default, that as well."""
     cached, answers = {}, {}
-    for options in ((), ("--cache-generated",)):
+    for options in (("--no-cache-generated",), ()):
         arguments = ("--warm-up", "0", "--engine", "here", *options)
         with serving(*arguments, preloaded=True) as served, served.client() as client:
 

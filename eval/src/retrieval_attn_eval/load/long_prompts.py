@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from retrieval_attn_eval.load.line import Block, Line
 
@@ -81,6 +81,13 @@ class AgentProfile:
     limits: Sequence[float] = (0.2, 1.0)
     kept: float = 0.955
     cleared: int = 12
+
+    @classmethod
+    def of_turns(cls, turns: int) -> AgentProfile:
+        """Return the profile of sessions with `turns` turns, whose results fill the longest prompt in that time."""
+        usual = cls()
+        longer = sum(usual.turns) / 2 / turns
+        return replace(usual, turns=(turns, turns), result=[round(tokens * longer) for tokens in usual.result])
 
 
 def agent_lines(

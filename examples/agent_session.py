@@ -135,10 +135,9 @@ class Turn(NamedTuple):
 class Model:
     """The server, asked by OpenAI's client. has_tools: whether its chat template takes tools."""
 
-    def __init__(self, url: str, answer_tokens: int) -> None:
-        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
-        self._url, self._answer_tokens = url, answer_tokens
-        self._name, self._session = self._client.models.list().data[0].id, str(uuid.uuid4())
+    def __init__(self, client: openai.OpenAI, url: str, answer_tokens: int) -> None:
+        self._client, self._url, self._answer_tokens = client, url, answer_tokens
+        self._name, self._session = client.models.list().data[0].id, str(uuid.uuid4())
         self.has_tools = True
         try:
             self.token_ids([{"role": "user", "content": "Hello"}])
@@ -240,8 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--answer", type=as_tokens, default=32, help="tokens of an answer (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of files, calls and lengths (%(default)s)")
     args = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        work, model = Workspace(Path(folder), args.seed), Model(args.url, args.answer)
+    client = openai.OpenAI(base_url=f"{args.url}/v1", api_key="none", timeout=600)
+    with client, tempfile.TemporaryDirectory() as folder:
+        work, model = Workspace(Path(folder), args.seed), Model(client, args.url, args.answer)
         run_session(model, work, args.turns, args.length, args.answer, args.seed)
 
 

@@ -16,8 +16,8 @@ FOUND = {
 }
 
 
-SERVED = ["ask_a_server.py"]
-"""Run by `tests/server/test_process.py`: it needs a server."""
+SERVED = ["agent_session.py", "ask_a_server.py"]
+"""Run by `tests/server/test_sessions.py` and `test_process.py`: they need a server."""
 
 
 def test_every_example_is_run() -> None:

@@ -120,6 +120,12 @@ def test_agents_append_and_clear() -> None:
     assert agent_lines(3, 20_480, 6, [0.0] * 3, seed=0) == lines
 
 
+def test_agents_of_few_turns_fill_their_prompt() -> None:
+    for turns in (40, 60, 300):
+        lines = agent_lines(1, 16_384, 16, [0.0], 0, AgentProfile.of_turns(turns))
+        assert len(lines) == turns and 12_000 < max(line.prompt_tokens for line in lines) <= 16_384
+
+
 def test_agents_have_the_hit_rates_of_agentx() -> None:
     """Of its traces 96.8 %, and 85.8 % if contexts are compacted."""
     appended = AgentProfile(limits=(1.0, 1.0), kept=0.85)

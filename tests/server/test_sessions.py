@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from retrieval_attn.engine.prefix_handle import CROP_TOKENS
 from retrieval_attn.server.protocol import SESSION_HEADERS, ChatBody, CompletionBody, session_of
+from tests.preloaded import ROOT
 from tests.server.chat_templates import BUNDLED
-from tests.server.process import WORDS, serving
+from tests.server.process import WORDS, Served, serving
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% set ns = namespace(last=0) %}"
@@ -211,6 +214,30 @@ def test_a_session_outlasts_single_questions(folder: Path) -> None:
                 client.post("/v1/completions", json=question).raise_for_status()
             cached[minutes] = talk.ask([*said, *step(0)], session_id="agent")
     assert cached["30"].is_reused and cached["0"].cached < 200 < cached["30"].best
+
+
+@pytest.mark.parametrize("templated", [True, False])
+def test_the_example_of_an_agent(
+    http: httpx.Client, served: Served, templated: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A few turns with tools of the template, and described in a message. Cached is what an unlimited cache has, but
+    for tokens that a crop is not worth.
+    """
+    pytest.importorskip("openai", reason="the example needs openai")
+    url = str(http.base_url) if templated else served.url
+    runpy.run_path(str(ROOT / "examples" / "agent_session.py"))["main"](
+        [url.rstrip("/"), "--turns", "6", "--length", "2k", "--answer", "4"]
+    )
+    printed = capsys.readouterr().out
+    turns = re.findall(r"^ +\d+ +(\d+) +(\d+) +[\d.]+ s ", printed, re.MULTILINE)
+    last = re.search(r"(\d+) turns, ([\d,]+) prompt tokens: ([\d.]+)% cached, ([\d.]+)% with an unlimited", printed)
+    assert last is not None, printed
+    prompts, cached = (sum(int(turn[place]) for turn in turns) for place in (0, 1))
+    assert int(last[1]) == len(turns) > 3 and int(last[2].replace(",", "")) == prompts
+    reused, ceiling = float(last[3]), float(last[4])
+    assert reused == pytest.approx(100 * cached / prompts, abs=0.1)
+    assert ceiling - 100 * CROP_TOKENS * len(turns) / prompts < reused <= ceiling + 8
+    assert ("the server refuses them" in printed) != templated
 
 
 def session(headers: dict[str, str] | None = None, messages: list[Message] | None = None, **fields: Any) -> str:

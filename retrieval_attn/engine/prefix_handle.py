@@ -40,7 +40,7 @@ from retrieval_attn.model.weights import WeightState
 from retrieval_attn.offload.codes import HeadCodes, copy_codes, load_codes, offload_codes
 from retrieval_attn.saving.layers import mapped_bytes, require_savable
 
-__all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "text_mark"]
+__all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "joined_parts", "text_mark"]
 
 
 class PrefixEntry:
@@ -199,6 +199,26 @@ def crop_end(matched: int, ends: Sequence[int]) -> int:
     if part and matched - start < CROP_TOKENS:
         return start
     return min(matched, ends[part] - DECODE_TOKENS - 1)
+
+
+LEAST_TOKENS, LEAST_SHARE = 2048, 1 / 4
+"""Minimum tokens of a part between the first and the last one: these, and a share of the tokens before it."""
+
+
+def joined_parts(parts: Sequence[Ids]) -> list[Ids]:
+    """Join short parts of a prompt whose cache can be cropped at any token, except the first and the last part.
+
+    Each part of a prefill takes time that grows with the tokens before it, and a conversation has many short ones. Long
+    parts have entries of their own, so that the beginning of a conversation outlasts its end.
+    """
+    joined, waiting, before = list(parts[:1]), list[Ids](), sum(map(len, parts[:1]))
+    for part in parts[1:-1]:
+        waiting.append(part)
+        tokens = sum(map(len, waiting))
+        if tokens >= max(LEAST_TOKENS, LEAST_SHARE * before):
+            joined.append(np.concatenate(waiting))
+            waiting, before = [], before + tokens
+    return [*joined, *([np.concatenate(waiting)] if waiting else []), *parts[1:][-1:]]
 
 
 LAST_TOKENS = 512

@@ -21,7 +21,7 @@ from retrieval_attn.engine.counts import TierTokens
 from retrieval_attn.engine.detokenizer import Detokenizer, OutputQueue, Summary
 from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.paged_prefix import PageAllocation
-from retrieval_attn.engine.prefix_handle import PrefixHandle, text_mark
+from retrieval_attn.engine.prefix_handle import PrefixHandle, joined_parts, text_mark
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request import Reason, Request, RequestHandle
 from retrieval_attn.engine.saved_text import OpenedText, Opening, SavedText
@@ -102,6 +102,8 @@ class RunningRequest:
         parts = [*([] if saved is None else [saved.ids[: 1 + self._begun]]), *_behind(request.parts, shared)]
         if request.prompt_logprobs is not None:
             parts = _score_pieces(np.concatenate(parts), loop.vocabulary)
+        elif crops and pages is None:
+            parts = joined_parts(parts)
         self._scores: list[TokenScore] = []  # of the prompt's tokens but the first one, as far as it is read
         mark = text_mark(loop.model, self.weights, self.prompt_tokens)
         parts[0] = np.concatenate((mark, parts[0]))

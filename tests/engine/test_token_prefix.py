@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -204,9 +205,36 @@ def test_bytes_of_a_cropped_continuation_are_its_own() -> None:
     assert 0 < more < whole / 2, f"{more} bytes more, {whole} for all of its tokens"
 
 
+def test_short_parts_of_a_conversation_are_read_together() -> None:
+    """Messages of 40 tokens each, as one part and not as 80; the answer is that of one part."""
+    llm, messages = llm_of(**ALL), [ids(40, number) for number in range(80)]
+    with Engine(llm, prefix_cache_bytes=SHARED) as engine, read_counts(llm) as read:
+        done = answer(engine, (*messages, ids(9, 90)))
+        assert len(read) <= 60 and sum(read) == 3209, "64 tokens at a time"
+        again = answer(engine, (*messages, ids(70, 91)))
+        assert again.cached_tokens == 3200
+    whole = tuple(token for message in messages for token in message)
+    assert done.tokens == alone(llm, (*whole, *ids(9, 90)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([9], [9]), ([9, 8], [9, 8]), ([9, 8, 7], [9, 8, 7]), ([9, 8, 7, 6], [9, 15, 6]),
+        ([900, *[700] * 6, 5], [900, 2100, 2100, 5]), ([20_000, *[2100] * 4, 5], [20_000, 6300, 2100, 5]),
+    ],
+)  # fmt: skip
+def test_joined_parts(sizes: list[int], expected: list[int]) -> None:
+    parts = [np.full(size, number, np.int32) for number, size in enumerate(sizes)]
+    joined = prefix_handle.joined_parts(parts)
+    assert [len(part) for part in joined] == expected
+    assert np.array_equal(np.concatenate(joined), np.concatenate(parts))
+
+
 def test_consecutive_short_parts_get_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry has windows of its own: turns of some tokens are cropped from the entry of the turns after them."""
     monkeypatch.setattr(prefix_handle, "LAST_TOKENS", 210)
+    monkeypatch.setattr(prefix_handle, "LEAST_TOKENS", 100)
     llm = llm_of(**ALL)
     turns, long = tuple(ids(20, number) for number in range(1, 7)), ids(100, 9)
     with Engine(llm, prefix_cache_bytes=SHARED) as engine:

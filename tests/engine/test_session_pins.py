@@ -135,8 +135,7 @@ def test_a_request_of_a_session_keeps_its_prompt(generated: bool, keep: float) -
     with Engine(llm, prefix_cache_bytes=SHARED) as engine:
         engine.submit(request(prompt, 4)).result()
         room = 3 * engine.stats["shared"].nbytes
-    options = {"cache_generated": generated, "keep_session_seconds": keep}
-    with Engine(llm, prefix_cache_bytes=room, **options) as engine:
+    with Engine(llm, prefix_cache_bytes=room, cache_generated=generated, keep_session_seconds=keep) as engine:
         first = engine.submit(request(prompt, 4, session="s")).result()
         for number in range(8):
             engine.submit(request((ids(600, 10 + number), ids(9, 3)), 4)).result()
@@ -149,4 +148,4 @@ def test_a_request_of_a_session_keeps_its_prompt(generated: bool, keep: float) -
 
 
 def test_requests_have_no_session_by_default() -> None:
-    assert Request((1, 2)).session == ""
+    assert Request(((1, 2),)).session == ""

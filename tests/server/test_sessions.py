@@ -179,7 +179,7 @@ def test_an_answer_is_continued_up_to_its_first_other_token(http: httpx.Client, 
     letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
     vocabulary = AutoTokenizer.from_pretrained(BUNDLED).get_vocab()
     numbers = {
-        bytes(map(letters.get, word)): number for word, number in vocabulary.items() if letters.keys() >= {*word}
+        bytes(letters[one] for one in word): number for word, number in vocabulary.items() if letters.keys() >= {*word}
     }
     talk, said = Talk(http), [SYSTEM, user(f"Answer kept. {WORDS}")]
     hot = {"temperature": 2.0, "seed": 1} if kind == "encoded otherwise" else {}

@@ -84,10 +84,14 @@ class AgentProfile:
 
     @classmethod
     def of_turns(cls, turns: int) -> AgentProfile:
-        """Return the profile of sessions with `turns` turns, whose results fill the longest prompt in that time."""
+        """Return the profile of sessions with `turns` turns, whose results fill the longest prompt in that time.
+
+        They clear half of a prompt that is too long, and so only once or twice.
+        """
         usual = cls()
         longer = sum(usual.turns) / 2 / turns
-        return replace(usual, turns=(turns, turns), result=[round(tokens * longer) for tokens in usual.result])
+        results = [round(tokens * longer) for tokens in usual.result]
+        return replace(usual, turns=(turns, turns), result=results, limits=(1.0, 1.0), kept=0.5)
 
 
 def agent_lines(

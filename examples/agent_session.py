@@ -35,8 +35,8 @@ from retrieval_attn_eval.load.long_prompts import AgentProfile, agent_lines
 MODULES, FUNCTIONS = 12, 40
 ROLE = "You are a coding agent. Work in small steps. Use one tool at a time and say shortly what you do."
 CLEARED = "[old result cleared]"
-CHARACTERS = 3.0
-"""Of a token, until the server has counted those of a prompt."""
+CHARACTERS = 8
+"""Maximum of a token, on average, in a text that is counted."""
 TOOLS: dict[str, Sequence[str]] = {
     "list": ("folder",),
     "read": ("path", "line"),
@@ -161,6 +161,12 @@ class Model:
         found: Any = self._client.post(f"{self._url}/tokenize", cast_to=object, body=body)
         return list(found["tokens"])
 
+    def fit(self, text: str, tokens: int) -> str:
+        """Return the beginning of a text that has about so many tokens."""
+        text = text[: CHARACTERS * tokens]
+        count = len(self.token_ids([{"role": "user", "content": text}]))
+        return text[: max(1, len(text) * tokens // max(count, tokens))]
+
     def ask(self, messages: Sequence[Any]) -> Turn:
         """Send a turn and wait for its answer."""
         began, first, text, usage = time.perf_counter(), 0.0, "", None
@@ -193,7 +199,7 @@ class Model:
 def run_session(model: Model, work: Workspace, turns: int, longest: int, answer_tokens: int, seed: int) -> None:
     """Run a session and print its lines. longest: tokens of the longest prompt."""
     lines = agent_lines(1, longest, answer_tokens, [0.0], seed, AgentProfile.of_turns(turns))
-    characters, results, steps = CHARACTERS, dict[int, str](), dict[int, tuple[str, Call]]()
+    results, steps = dict[int, str](), dict[int, tuple[str, Call]]()
     sequences: list[list[int]] = []
     done: list[Turn] = []
     print(f"{'turn':>4} {'prompt':>7} {'cached':>7} {'first token':>11}  call before it")
@@ -202,10 +208,11 @@ def run_session(model: Model, work: Workspace, turns: int, longest: int, answer_
         if number:
             call = work.choose()
             steps[blocks[-2].name] = done[-1].text, call
-            results[blocks[-1].name] = work.call(call)[: round(blocks[-1].tokens * characters)]
+            result = model.fit(f"{call}:\n{work.call(call)}", blocks[-1].tokens)
+            results[blocks[-1].name] = result.removeprefix(f"{call}:\n")
         else:
-            role = f"{ROLE} Tools: {json.dumps(TOOLS)}\n{work.overview}"[: round(system.tokens * characters)]
-            said = f"Make all prices round numbers.\n{work.overview}"[: round(task.tokens * characters)]
+            role = model.fit(f"{ROLE} Tools: {json.dumps(TOOLS)}\n{work.overview}", system.tokens)
+            said = model.fit(f"Make all prices round numbers.\n{work.overview}", task.tokens)
         messages: list[Any] = [{"role": "system", "content": role}, {"role": "user", "content": said}]
         for place in range(0, len(blocks), 2):
             text, called = steps[blocks[place].name]
@@ -218,7 +225,6 @@ def run_session(model: Model, work: Workspace, turns: int, longest: int, answer_
             flush=True,
         )
         ids = model.token_ids(messages)
-        characters = sum(len(one["content"]) for one in messages) / len(ids)
         answered = model.token_ids([*messages, {"role": "assistant", "content": turn.text or "."}])
         sequences += [ids, answered]
     tree = PromptTree(sequences)

@@ -25,7 +25,7 @@ MAX_CLASS_LINES = 400
 SMALL_FILE_LINES = 60
 
 BOUNDS = {
-    "lines in files with one importer, of a thousand": 92,
+    "lines in files with one importer, of a thousand": 91,
     "files under 60 lines": 14,
     "functions that read private attributes of an argument": 3,
     "parameters of fixed tuples": 89,
@@ -33,7 +33,7 @@ BOUNDS = {
     "private words in prose": 0,
     "docstrings that begin as a clause": 0,
     "defaults that no caller changes": 42,
-    "flags": 103,
+    "flags": 104,
 }
 """Upper bounds of the counts below, by the name of the count."""
 

@@ -34,6 +34,7 @@ from retrieval_attn.model.bundled import model_path
 from retrieval_attn.server.access import Keys
 from retrieval_attn.server.app import make_app
 from retrieval_attn.server.engine_process import Child
+from retrieval_attn.server.protocol import SESSION_HEADERS
 from retrieval_attn.server.run import service_for, started
 from retrieval_attn.server.settings import EngineSpec, Settings
 
@@ -42,7 +43,6 @@ HELD_NAMES = 1024
 HELD_RESPONSES = 65536
 """Whose names a front remembers."""
 RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z_]+)"')
-SESSION_HEADERS = (b"x-session-id", b"session-id", b"session_id", b"x-claude-code-session-id", b"x-session-affinity")
 SAME_TOKENS = 4096
 SAME_CHARACTERS = 4 * SAME_TOKENS
 """About as many as these tokens have: fronts load no tokenizer."""
@@ -125,8 +125,8 @@ def _session(body: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str:
     """The session's name, as clients send it; "" without one."""
     metadata = body.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None  # of the Messages API
-    named = [headers[name].decode("latin-1") for name in SESSION_HEADERS if headers.get(name)]
-    found = next((one for one in (*named, body.get("session_id"), body.get("prompt_cache_key"), user) if one), "")
+    named = [headers.get(name.encode(), b"").decode("latin-1") for name in SESSION_HEADERS]
+    found = next((one for one in (*named, body.get("session_id"), user, body.get("prompt_cache_key")) if one), "")
     return f"session:{found}" if found else ""
 
 

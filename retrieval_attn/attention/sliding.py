@@ -28,7 +28,10 @@ CROP_ROOM = 256
 
 
 class SlidingLayer(CacheLayer):
-    """Keys and values of the last `sliding_window` tokens (and CROP_ROOM more) on the device."""
+    """Keys and values of the last `sliding_window` tokens (and CROP_ROOM more) on the device.
+
+    Distances are counted in columns, so that the tokens of a padded row are kept next to each other, padding in front.
+    """
 
     is_sliding = True
 
@@ -87,12 +90,18 @@ class SlidingLayer(CacheLayer):
         window = self._window
         valid = self.batch.note_padding(spec.padding, self.columns, new)
         window.append(key, value, None if valid is None else valid.to(key.device))
+        padded = valid is not None and not bool(valid.all())
+        padded_left = padded and bool((valid[:, 1:] >= valid[:, :-1]).all())  # type: ignore[index]
+        if padded_left and window.tail_len > new:  # new tokens keep their columns, earlier ones move up to them
+            window.align_right()
         self._note_stored(new)
         reach = min(self.sliding_window, spec.window or self.sliding_window)
         if new <= 2 * reach:
             part = window.attend(query, scale=scale, softcap=softcap, reach=reach)
         else:
             part = self._attend_band(window, query, reach, scale, softcap)
+        if padded and not padded_left:
+            window.align_right()
         if not self.record_past:
             self.spill()
         return part
@@ -180,7 +189,11 @@ class SlidingLayer(CacheLayer):
                 f"at most {CROP_ROOM} tokens can be removed. Fork the cache before generating, or call "
                 "cache.activate_past_recording() before the tokens you may remove."
             )
-        self._window.truncate(count)
+        padding = self.batch.padding(self.columns - count, self.columns)
+        if padding is None or bool(padding.all()):
+            self._window.truncate(count)
+        else:
+            self._window.drop_newest_of(padding.sum(1).tolist(), count)
         self.spill()
 
 

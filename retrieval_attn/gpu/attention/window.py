@@ -9,6 +9,7 @@ A captured graph reads and writes the same buffer (`use`), so nothing here moves
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import torch
@@ -125,6 +126,32 @@ class WindowCache:
             old = self.valid if self.valid is not None else self._all_valid(high - low)
             self.valid = torch.cat([old, new], dim=1)
         self.tail_len += count
+
+    def align_right(self) -> None:
+        """Move the real tokens of each row to the end of the tail, in their order; padding lies in front of them.
+
+        For windows without sinks, in which a column is a distance from the newest token.
+        """
+        if self.valid is None:
+            return
+        order = self.valid.to(torch.uint8).argsort(dim=1, stable=True)
+        used = slice(*self.span)
+        for buffer in self.buffers:
+            mine = buffer[:, :, used]
+            mine.copy_(mine.gather(2, order[:, None, :, None].expand_as(mine)))
+        self.valid = self.valid.gather(1, order)
+
+    def drop_newest_of(self, counts: Items[int], columns: int) -> None:
+        """Forget the `counts` newest tokens of each row, and columns of padding, `columns` in all.
+
+        The rows are aligned, see `align_right`, before and afterwards.
+        """
+        valid = self._all_valid(self.tail_len) if self.valid is None else self.valid.clone()
+        for row, count in enumerate(counts):
+            valid[row, valid.shape[1] - count :] = False
+        self.valid = valid
+        self.align_right()
+        self.drop_oldest(columns)
 
     def shrink(self, capacity: int) -> None:
         """Release the memory of the buffer beyond room for `capacity` tail tokens.

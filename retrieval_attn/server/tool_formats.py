@@ -311,6 +311,7 @@ class ToolFormat:
     Attributes:
         name: for logs.
         marks: words of the chat templates of the family; all of them must be there.
+        others: words of templates of other families with the same marks; none of them may be there.
         words: markers that may be special tokens of the tokenizer, so that the text must keep them.
         region: anchors of the call region, as in transformers' response templates.
         around: text that opened and closed a region, to return one that has no call.
@@ -323,6 +324,7 @@ class ToolFormat:
 
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
+    others: ClassVar[tuple[str, ...]] = ()
     words: ClassVar[tuple[str, ...]] = ()
     region: ClassVar[Mapping[str, str | list[str]]]
     around: ClassVar[tuple[str, str]] = ("", "")
@@ -371,7 +373,8 @@ class ToolFormat:
 
 
 _OBJECT = (
-    r'[\s,;\[\]}]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>' + NAME + r')"\s*,\s*'
+    r'(?:\s*,\s*"id"\s*:\s*"[^"]*")?[\s,;\[\]}]*'  # behind the arguments of the call before
+    r'\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*"(?P<name>' + NAME + r')"\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
@@ -381,6 +384,7 @@ class HermesFormat(ToolFormat):
 
     name = "hermes"
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    others: ClassVar[tuple[str, ...]] = ("<tool_calls>", "<invoke name=")
     words: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     region = {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"}
     around = ("<tool_call>", "</tool_call>")
@@ -639,4 +643,11 @@ FORMATS: tuple[ToolFormat, ...] = (
 
 def format_of(template: str) -> ToolFormat | None:
     """Return the format of a chat template, None if it is not known."""
-    return next((one for one in FORMATS if all(mark in template for mark in one.marks)), None)
+    return next(
+        (
+            one
+            for one in FORMATS
+            if all(mark in template for mark in one.marks) and not any(mark in template for mark in one.others)
+        ),
+        None,
+    )

@@ -15,6 +15,7 @@ from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.server.answer_parts import AnswerFormat, AnswerPart, message_of
 from retrieval_attn.server.prompts import Extras, Prompts
 from retrieval_attn.server.protocol import ChatBody
+from retrieval_attn.server.tool_formats import format_of
 from tests.server.chat_templates import CODE, FAMILIES, TOOLS, Family
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
@@ -266,6 +267,24 @@ def test_json_calls_with_keys_in_another_order(name: str) -> None:
         around = ("[TOOL_CALLS][", "]") if name == "mistral-v3" else ("<tool_call>", "</tool_call>")
         message = parsed(family, f"{around[0]}{text}{around[1]}", cut)
         assert calls_of(message) == [("get_weather", {"city": "Oslo"})]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5])
+def test_calls_of_a_list_may_have_ids(cut: int) -> None:
+    """As Mistral's templates write earlier calls, so that models copy it."""
+    one = '{"name": "get_weather", "arguments": {"city": "Oslo"}, "id": "a1b2c3d4e"}'
+    text = f"[TOOL_CALLS][{one}, {one.replace('Oslo', 'Bergen')}, {one.replace('get_weather', 'now')}]"
+    message = parsed(FAMILIES["mistral-v3"], text, cut)
+    cities = [("get_weather", {"city": "Oslo"}), ("get_weather", {"city": "Bergen"}), ("now", {"city": "Oslo"})]
+    assert calls_of(message) == cities
+
+
+@pytest.mark.parametrize(
+    "call", ['[<tool_call>\n]<]m[>[<invoke name="', '<tool_call></tool_call> <tool_calls>[{"name": "']
+)
+def test_other_formats_with_the_same_tag_are_unknown(call: str) -> None:
+    """Of MiniMax-M3 and Apriel 1.5: their calls would end up in the text, and nobody would be told."""
+    assert format_of("{{ tools }}{{ messages }}" + call) is None
 
 
 def test_an_unknown_format_is_said_and_cannot_be_forced() -> None:

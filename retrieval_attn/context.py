@@ -368,6 +368,7 @@ class Context:
             cache.batch.question_attention = question_attention
             if len(asked) > 1:
                 cache.batch_repeat_interleave(len(asked))
+                cache.batch.rows_alone = True
             return self._loop.answer(cache, batch, sampling, emit, cancelled)
 
         try:

@@ -86,6 +86,8 @@ class Batch:
     factors: rotary factors that the keys were turned with, of a model whose factors depend on the length of the text.
     weights: state of the model's weights that the keys were computed with.
     images: of the one sequence, those that are read next included; None: it has none.
+    rows_alone: padding takes no place in a row's sliding windows, as if the row were alone; False: it does, as in
+    transformers, whose masks count columns.
     broken: why nothing can follow, a forward failed half-way; "" else. spilled: full windows moved tokens to the host,
     until a reader of it sets False.
     """
@@ -103,6 +105,7 @@ class Batch:
         self.factors: Factors | None = None
         self.weights: WeightState | None = None
         self.images: PromptImages | None = None
+        self.rows_alone = False
         self.broken = ""
         self.spilled = False
 
@@ -203,7 +206,7 @@ class Batch:
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
         other.devices, other.forgotten, other.broken = dict(self.devices), self.forgotten, self.broken
         other.exact, other.factors, other.weights = self.exact, self.factors, self.weights
-        other.images = self.images
+        other.images, other.rows_alone = self.images, self.rows_alone
         other.question_attention = self.question_attention
         other.sequences = [sequence.copy() for sequence in self.sequences]
         copies: dict[int, SequenceKV] = {}

@@ -30,7 +30,8 @@ CROP_ROOM = 256
 class SlidingLayer(CacheLayer):
     """Keys and values of the last `sliding_window` tokens (and CROP_ROOM more) on the device.
 
-    Distances are counted in columns, so that the tokens of a padded row are kept next to each other, padding in front.
+    Distances are counted in columns. With `Batch.rows_alone` the tokens of a padded row are kept next to each other,
+    padding in front.
     """
 
     is_sliding = True
@@ -90,7 +91,7 @@ class SlidingLayer(CacheLayer):
         window = self._window
         valid = self.batch.note_padding(spec.padding, self.columns, new)
         window.append(key, value, None if valid is None else valid.to(key.device))
-        padded = valid is not None and not bool(valid.all())
+        padded = self.batch.rows_alone and valid is not None and not bool(valid.all())
         padded_left = padded and bool((valid[:, 1:] >= valid[:, :-1]).all())  # type: ignore[index]
         if padded_left and window.tail_len > new:  # new tokens keep their columns, earlier ones move up to them
             window.align_right()
@@ -189,7 +190,7 @@ class SlidingLayer(CacheLayer):
                 f"at most {CROP_ROOM} tokens can be removed. Fork the cache before generating, or call "
                 "cache.activate_past_recording() before the tokens you may remove."
             )
-        padding = self.batch.padding(self.columns - count, self.columns)
+        padding = self.batch.padding(self.columns - count, self.columns) if self.batch.rows_alone else None
         if padding is None or bool(padding.all()):
             self._window.truncate(count)
         else:

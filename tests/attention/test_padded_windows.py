@@ -12,6 +12,7 @@ import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.runner.decode import forward
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.tiny_models import build_model
 
 PAST, LONG, SHORT = 200, 30, 10
@@ -63,6 +64,7 @@ def alone(model: Any, first: Tensor, second: Tensor) -> list[Tensor]:
 def both(model: Any) -> RetrievalCache:
     cache = read(model)
     cache.batch_repeat_interleave(2)
+    cache.batch.rows_alone = True
     return cache
 
 
@@ -100,3 +102,15 @@ def test_padding_on_the_right(model: Any) -> None:
     found = step(model, cache, tokens, [PAST + LONG, PAST + SHORT])
     for row in range(2):
         torch.testing.assert_close(found[row], expected[row], rtol=0, atol=TOLERANCE)
+
+
+def test_questions_asked_together_are_answered_as_alone(model: Any) -> None:
+    """`ask_many` pads shorter questions behind the context."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    context = ra.Context(model, number_tokenizer(vocabulary), Config(sink=4, window=16, retrieve="all"))
+    context.read(ids(PAST, 0).tolist(), progress=False)
+    questions = [" ".join(map(str, ids(count, count).tolist())) for count in (LONG, SHORT, 3)]
+    together = context.ask_many(questions, raw=True, max_new_tokens=8)
+    assert [one.tokens for one in together] == [
+        context.ask(question, raw=True, max_new_tokens=8).tokens for question in questions
+    ]

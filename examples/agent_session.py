@@ -162,7 +162,7 @@ class Model:
         return list(found["tokens"])
 
     def fit(self, text: str, tokens: int) -> str:
-        """Return the beginning of a text that has about so many tokens."""
+        """Return the beginning of a text, cut to about the given number of tokens."""
         text = text[: CHARACTERS * tokens]
         count = len(self.token_ids([{"role": "user", "content": text}]))
         return text[: max(1, len(text) * tokens // max(count, tokens))]

@@ -32,7 +32,7 @@ class ExpertShape(NamedTuple):
 
     @property
     def copied(self) -> int:
-        """Return the number of experts of which a prefill chunk has copies at once."""
+        """Return the number of experts that a prefill chunk copies at once."""
         return min(self.experts, max(1, COPIED_WEIGHTS // (self.out * self.columns)))
 
 

@@ -259,6 +259,8 @@ async def chat_prompt(
     extras = Extras(body.read_tools, options)
     if context is not None:
         return partial(prompts.of_question, turns, extras), ()
+    if all(isinstance(turn["content"], str) for turn in turns):
+        return partial(prompts.of_messages, turns, extras), ()
     try:
         images = await asyncio.to_thread(prompts.images_of, turns)
     except InputDataError as error:

@@ -25,7 +25,7 @@ BUSY_SECONDS = 2.0
 VERSION = 1
 _FILE = "responses.sqlite3"
 _SCHEMA = f"""
-CREATE TABLE turns(turn INTEGER PRIMARY KEY AUTOINCREMENT, caller TEXT NOT NULL, earlier INTEGER, said BLOB NOT NULL);
+CREATE TABLE turns(turn INTEGER PRIMARY KEY AUTOINCREMENT, earlier INTEGER, said BLOB NOT NULL);
 CREATE INDEX continued ON turns(earlier);
 CREATE TABLE responses(
     caller TEXT NOT NULL, id TEXT NOT NULL, turn INTEGER NOT NULL, body BLOB NOT NULL, used INTEGER NOT NULL,
@@ -200,7 +200,7 @@ class StoredResponses:
 
     def _add_turn(self, namespace: str, earlier: int | None, said: bytes) -> int:
         self._count(namespace, len(said) + OVERHEAD_BYTES)
-        added = self._run("INSERT INTO turns(caller, earlier, said) VALUES (?, ?, ?)", namespace, earlier, said)
+        added = self._run("INSERT INTO turns(earlier, said) VALUES (?, ?)", earlier, said)
         return int(added.lastrowid or 0)
 
     def _count(self, namespace: str, nbytes: int) -> None:

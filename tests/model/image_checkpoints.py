@@ -31,7 +31,7 @@ def words_of(name: str) -> dict[str, str]:
 
 
 def image_text(name: str, tokens: int) -> str:
-    """What stands in a rendered prompt for an image of so many tokens."""
+    """Return the text of a rendered prompt for an image of a number of tokens."""
     words = words_of(name)
     inside = f"{words['start']}{words['image'] * tokens}{words['end']}"
     return f"\n\n{inside}\n\n" if name == "gemma3" else inside

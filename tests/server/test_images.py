@@ -197,7 +197,7 @@ def test_other_apis_give_the_same_answer(running: Running, client: Any, claude: 
 
 
 def test_images_of_results_follow_them() -> None:
-    """A chat template takes texts of tools alone: what a tool has seen stands in the user's words."""
+    """A chat template takes texts of tools alone: an image from a tool is moved to the message of the user."""
     source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
     result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "toolu_1"}
     result["content"] = [{"type": "text", "text": "Read."}, {"type": "image", "source": source}]

@@ -283,7 +283,7 @@ def test_calls_of_a_list_may_have_ids(cut: int) -> None:
     "call", ['[<tool_call>\n]<]m[>[<invoke name="', '<tool_call></tool_call> <tool_calls>[{"name": "']
 )
 def test_other_formats_with_the_same_tag_are_unknown(call: str) -> None:
-    """Of MiniMax-M3 and Apriel 1.5: their calls would end up in the text, and nobody would be told."""
+    """Of MiniMax-M3 and Apriel 1.5: their calls would stay in the text without a warning at start."""
     assert format_of("{{ tools }}{{ messages }}" + call) is None
 
 

@@ -128,7 +128,7 @@ class WindowCache:
         self.tail_len += count
 
     def align_right(self) -> None:
-        """Move the real tokens of each row to the end of the tail, in their order; padding lies in front of them.
+        """Move the real tokens of each row to the end of the tail, in their order, after the padding.
 
         For windows without sinks, in which a column is a distance from the newest token.
         """

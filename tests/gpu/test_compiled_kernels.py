@@ -23,7 +23,8 @@ def test_all_modules_with_kernels_are_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shared", "head_dim", "tile"), [(99, 256, 32), (99, 128, 128), (227, 256, 128), (0, 256, 128)]
+    ("shared", "head_dim", "tile"),
+    [(99, 512, 16), (99, 256, 32), (99, 128, 128), (227, 512, 128), (227, 256, 128), (0, 256, 128)],
 )
 def test_a_tile_of_wide_heads_follows_the_shared_memory(
     shared: int, head_dim: int, tile: int, monkeypatch: pytest.MonkeyPatch
@@ -32,6 +33,24 @@ def test_a_tile_of_wide_heads_follows_the_shared_memory(
     key = torch.empty(8, 4, PAGE_TOKENS, head_dim, dtype=torch.bfloat16)
     assert plan_shape(PagedKeys(key, key), 16, 64, exact=False).tile == tile
     assert plan_shape(PagedKeys(key, key), 1, 64, exact=False).tile == 16
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("shared", "dim", "dtype", "tokens"),
+    [
+        (227, 512, torch.float32, 32), (227, 512, torch.bfloat16, 64), (99, 512, torch.float32, 16),
+        (99, 512, torch.bfloat16, 32), (99, 256, torch.bfloat16, 64), (99, 128, torch.float32, 64),
+    ],
+)  # fmt: skip
+def test_a_block_of_the_window_follows_the_shared_memory(
+    shared: int, dim: int, dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from retrieval_attn.gpu.decode import kernels_triton
+
+    monkeypatch.setattr(kernels_triton, "shared_bytes", lambda device: shared * KIB)
+    query = torch.empty(1, 8, 1, dim, dtype=dtype)
+    assert kernels_triton._block_tokens(query, dim, group=4) == tokens
 
 
 @needs_triton

@@ -14,10 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.decode.kernels import BLOCK_TOKENS, HostResult, Parts, WindowBuffers
-from retrieval_attn.gpu.memory import DEEP_TILE_BYTES, shared_bytes
+from retrieval_attn.gpu.memory import shared_bytes
 
 MIN_ROWS = 16
 """Rows of the smallest tile that a matrix instruction takes; a group of query heads is padded to it."""
+OTHER_SHARED = 1024
+"""Bytes of shared memory that a block takes beside its tiles: reductions over tokens, the runtime's own."""
 
 
 @triton.jit
@@ -238,14 +240,19 @@ def window_partials(
 
 
 def _block_tokens(query: Tensor, value_dim: int, group: int) -> int:
-    """Return the tokens of a block, fewer if a float32 block takes more shared memory than there is.
+    """Return the tokens of a block: as many as the shared memory holds, 16 to BLOCK_TOKENS.
 
     group: query heads per key-value head.
     """
-    wide = query.element_size() * max(query.shape[3], value_dim) > 512
-    if not wide or shared_bytes(query.device) >= DEEP_TILE_BYTES:
-        return BLOCK_TOKENS
-    return BLOCK_TOKENS // 2 if group <= MIN_ROWS else BLOCK_TOKENS // 4
+    size, dim, room = query.element_size(), query.shape[3], shared_bytes(query.device)
+    rows, tokens = max(MIN_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS
+    dim, value_dim = (max(MIN_ROWS, triton.next_power_of_2(one)) for one in (dim, value_dim))
+    while room and tokens > MIN_ROWS:
+        # keys, values and queries, and the weights of float32
+        if size * (tokens * (dim + value_dim) + rows * dim) + 4 * rows * tokens <= room - OTHER_SHARED:
+            break
+        tokens //= 2
+    return tokens
 
 
 def merge_parts(

@@ -26,6 +26,8 @@ from retrieval_attn.gpu.shared.plan import (
     NARROW_DIM,
     NARROW_TILE,
     PAGE_TOKENS,
+    SMALLEST_TILE,
+    WIDE_DIM,
     Ids,
     PlanShape,
     SharedNode,
@@ -166,9 +168,10 @@ def plan_shape(pool: PagedKeys, rows: int, q_heads: int, *, exact: bool, levels:
     """Return the shape of plans for a batch over these pages. exact: its queries are of float32."""
     (heads, pages), device = pool.key.shape[:2], pool.key.device
     narrow = max(pool.dims) > NARROW_DIM and 0 < shared_bytes(device) < DEEP_TILE_BYTES
+    smallest = SMALLEST_TILE if max(pool.dims) > WIDE_DIM else NARROW_TILE
     return PlanShape.of(
         rows, q_heads, heads, pages, levels=levels, processors=processors(device), exact=exact,
-        packed=pool.steps is not None, largest=NARROW_TILE if narrow else LARGEST_TILE,
+        packed=pool.steps is not None, largest=smallest if narrow else LARGEST_TILE,
     )  # fmt: skip
 
 

@@ -31,6 +31,8 @@ NARROW_TILE = 32
 """Queries of a tile at most, of heads of more than NARROW_DIM numbers, on a GPU with less shared memory than an H100:
 128 of heads of 256 take 144 KiB, 32 take 84."""
 NARROW_DIM = 128
+WIDE_DIM = 256
+"""Heads of more numbers take tiles of SMALLEST_TILE queries there, and pages one at a time everywhere."""
 EXACT_TILE = 16
 SMALLEST_TILE = 16
 SIDE_BY_SIDE = 2

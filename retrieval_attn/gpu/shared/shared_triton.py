@@ -18,7 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from retrieval_attn.gpu.shared.partials import PagedKeys
-from retrieval_attn.gpu.shared.plan import ITEM, PACKED_SIDE_BY_SIDE, PAGE_TOKENS, SMALLEST_TILE, SharedPlan, processors
+from retrieval_attn.gpu.shared.plan import (
+    ITEM,
+    PACKED_SIDE_BY_SIDE,
+    PAGE_TOKENS,
+    SMALLEST_TILE,
+    WIDE_DIM,
+    SharedPlan,
+    processors,
+)
 
 LOG2_E = 1.4426950408889634
 TWO_TERMS = 256
@@ -283,6 +291,8 @@ def _merge_kernel(
 
 def launch_for(tile: int, head_dim: int, itemsize: int, packed: bool = False) -> Launch:
     """Return launch options that fit a tile of queries to registers and shared memory. packed: over int8 pages."""
+    if head_dim > WIDE_DIM:  # a page's keys and values at once would not fit
+        return Launch(8, 1, 1)
     if itemsize == 4:
         return Launch(8, 1, 2)
     if packed and tile == SMALLEST_TILE and head_dim <= 256:

@@ -28,6 +28,8 @@ from retrieval_attn.index.threads import uninterrupted
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 """Does what `map` does, in threads say."""
+LEARNED_TOGETHER = 4
+"""Heads that learn together (`KeyIndex.learn`)."""
 
 
 class HeadCoders(Protocol):
@@ -232,6 +234,12 @@ class Segment:
         """
         keys, _ = self.read(start, stop)
 
+        def learn(first: int) -> list[Any]:
+            heads = slice(first, first + LEARNED_TOGETHER)
+            return spec.learn(keys[heads], self.fmt, None if queries is None else queries[heads])
+
+        learned = [one for heads in each(learn, range(0, len(keys), LEARNED_TOGETHER)) for one in heads]
+
         def build(head: int) -> base.KeyIndex:
             return spec.build(
                 keys[head],
@@ -239,6 +247,7 @@ class Segment:
                 None if queries is None else queries[head],
                 lists=None if lists is None else lists[head],
                 coder=None if coder is None else coder.for_head(head),
+                learned=learned[head],
             )
 
         heads = list(each(build, range(len(self.keys))))

@@ -163,11 +163,13 @@ class Training(NamedTuple):
     caller rotates them there), or None. lists: int32 (query heads, m, kk), the best kk keys of each training query,
     best first, computed elsewhere, -1 where there is none; or None. coder: makes the codes of this head on a device
     (`device.Coder`, `sketch.coding.RowCoder`), for a kind that has some made there; None makes them on the host.
+    learned: of this head, from `KeyIndex.learn`; None: `build` learns it.
     """
 
     queries: npt.NDArray[np.float32] | None = None
     lists: npt.NDArray[np.int32] | None = None
     coder: Any = None
+    learned: Any = None
 
 
 class Searchable(Protocol):
@@ -198,6 +200,17 @@ class KeyIndex(ABC):
         options: cls.Options. training: ignored by a kind that needs none. A kind that samples builds the same index at
         any number of threads.
         """
+
+    @classmethod
+    def learn(
+        cls, keys: npt.NDArray[Any], fmt: Format, options: Any, queries: npt.NDArray[np.float32] | None
+    ) -> list[Any]:
+        """Learn what `build` needs (`Training.learned`) of several heads at once; by default nothing.
+
+        keys (heads, n, head_dim); queries (heads, group, m, head_dim) or None. Numpy's calls then take long, and other
+        threads run meanwhile: head by head they are short, and each of them holds up the thread that drives a GPU.
+        """
+        return [None] * len(keys)
 
     @abstractmethod
     def task(self, request: SearchRequest) -> CompiledSearch:

@@ -40,7 +40,7 @@ from retrieval_attn.index.base import (
 )
 from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_spaces
+from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_head_spaces
 from retrieval_attn.index.keys import StoredKeys
 from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection
 from retrieval_attn.index.sketch.rows import sum_of_squares
@@ -307,26 +307,40 @@ class DeviceIndex(KeyIndex, DeviceSearch):
         """
         stored, dim = StoredKeys(keys, fmt), fmt.dim_of(keys)
         queries, _ = check_training(training.queries, None, dim, len(keys))
-        rows = np.zeros((0, dim), np.float32) if queries is None else queries.reshape(-1, dim)
-        energy = sum_of_squares(rows)
-        if not np.isfinite(energy):
-            rows = rows[np.isfinite(rows).all(axis=1)]
-            energy = sum_of_squares(rows)
-        # head_dim queries more, which ask for all numbers alike: what few queries did not ask for may be asked for
-        energy = energy / len(rows) if len(rows) else 1.0
-        length = np.float32(min(np.sqrt(energy), np.finfo(np.float32).max))
-        rows = np.concatenate([rows, np.eye(dim, dtype=np.float32) * length])
-        sample = to_float32(keys[:: max(1, len(keys) // LEARNED_KEYS)], fmt)
-        if not np.isfinite(sample).all():
-            raise NotFiniteError(NOT_FINITE)
-        known = sample if len(sample) else np.eye(dim, dtype=np.float32)
-        sides = learn_projection(rows, known, dim)
-        sizes = options.layout.bytes_for(dim), options.layout.finer_for(dim)
-        space, *more = learn_spaces(sides, known, [size for size in sizes if size])
-        finer = more[0] if more else None
+        learned = training.learned
+        if learned is None:
+            [learned] = cls.learn(keys[None], fmt, options, None if queries is None else queries[None])
+        space, finer = learned
         codes = _coder(training.coder)(space, fmt, len(keys), finer)
         codes.add(keys)
         return DeviceIndex(stored, codes, (space, finer), int(options.rescore))
+
+    @classmethod
+    def learn(
+        cls, keys: npt.NDArray[Any], fmt: Format, options: Laid, queries: npt.NDArray[np.float32] | None
+    ) -> list[tuple[CodeSpace, CodeSpace | None]]:
+        """Spaces of codes, and of finer ones, of each head. Raises NotFiniteError."""
+        heads, dim = len(keys), fmt.dim_of(keys)
+        rows = np.zeros((heads, 0, dim), np.float32) if queries is None else queries.reshape(heads, -1, dim)
+        energy = np.array([sum_of_squares(own) for own in rows])
+        if not np.isfinite(energy).all():
+            finite = [own[np.isfinite(own).all(axis=1)] for own in rows]
+            return [
+                one
+                for head, own in enumerate(finite)
+                for one in cls.learn(keys[head : head + 1], fmt, options, own[None, None])
+            ]
+        sample = to_float32(keys[:, :: max(1, keys.shape[1] // LEARNED_KEYS)], fmt)
+        if not np.isfinite(sample).all():
+            raise NotFiniteError(NOT_FINITE)
+        # head_dim queries more, which ask for all numbers alike: what few queries did not ask for may be asked for
+        energy = energy / rows.shape[1] if rows.shape[1] else np.ones(heads)
+        lengths = np.minimum(np.sqrt(energy), np.finfo(np.float32).max).astype(np.float32)
+        rows = np.concatenate([rows, np.eye(dim, dtype=np.float32) * lengths[:, None, None]], axis=1)
+        known = sample if sample.shape[1] else np.tile(np.eye(dim, dtype=np.float32), (heads, 1, 1))
+        sizes = options.layout.bytes_for(dim), options.layout.finer_for(dim)
+        spaces = learn_head_spaces(learn_projection(rows, known, dim), known, [size for size in sizes if size])
+        return [(space, more[0] if more else None) for space, *more in spaces]
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys, coded as the first ones were; see KeyIndex.insert. Raises ShapeError."""

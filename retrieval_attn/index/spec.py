@@ -134,9 +134,14 @@ class IndexSpec:
         *,
         lists: npt.NDArray[np.int32] | None = None,
         coder: Any = None,
+        learned: Any = None,
     ) -> KeyIndex:
         """Build the index over keys (n, head_dim); see `KeyIndex.build` and `Training`."""
-        return self.cls.build(keys, fmt, self.options, Training(queries, lists, coder))
+        return self.cls.build(keys, fmt, self.options, Training(queries, lists, coder, learned))
+
+    def learn(self, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None) -> list[Any]:
+        """See `KeyIndex.learn`."""
+        return self.cls.learn(keys, fmt, self.options, queries)
 
 
 def checked_options(cls: type[KeyIndex], options: Mapping[str, Any]) -> Any:

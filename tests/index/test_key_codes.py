@@ -96,6 +96,23 @@ def test_more_bytes_miss_less() -> None:
     assert learn_spaces(sides, keys, (16,))[0].thin
 
 
+@pytest.mark.parametrize("bad", [None, np.nan])
+def test_heads_learn_together_what_they_learn_alone(bad: float | None) -> None:
+    rng = np.random.default_rng(7)
+    keys = (rng.standard_normal((3, 5000, 64)) * np.geomspace(3, 0.3, 64)).astype(np.float32)
+    queries = rng.standard_normal((3, 2, 200, 64)).astype(np.float32)
+    if bad is not None:
+        queries[1, 0, :40] = bad
+    options = DeviceIndex.Options(key_bytes=24)
+    together = DeviceIndex.learn(keys, Format.FLOAT32, options, queries)
+    for head, (space, finer) in enumerate(together):
+        [(alone, _)] = DeviceIndex.learn(keys[head : head + 1], Format.FLOAT32, options, queries[head : head + 1])
+        assert finer is None and alone[4:] == space[4:]
+        for mine, own in zip(space[:4], alone[:4], strict=True):
+            np.testing.assert_array_equal(mine, own)
+    assert not np.array_equal(together[0][0].key_side, together[2][0].key_side)
+
+
 @pytest.mark.parametrize("name,value", [("thin", 6), ("narrow", 3), ("wide", -1), ("thin", 400), ("shift", None)])
 def test_a_state_that_does_not_fit_is_refused(name: str, value: Any) -> None:
     rng = np.random.default_rng(6)

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
-from retrieval_attn.index.sketch.rows import FITTED_KEYS, best_steps, rounding_errors
+from retrieval_attn.index.sketch.rows import best_steps, fit_numbers, rounding_errors
 
 HALVES = 128, 8, 2
 """Half the levels of a number in 8, 4 and 2 bits: what the least code lies below zero."""
@@ -83,64 +84,86 @@ def splits(key_bytes: int, head_dim: int) -> tuple[Split, ...]:
     return tuple(split for split in found if sum(split) <= head_dim)
 
 
+@functools.cache
+def _ways(key_bytes: int, head_dim: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """`splits` as an array (ways, 3), and where each class of numbers begins and ends, (ways, 5)."""
+    ways = np.array(splits(key_bytes, head_dim))
+    return ways, np.pad(np.cumsum(ways, axis=1), ((0, 0), (1, 1)), constant_values=((0, 0), (0, head_dim)))
+
+
 def best_split(errors: npt.NDArray[np.float64], key_bytes: int) -> Split:
     """The one of `splits` with the least error. errors (4, head_dim): of each number in 8, 4, 2 bits and not stored."""
-    ways = np.array(splits(key_bytes, errors.shape[1]))
-    stops = np.cumsum(np.pad(ways, ((0, 0), (1, 0))), axis=1)
+    ways, stops = _ways(key_bytes, errors.shape[1])
     sums = np.pad(np.cumsum(errors, axis=1), ((0, 0), (1, 0)))
-    ends = np.concatenate([stops, np.full((len(ways), 1), errors.shape[1])], axis=1)
-    missed = sum(sums[i, ends[:, i + 1]] - sums[i, ends[:, i]] for i in range(4))
+    missed = sum(sums[i, stops[:, i + 1]] - sums[i, stops[:, i]] for i in range(4))
     wide, narrow, thin = ways[int(np.argmin(missed))]
     return int(wide), int(narrow), int(thin)
 
 
-def learn_spaces(
-    sides: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]], keys: npt.NDArray[np.float32], sizes: Sequence[int]
-) -> list[CodeSpace]:
-    """A space of each of some bytes per key for keys like `keys` (n, head_dim), n > 0, under A and B of `sides`, both
-    (head_dim, head_dim).
+Sides = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
+"""A and B of a head, both (head_dim, head_dim), or of several, (heads, head_dim, head_dim)."""
+
+
+def learn_spaces(sides: Sides, keys: npt.NDArray[np.float32], sizes: Sequence[int]) -> list[CodeSpace]:
+    """A space of each of some bytes per key for keys like `keys` (n, head_dim), n > 0, under A and B of `sides`.
 
     Steps are those of `blocks.SHARES` with the least squared error on a sample. The split is the one that misses least
     of one half of it by steps of the other: queries ask for all numbers alike, as A makes them.
     """
-    dim = keys.shape[1]
-    mean = keys.mean(axis=0, dtype=np.float64).astype(np.float32)
-    numbers = (keys - mean) @ sides[1].T
-    reach = np.maximum(np.maximum(numbers.max(axis=0), -numbers.min(axis=0)), np.finfo(np.float32).tiny * 2**16)
-    sample = np.ascontiguousarray(numbers[:: max(1, len(numbers) // FITTED_KEYS)])
-    fitted, judged = np.ascontiguousarray(sample[::2]), np.ascontiguousarray(sample[min(1, len(sample) - 1) :: 2])
-    centre, errors = np.zeros(dim, np.float32), np.empty((4, dim))
-    for i, half in enumerate(HALVES):
-        halves = np.full(dim, half)
-        errors[i] = rounding_errors(judged, best_steps(fitted, centre, reach, halves), halves)
-    errors[3] = np.square(judged).mean(axis=0)
-    deviation = np.sqrt(np.square(numbers).mean(axis=0))
-    return [_space_of(sides, (mean, deviation), (sample, reach), best_split(errors, size)) for size in sizes]
+    return learn_head_spaces((sides[0][None], sides[1][None]), keys[None], sizes)[0]
 
 
-def _space_of(
-    sides: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]],
-    keys: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]],
-    numbers: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]],
-    split: Split,
-) -> CodeSpace:
-    """keys: their mean, and the deviation of each of their numbers. numbers: some of them (n, head_dim), and how far
-    each reaches.
+def learn_head_spaces(sides: Sides, keys: npt.NDArray[np.float32], sizes: Sequence[int]) -> list[list[CodeSpace]]:
+    """`learn_spaces` of several heads, keys (heads, n, head_dim): few calls, each of which lets other threads run."""
+    means = keys.mean(axis=1, dtype=np.float64).astype(np.float32)
+    numbers = (keys - means[:, None]) @ sides[1].swapaxes(1, 2)
+    found = []
+    for query_side, key_side, mean, own in zip(*sides, means, numbers, strict=True):
+        sample, reach, deviation, errors = fit_numbers(own, HALVES)
+        splits_of = [best_split(errors, size) for size in sizes]
+        facts = mean, deviation, sample, reach
+        found.append([CodeSpace(*_space(query_side, key_side, *facts, *split), *split) for split in splits_of])
+    return found
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _space(  # type: ignore[no-untyped-def]
+    query_side, key_side, mean, deviation, sample, reach, wide, narrow, thin
+):
+    """Arrays of a CodeSpace under A (query_side) and B (key_side), float32 (head_dim, head_dim).
+
+    mean, deviation: of the keys, and of each of their numbers. sample: some of the numbers (n, head_dim); reach: how
+    far each goes.
     """
-    (mean, deviation), (sample, reach), dim = keys, numbers, len(keys[0])
-    rank, halves = sum(split), np.repeat(HALVES, split)
-    stored = np.ascontiguousarray(sample[:, :rank])
+    dim, rank = len(mean), wide + narrow + thin
+    halves = np.empty(rank, np.int64)
+    halves[:wide], halves[wide : wide + narrow], halves[wide + narrow :] = HALVES
+    stored = sample[:, :rank].copy()
     step = best_steps(stored, np.zeros(rank, np.float32), reach, halves)
-    key_side, shift = np.zeros((dim, dim), np.float32), np.zeros(dim, np.float32)
-    key_side[:rank] = sides[1][:rank] / step[:, None]
-    shift[:rank] = key_side[:rank] @ mean
-    query_side = (sides[0] * np.concatenate([step, deviation[rank:]])[:, None]).astype(np.float32)
-    estimate = np.ones((2, dim), np.float32)
-    # a code is the floor of a number, half a step below it on average; most of few bits are stored without a sign
-    below = np.repeat([0, 8, 0, 2, 0], [split[0], split[1] // 2, split[1] // 2, split[2] // 4 * 3, split[2] // 4])
-    estimate[0] = mean + (0.5 - below) @ query_side[:rank].astype(np.float64)
-    estimate[1, :rank] = rounding_errors(stored, step, halves) / np.square(step.astype(np.float64))
-    return CodeSpace(query_side, key_side, shift, estimate, *split)
+    kept = rounding_errors(stored, step, halves)
+    own_keys, shift = np.zeros((dim, dim), np.float32), np.zeros(dim, np.float32)
+    own_queries, estimate = np.empty((dim, dim), np.float32), np.ones((2, dim), np.float32)
+    offset = mean.astype(np.float64)
+    for i in range(dim):
+        size = step[i] if i < rank else deviation[i]
+        # a code is the floor of a number, half a step below it on average; most of few bits have no sign
+        below = 0.5
+        if wide <= i < wide + narrow // 2:
+            below -= 8
+        elif wide + narrow <= i < wide + narrow + thin // 4 * 3:
+            below -= 2
+        total = 0.0
+        for j in range(dim):
+            own_queries[i, j] = query_side[i, j] * size
+            if i < rank:
+                own_keys[i, j] = key_side[i, j] / size
+                total += np.float64(own_keys[i, j]) * mean[j]
+                offset[j] += below * own_queries[i, j]
+        shift[i] = total
+        if i < rank:
+            estimate[1, i] = kept[i] / np.float64(size) ** 2
+    estimate[0] = offset
+    return own_queries, own_keys, shift, estimate
 
 
 def encode(space: CodeSpace, keys: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:

@@ -65,6 +65,7 @@ from retrieval_attn.index.sketch.rows import (
     clear_places,
     empty_rows,
     out_of_reach,
+    scaled_rows,
     with_room,
     write_rows,
 )
@@ -89,33 +90,33 @@ LATE_SHARE = 8
 def learn_projection(
     queries: npt.NDArray[np.float32], keys: npt.NDArray[np.float32], rank: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """A and B, both (rank, d) float32: q . (k - mean) ~ (A q) . (B (k - mean)) with the least squared error.
+    """A and B, both (..., rank, d) float32: q . (k - mean) ~ (A q) . (B (k - mean)) with the least squared error.
 
-    queries (m, d), keys (n, d), both finite and at least one row.
+    queries (..., m, d), keys (..., n, d), of any number of heads, finite and at least one row each.
     """
-    moment = _second_moment(queries)
     covariance = _second_moment(keys, centred=True)
-    values, vectors = np.linalg.eigh(moment)
-    values = np.maximum(values, FLOOR * max(float(values.mean()), np.finfo(np.float64).tiny))
-    root = vectors * np.sqrt(values) @ vectors.T
-    inverse = vectors / np.sqrt(values) @ vectors.T
+    values, vectors = np.linalg.eigh(_second_moment(queries))
+    least = FLOOR * np.maximum(values.mean(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+    lengths, back = np.sqrt(np.maximum(values, least))[..., None, :], vectors.swapaxes(-1, -2)
+    root, inverse = vectors * lengths @ back, vectors / lengths @ back
     _, leading = np.linalg.eigh(root @ covariance @ root)
-    leading = leading[:, ::-1][:, :rank]
-    return (leading.T @ inverse).astype(np.float32), (leading.T @ root).astype(np.float32)
+    leading = leading[..., ::-1][..., :rank].swapaxes(-1, -2)
+    return (leading @ inverse).astype(np.float32), (leading @ root).astype(np.float32)
 
 
 def _second_moment(rows: npt.NDArray[np.float32], *, centred: bool = False) -> npt.NDArray[np.float64]:
-    """Mean of the products of all pairs of numbers of a row, (d, d). centred: of their distances from the mean row.
+    """Mean of the products of all pairs of numbers of a row (..., n, d), (..., d, d). centred: of their distances from
+    the mean row.
 
     Products of the distances are summed in float32, in a third of the time of float64. Rows may be of any size: none
     overflows.
     """
-    largest = max(float(np.abs(rows).max()), float(np.finfo(np.float32).tiny))
-    scaled = rows / np.float32(largest)
-    mean = scaled.mean(axis=0, dtype=np.float64)
-    scaled -= mean.astype(np.float32)
-    products = (scaled.T @ scaled).astype(np.float64) / len(rows)
-    return (products if centred else products + np.outer(mean, mean)) * largest**2
+    scaled, mean, largest = scaled_rows(rows.reshape(-1, *rows.shape[-2:]))
+    moment = (scaled.swapaxes(1, 2) @ scaled).astype(np.float64)
+    moment /= rows.shape[-2]
+    if not centred:
+        moment += mean[:, :, None] * mean[:, None]
+    return (moment * np.square(largest)[:, None, None]).reshape(*rows.shape[:-2], *moment.shape[1:])
 
 
 @dataclass(frozen=True)

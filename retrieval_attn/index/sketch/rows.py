@@ -405,3 +405,58 @@ def row_scores(typingctx, rows, places, at, planes, wide, steps, bounds, scores)
         return found
 
     return signature, codegen
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def scaled_rows(rows):
+    """Rows (heads, n, d) float32, finite, n > 0, over their head's largest number and less their mean; what that was.
+
+    Returns float32 (heads, n, d), the mean over the largest, float64 (heads, d), and the largest, float64 (heads,).
+    """
+    heads, count, dim = rows.shape
+    scaled, means, largest = np.empty(rows.shape, np.float32), np.zeros((heads, dim)), np.empty(heads)
+    for head in range(heads):
+        most = np.finfo(np.float32).tiny
+        for i in range(count):
+            for j in range(dim):
+                most = max(most, abs(rows[head, i, j]))
+        for i in range(count):
+            for j in range(dim):
+                scaled[head, i, j] = rows[head, i, j] / most
+                means[head, j] += np.float64(scaled[head, i, j])
+        means[head] /= count
+        middle = means[head].astype(np.float32)
+        for i in range(count):
+            for j in range(dim):
+                scaled[head, i, j] -= middle[j]
+        largest[head] = np.float64(most)
+    return scaled, means, largest
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def fit_numbers(numbers, halves):
+    """What codes of numbers (n, d) float32, n > 0, centred, are chosen by.
+
+    halves: half the levels of each way to store a number. Returns a sample (at most 2 * FITTED_KEYS, d); how far each
+    number reaches (d,) and its deviation (d,), float32; and the mean squared error (ways + 1, d) of each way, then of
+    not storing it, on one half of the sample by steps of the other.
+    """
+    count, dim = numbers.shape
+    reach = np.full(dim, np.finfo(np.float32).tiny * np.float32(2.0**16))
+    squares = np.zeros(dim)
+    for i in range(count):
+        for j in range(dim):
+            reach[j] = max(reach[j], abs(numbers[i, j]))
+            squares[j] += np.float64(numbers[i, j]) ** 2
+    deviation = np.sqrt(squares / count).astype(np.float32)
+    sample = numbers[:: max(1, count // FITTED_KEYS)].copy()
+    fitted, judged = sample[::2].copy(), sample[min(1, len(sample) - 1) :: 2].copy()
+    errors, centre = np.zeros((len(halves) + 1, dim)), np.zeros(dim, np.float32)
+    for way in range(len(halves)):
+        own = np.full(dim, halves[way])
+        errors[way] = rounding_errors(judged, best_steps(fitted, centre, reach, own), own)
+    for i in range(len(judged)):
+        for j in range(dim):
+            errors[-1, j] += np.float64(judged[i, j]) ** 2
+    errors[-1] /= len(judged)
+    return sample, reach, deviation, errors

@@ -24,7 +24,7 @@ from retrieval_attn.engine.saved_text import BLOCK_TOKENS, SavedTexts, UnsavedTe
 from retrieval_attn.errors import InputDataError, StoreError, UnknownContextError
 from retrieval_attn.memory.reclaim import register
 from retrieval_attn.model.weights import weight_state
-from retrieval_attn.offload.threads import with_device_memory
+from retrieval_attn.offload.threads import foreground, questions, with_device_memory
 from retrieval_attn.saving.save import Saved, Saver
 
 __all__ = ["SAVE_SECONDS", "BackgroundSave", "BackgroundSaves", "DiskCounts", "DiskTier", "SaveState"]
@@ -54,6 +54,8 @@ RECLAIM_SECONDS = 5.0
 """Time without further writes after memory was needed at once."""
 WRITE_SECONDS = 0.25
 """Longest estimated write that a request waits for when it needs the memory of the text."""
+QUESTION_SECONDS = 2.0
+"""Longest pause of a write between two parts of an array while questions are read."""
 BROKEN_SECONDS = 60.0
 """Time without further writes of idle texts after one that failed."""
 
@@ -98,7 +100,7 @@ class BackgroundSave:
         """
         self.text, self.saved = text, Saved(text.name, text.tokens)
         self._lease, self._saver = lease, saver
-        self._created = time.time()
+        self._created, self._resumed = time.time(), time.monotonic()
         self.cancelled, self.superseded = threading.Event(), False
 
     @property
@@ -112,8 +114,9 @@ class BackgroundSave:
         """Write the context and commit its name. Raises StoreError, and SaveCancelled."""
         try:
             self._look()
+            self._resumed = time.monotonic()
             saver = with_device_memory(self._saver, self._wait)
-            saver.saved, saver.wait = self.saved, self._wait
+            saver.saved, saver.wait, saver.on_piece = self.saved, self._wait, self._rest
             self.text.set_durable(saver.run(self._look))
         finally:
             self._lease.release()
@@ -121,6 +124,19 @@ class BackgroundSave:
     def _wait(self, seconds: float) -> None:
         self.cancelled.wait(seconds)
         self._look()
+
+    def _rest(self) -> None:
+        """Between two parts of an array, wait while questions are read, and while rows decode as long as the part took.
+
+        A write takes the memory's bandwidth and Python's lock: first tokens of questions on 100K took .77 s beside one,
+        and .35 s alone (docs/archive/numbers.md).
+        """
+        now = time.monotonic()
+        until = now + (min(now - self._resumed, LOOK_SECONDS) if foreground.is_recent else 0.0)
+        while (now := time.monotonic()) < until or (questions.is_recent and now < self._resumed + QUESTION_SECONDS):
+            self.cancelled.wait(WAIT_SECONDS)
+            self._look()
+        self._resumed = now
 
     def _look(self) -> None:
         if self.cancelled.is_set():

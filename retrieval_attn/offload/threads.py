@@ -66,6 +66,8 @@ class Activity:
 
 foreground = Activity()
 """Of the process."""
+questions = Activity()
+"""Uploads of the process: the first token of a question waits for each of them."""
 
 
 class ThreadPool:

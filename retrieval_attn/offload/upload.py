@@ -27,7 +27,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.offload.page_lock import lock_file, lockable, locked_rows
 from retrieval_attn.offload.staging import TORCH_DTYPE, pinned, unpack
-from retrieval_attn.offload.threads import ThreadPool, foreground
+from retrieval_attn.offload.threads import ThreadPool, foreground, questions
 
 BLOCK_BYTES = 128 << 20
 """Bytes of a block's keys and values as stored: few calls for a layer, and a ring that does not show."""
@@ -242,6 +242,7 @@ class Uploads:
 
     def _send(self, one: UploadSpan, cut: UploadPart) -> None:
         foreground.note()
+        questions.note()
         host = one.host
         buffer, used = self._buffer(one.block_bytes)
         block = _Block(host, cut, buffer)

@@ -271,6 +271,7 @@ class Saver:
     Attributes:
         saved: progress of the save.
         wait: sleeps for some seconds until a GPU may have memory again; an exception of it ends the save.
+        on_piece: called after each part of an array that was written, likewise.
     """
 
     def __init__(
@@ -295,6 +296,7 @@ class Saver:
         check_name(name)
         self._store, self._plain, self._fork, self._identity = store, dict(plain), fork, identity
         self.wait: Callable[[float], object] = time.sleep
+        self.on_piece: Callable[[], object] | None = None
         (sequence,) = self._fork.batch.sequences
         usable = [one for one in points if one.store == str(store.folder) and one.marks.begins(self._fork)]
         self._parent = next((one for one in reversed(usable) if store.continues(one.digest)), None)
@@ -327,7 +329,8 @@ class Saver:
             since = None if parent is None else parent.marks
             for number in range(len(self._fork.layers)):
                 copy_layer = functools.partial(layer_bundle, self._fork, number, since)
-                self.saved.nbytes += write_layer(writer, with_device_memory(copy_layer, self.wait))
+                layer = with_device_memory(copy_layer, self.wait)
+                self.saved.nbytes += write_layer(writer, layer, self.on_piece)
                 if on_layer is not None:
                     on_layer()
             self.saved.new_tokens = len(self._ids) - known
@@ -340,11 +343,13 @@ def layer_bundle(cache: RetrievalCache, number: int, since: Marks | None) -> tup
     return None if file is None else (file, Bundle(*layer_state(cache, number, since)))
 
 
-def write_layer(writer: NodeWriter, layer: tuple[str, Bundle] | None) -> int:
-    """Write what `layer_bundle` gave; returns bytes of arrays."""
+def write_layer(
+    writer: NodeWriter, layer: tuple[str, Bundle] | None, on_piece: Callable[[], object] | None = None
+) -> int:
+    """Write what `layer_bundle` gave; returns bytes of arrays. on_piece: see `NodeWriter.add`."""
     if layer is None:
         return 0
-    writer.add(*layer)
+    writer.add(*layer, on_piece)
     return sum(array.nbytes for array in layer[1].arrays.values())
 
 

@@ -97,8 +97,8 @@ def laid_out(bundle: Bundle) -> tuple[bytes, int, int]:
     return start, place, len(start) + place + 4 * (-(-place // BLOCK)) + 4
 
 
-def write_bundle(disk: Disk, path: Path, bundle: Bundle) -> Seal:
-    """Write `bundle` to a new file and wait until it is on the disk.
+def write_bundle(disk: Disk, path: Path, bundle: Bundle, on_piece: Callable[[], object] | None = None) -> Seal:
+    """Write `bundle` to a new file and wait until it is on the disk. on_piece: called after each _PIECE bytes or fewer.
 
     An array may be a view of any strides: it is written by contiguous parts and copied part by part at most.
     """
@@ -112,6 +112,8 @@ def write_bundle(disk: Disk, path: Path, bundle: Bundle) -> Seal:
             stream.write(np.zeros(place.offset - stream.data_bytes, np.uint8))
             for piece in _pieces(array.astype(place.dtype, copy=False)):
                 stream.write(piece)
+                if on_piece is not None:
+                    on_piece()
         stream.write(np.zeros(data_bytes - stream.data_bytes, np.uint8))
         table = stream.table()
         disk.write(handle, memoryview(table + struct.pack("<I", crc32c(table))))

@@ -74,16 +74,17 @@ class NodeWriter:
                 self.close()
                 raise
 
-    def add(self, file: str, bundle: Bundle) -> None:
+    def add(self, file: str, bundle: Bundle, on_piece: Callable[[], object] | None = None) -> None:
         """Write a bundle as `file`, a name like "layer-000", and wait until it is on the disk. Any thread.
 
+        on_piece: called after each part of an array; an exception of it ends the write.
         Raises ConfigError for values or arrays that cannot be saved, StoreError.
         """
         if not is_file_name(file) or file == IDS:
             raise StoreError(f"a bundle's name has letters, digits and _ . - only, and is not 'ids', got {file!r:.80}")
-        self._add(file, bundle)
+        self._add(file, bundle, on_piece)
 
-    def _add(self, file: str, bundle: Bundle) -> None:
+    def _add(self, file: str, bundle: Bundle, on_piece: Callable[[], object] | None = None) -> None:
         if self.exists:
             return
         laid_out(bundle)  # raises before anything is written
@@ -94,7 +95,7 @@ class NodeWriter:
             self._make_folder()
         path = self._folder / f"{file}{SUFFIX}"
         with guarded("write", path):
-            self._files[file] = write_bundle(self._layout.disk, path, bundle)
+            self._files[file] = write_bundle(self._layout.disk, path, bundle, on_piece)
 
     def _make_folder(self) -> None:
         if not self._made:

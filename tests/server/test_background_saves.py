@@ -140,6 +140,27 @@ def test_a_context_is_asked_before_it_is_durable(inside: Inside, http: httpx.Cli
     assert after["choices"] == before[0]["choices"] and cached(after) == 600
 
 
+def test_a_write_waits_while_questions_are_read(inside: Inside, http: httpx.Client, gate: Gate) -> None:
+    gate.open.set()
+    over = threading.Event()
+
+    def upload() -> None:
+        while not over.wait(0.01):
+            threads.questions.note()
+
+    uploads = threading.Thread(target=upload)
+    uploads.start()
+    try:
+        made(http, "book", text(600, 1))
+        assert gate.begun.wait(30)
+        time.sleep(background_saves.QUESTION_SECONDS / 2)
+        assert not state(http, "book")["durable"]
+    finally:
+        over.set()
+        uploads.join()
+    wait_for(lambda: state(http, "book")["durable"])
+
+
 def test_what_a_later_process_opens_is_the_same(tmp_path: Path, gate: Gate) -> None:
     """Of a context and one that continues it, saved while the first was not durable: only new tokens are written."""
     answers = []

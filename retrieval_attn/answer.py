@@ -38,6 +38,9 @@ class Stats:
     decoded: "graph" where every token after the first was a replay of a captured step, "eager", or "eager: " and why
     nothing was captured.
     drafted_tokens, accepted_tokens: drafts that steps verified, and those of them that the text has (`Config.drafts`).
+    passes, pass_bytes: with full_attention="exact" and keys on the host, forwards that attended to all keys after the
+    question, and bytes of keys and values that one read from there, on average. agreement: share of tokens for which
+    retrieval chose the token of full attention, of those it drafted before the first wrong one of a block; None: none.
     """
 
     context_tokens: int
@@ -59,6 +62,9 @@ class Stats:
     decoded: str = "eager"
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    passes: int = 0
+    pass_bytes: int = 0
+    agreement: float | None = None
 
     @property
     def seconds_per_token(self) -> float:

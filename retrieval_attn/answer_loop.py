@@ -26,6 +26,7 @@ from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import (
     ChooseTokens,
+    DecodeSteps,
     Generated,
     PromptState,
     StopStrings,
@@ -35,7 +36,7 @@ from retrieval_attn.runner.decode import (
     run,
 )
 from retrieval_attn.runner.drafted_steps import DraftedSteps
-from retrieval_attn.runner.drafts import Drafts
+from retrieval_attn.runner.exact_steps import ExactSteps, exact_steps
 from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
 from retrieval_attn.runner.prefill import abandon, finish_prefill
 from retrieval_attn.runner.progress import ReadingBar
@@ -165,7 +166,7 @@ class AnswerLoop:
         does not have, UnsupportedModelError for scores that are not finite.
         """
         started, ends = time.perf_counter(), set[int]() if sampling.ignore_eos else self.eos
-        choose = self._choose(sampling, batch, ends)
+        chooser = self._chooser(sampling, batch, ends)
         with (
             host_shortage(f"answer after {batch.ids.shape[1]:,} tokens"),
             using_retrieval(self.model, cache.config.prefill_chunk),
@@ -176,13 +177,18 @@ class AnswerLoop:
             _require_numbers(torch.isnan(prompt.logits))
             prefill_seconds = time.perf_counter() - started
             emit = None if on_text is None else _FirstRow(self._text_stream(sampling), ends, on_text)
+            choose = None if chooser is None else chooser()
             choice = TokenChoice(self._criteria(sampling, batch, ends), choose, pad_id=self._pad)
-            steps = DraftedSteps.of(self.model, cache, batch.ids, sampling.max_new_tokens)
+            steps: DecodeSteps | None
+            if cache.batch.attends_to_all:
+                steps = exact_steps(self.model, cache, batch.ids, sampling.max_new_tokens, chooser)
+            else:
+                steps = DraftedSteps.of(self.model, cache, batch.ids, sampling.max_new_tokens)
             result = run(self.model, cache, prompt, choice, on_token=emit, cancelled=cancelled, steps=steps)
             if emit is not None:
                 emit.end()
             result.prefill_seconds = prefill_seconds
-            stats = _stats(result, cache, None if steps is None else steps.drafts)
+            stats = _stats(result, cache, steps)
             rows = result.sequences[:, batch.ids.shape[1] :].tolist()
             return [
                 self._answer(row, replace(stats, context_tokens=tokens), sampling, ends)
@@ -214,8 +220,12 @@ class AnswerLoop:
             criteria.append(StopStrings([self._text_stream(sampling) for _ in batch.ids]))
         return criteria
 
-    def _choose(self, sampling: Sampling, batch: PromptRows, ends: set[int]) -> ChooseTokens | None:
-        """Return a sampler of these rows; None: each row takes the likeliest token of the model's logits."""
+    def _chooser(
+        self, sampling: Sampling, batch: PromptRows, ends: set[int]
+    ) -> Callable[[], ChooseTokens] | None:
+        """Return a maker of samplers of these rows, which choose alike and each know the tokens that they are called
+        with; None: each row takes the likeliest token of the model's logits.
+        """
         rows, columns = batch.ids.shape
         random = sampling.seed is None and not sampling.greedy
         seeds = torch.randint(2**63 - 1, (rows,)).tolist() if random else [sampling.seed or 0] * rows
@@ -224,26 +234,33 @@ class AnswerLoop:
         images = [token for token, kind in placeholders(self.model).items() if kind == "image"]
         ids = batch.ids.masked_fill(batch.ids < 0, images[0]) if images else batch.ids
         prompts = [row[valid].cpu().numpy() for row, valid in zip(ids, batch.valid, strict=True)]
-        histories = [
-            History.of(one, prompt, [], ends, sampling.min_tokens) for one, prompt in zip(params, prompts, strict=True)
-        ]
-        if sampling.greedy and not any(histories):
+
+        def made_histories() -> list[History | None]:
+            given = zip(params, prompts, strict=True)
+            return [History.of(one, prompt, [], ends, sampling.min_tokens) for one, prompt in given]
+
+        if sampling.greedy and not any(made_histories()):
             return None
-        sampler = Sampler(rows, batch.ids.device)
-        sampler.assign(dict(enumerate(params)))
 
-        def choose(sequences: Tensor, logits: Tensor, position: Tensor) -> Tensor:
-            nonlocal columns
-            if any(histories):
-                for history, new in zip(histories, sequences[:, columns:].tolist(), strict=True):
-                    if history is not None:
-                        history.output.extend(new)
-                columns = sequences.shape[1]
-            chosen = sampler.choose(logits, position, histories)
-            _require_numbers(chosen.failed)
-            return chosen.ids
+        def chooser() -> ChooseTokens:
+            histories, known = made_histories(), columns
+            sampler = Sampler(rows, batch.ids.device)
+            sampler.assign(dict(enumerate(params)))
 
-        return choose
+            def choose(sequences: Tensor, logits: Tensor, position: Tensor) -> Tensor:
+                nonlocal known
+                if any(histories):
+                    for history, new in zip(histories, sequences[:, known:].tolist(), strict=True):
+                        if history is not None:
+                            history.output.extend(new)
+                    known = sequences.shape[1]
+                chosen = sampler.choose(logits, position, histories)
+                _require_numbers(chosen.failed)
+                return chosen.ids
+
+            return choose
+
+        return chooser
 
     @property
     def eos(self) -> set[int]:
@@ -306,8 +323,10 @@ def _require_numbers(failed: Tensor) -> None:
         )
 
 
-def _stats(result: Generated, cache: RetrievalCache, drafts: Drafts | None) -> Stats:
-    work, tails = cache.stats(), cache.tail_shares()
+def _stats(result: Generated, cache: RetrievalCache, steps: DecodeSteps | None) -> Stats:
+    drafts, exact = (steps if isinstance(steps, kind) else None for kind in (DraftedSteps, ExactSteps))
+    counts = None if drafts is None else drafts.drafts.length
+    work, tails = cache.stats(), {} if cache.batch.attends_to_all else cache.tail_shares()
     largest = largest_share(tails)
     return Stats(
         context_tokens=0,
@@ -327,6 +346,9 @@ def _stats(result: Generated, cache: RetrievalCache, drafts: Drafts | None) -> S
         tail_share=mean_share(tails),
         tail_share_most=None if largest is None else HeadShare(*largest),
         decoded=result.how,
-        drafted_tokens=0 if drafts is None else drafts.length.drafted,
-        accepted_tokens=0 if drafts is None else drafts.length.accepted,
+        drafted_tokens=0 if counts is None else counts.drafted,
+        accepted_tokens=0 if counts is None else counts.accepted,
+        passes=0 if exact is None else exact.passes,
+        pass_bytes=0 if exact is None else exact.bytes_read // max(1, exact.passes),
+        agreement=None if exact is None else exact.length.agreement,
     )

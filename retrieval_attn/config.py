@@ -28,7 +28,8 @@ Retrieve = int | Literal["all", "auto"]
 Quantization = Literal["int8", "int4"]
 GraphMode = bool | Literal["auto"]
 QuestionAttention = Literal["exact", "retrieval"]
-FullAttention = Literal["auto", "always", "never"]
+FullAttention = Literal["auto", "always", "never", "exact"]
+FULL_ATTENTION = ("auto", "always", "never", "exact")
 TailMode = bool | Literal["auto"]
 Place = Literal["auto", "device", "host"]
 SPILL_TOKENS = 512
@@ -62,7 +63,10 @@ class Config:
     full_attention: "auto": with index="auto" and a tail, an answer on one GPU attends to all keys of a shorter text,
         which come there for it, if they fit and a token is sooner so (`runner/full_attention.py`); if only int8 fits,
         in int8.
-        "always": wherever they fit. "never": every answer retrieves. Engines always retrieve.
+        "always": wherever they fit. "never": every answer retrieves. "exact": the text, and the question, are those of
+        full attention. Keys beyond the GPU's memory, and those of a CPU, stay on the host: retrieval drafts blocks of
+        tokens, and one pass over all keys verifies each (`runner/exact_steps.py`). Engines always retrieve, and refuse
+        "exact".
     host_dtype: storage of the host's keys and values; "auto" is the model's own dtype. "int8": whole steps of the
         largest number of each key and value of each head, with the step as float32 behind them: 132 bytes instead
         of 256 for head_dim 128 in bfloat16; so are those in an engine's pages.
@@ -94,8 +98,7 @@ class Config:
         _require_int("prefill_chunk", self.prefill_chunk, 1, "8192 is a good start")
         _check_retrieve(self.retrieve)
         require_question_attention(self.question_attention)
-        if self.full_attention not in ("auto", "always", "never"):
-            raise ConfigError(f'full_attention must be "auto", "always" or "never", got {self.full_attention!r}.')
+        require_full_attention(self.full_attention)
         if not isinstance(self.index, str) or not self.index:
             raise ConfigError(
                 f"index must be the name of an index, got {self.index!r}; "
@@ -169,6 +172,12 @@ def require_question_attention(value: object) -> None:
     """Raise ConfigError unless `value` is a `QuestionAttention`."""
     if value not in ("exact", "retrieval"):
         raise ConfigError(f'question_attention must be "exact" or "retrieval", got {value!r}.')
+
+
+def require_full_attention(value: object) -> None:
+    """Raise ConfigError unless `value` is a `FullAttention`."""
+    if value not in FULL_ATTENTION:
+        raise ConfigError(f"full_attention must be one of {', '.join(FULL_ATTENTION)}; got {value!r}.")
 
 
 def resolve(config: Config | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> Config:

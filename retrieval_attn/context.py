@@ -18,11 +18,12 @@ from retrieval_attn.attention.cache import RetrievalCache, Rollback, require_sam
 from retrieval_attn.attention.reread import goes_on
 from retrieval_attn.attention.sequence import attended_columns
 from retrieval_attn.config import Config, QuestionAttention, require_question_attention, resolve
-from retrieval_attn.errors import CacheMismatchError, InputDataError, UnsupportedModelError
+from retrieval_attn.errors import CacheMismatchError, ConfigError, InputDataError, UnsupportedModelError
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.image_embedding import PromptImages
 from retrieval_attn.model.images import placed_images
 from retrieval_attn.model.loading import load_image_encoder
+from retrieval_attn.runner.exact_steps import attends_to_all, is_exact
 from retrieval_attn.runner.forget import forget_tokens
 from retrieval_attn.runner.full_attention import ExpectedTokens, answer_with_full_attention, attach_full_kv
 from retrieval_attn.runner.prefill import abandon
@@ -253,7 +254,8 @@ class Context:
 
         raw: take `question` as the exact continuation of the context, words of special tokens as control tokens.
         question_attention: how the question's own tokens attend to the context, "exact" or "retrieval" (default: that
-        of the config). on_text: called with each new piece of text.
+        of the config). on_text: called with each new piece of text. With full_attention="exact" the answer is the one
+        of full attention, whatever fits the GPU (`Config.full_attention`).
         Raises InputDataError, ConfigError.
         """
         asked = [self.template.question_ids(question, raw)]
@@ -356,16 +358,18 @@ class Context:
             self._require_answerable(asked, question_attention, sampling)
             tokens, batch = len(self._ids), self._loop.batch(asked, before=self._ids)
             total = tokens + expected.tokens
-            one_by_one = len(asked) > 1 and _may_change(self._cache, total)
+            exact = attends_to_all(self._cache, sampling.full_attention, total)
+            one_by_one = len(asked) > 1 and (exact or _may_change(self._cache, total))
             prefills_again = not goes_on(self._cache, total)  # no cached key is used then
-            retrieves = one_by_one or prefills_again
-            fork = None if retrieves else attach_full_kv(self.model, self._cache, expected)
+            retrieves, mode = one_by_one or prefills_again, sampling.full_attention or self.config.full_attention
+            fork = None if retrieves else attach_full_kv(self.model, self._cache, expected, mode)
             plain = self._cache.fork() if fork is None and not one_by_one else None
         if one_by_one:
             return [self._answer([one], question_attention, sampling, on_text, cancelled)[0] for one in asked]
 
         def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
-            cache.batch.question_attention = question_attention
+            cache.batch.attends_to_all = exact and cache.batch.exact is None
+            cache.batch.question_attention = "exact" if exact else question_attention
             if len(asked) > 1:
                 cache.batch_repeat_interleave(len(asked))
                 cache.batch.rows_alone = True
@@ -415,6 +419,8 @@ class Context:
             raise InputDataError("A question has no tokens; ask a non-empty question.")
         if question_attention is not None:
             require_question_attention(question_attention)
+            if question_attention == "retrieval" and is_exact(self._cache, sampling.full_attention):
+                raise ConfigError('full_attention="exact" has questions attend to all keys; drop question_attention.')
         self._cache.require_room(max(map(len, asked)) + sampling.max_new_tokens)
         self.kept.hold()
 

@@ -42,6 +42,7 @@ from retrieval_attn.model.placement import cuda_devices, input_device, offloads
 from retrieval_attn.model.quantization import chosen_dtype
 from retrieval_attn.model.rope import ContextLimit, length_rope, limit_context, max_positions
 from retrieval_attn.offload.managed import move_table
+from retrieval_attn.runner.exact_steps import attends_to_all
 from retrieval_attn.runner.ready import compiling_early
 from retrieval_attn.runner.switch import enable
 from retrieval_attn.sampling.sampling_params import Sampling
@@ -295,7 +296,9 @@ class LLM:
         loop, cache = AnswerLoop(self.model, self.tokenizer), RetrievalCache(self.model, self.config)
         batch = loop.batch(rows)
         columns = batch.ids.shape[1]
-        cache.require_room(columns + sampling.max_new_tokens)
+        total = columns + sampling.max_new_tokens
+        cache.require_room(total)
+        cache.batch.attends_to_all = attends_to_all(cache, sampling.full_attention, total)
         if columns > 1:
             loop.read_whole(cache, batch.first(columns - 1), progress)
         return loop.answer(cache, batch, sampling)

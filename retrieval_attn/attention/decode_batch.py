@@ -245,7 +245,8 @@ def decode_batch(
 def _begin(row: int, layer: RetrievalLayer, module: nn.Module, q_heads: int, spec: MaskSpec) -> RowAsks:
     held = layer.begin_token(module, q_heads, spec)
     host, span = held.first_row()
-    return RowAsks(row, layer, held, host, span, retrieved_keys(layer.config, host, span[1] - span[0]))
+    keys = None if layer.batch.attends_to_all else retrieved_keys(layer.config, host, span[1] - span[0])
+    return RowAsks(row, layer, held, host, span, keys)
 
 
 def _windows(asks: Items[RowAsks], queries: np.ndarray, new: DecodeTokens, scoring: Scoring) -> Partial:

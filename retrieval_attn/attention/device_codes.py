@@ -133,7 +133,7 @@ class DeviceCodeSource(AttentionSource[CodedRange]):
 
     @classmethod
     def covers(cls, request: AttentionRequest, tokens: TokenRange) -> CodedRange | None:
-        if request.exact or not request.spec.keeps_device_keys:
+        if request.exact or request.held.batch.attends_to_all or not request.spec.keeps_device_keys:
             return None
         k = retrieved_keys(request.config, tokens.host, tokens.stop - tokens.start)
         return CodedRange.of(tokens, k, request.spec, request.config.estimates) if isinstance(k, int) else None

@@ -33,6 +33,8 @@ from retrieval_attn.offload.staging import TORCH_DTYPE
 from retrieval_attn.offload.upload import UploadSpan
 from retrieval_attn.offload.work import HostWork
 
+FEW_QUERIES = 4
+"""New tokens of a step on a CPU up to which `HostSource` attends to all keys faster than matrix products."""
 QUERIES_AT_ONCE = 8192
 """Tokens of several rows that attend to a block together: more would need more memory than a chunk of a prompt."""
 
@@ -95,7 +97,8 @@ class PagedSource(AttentionSource[TokenRange]):
 
 
 class UploadSource(AttentionSource[TokenRange]):
-    """Tokens on the host, for an exact pass: keys come to the device block by block (`offload/upload.py`).
+    """Tokens on the host, for an exact pass and steps that attend to all: keys come to the device block by block
+    (`offload/upload.py`).
 
     A block is attended to by all rows that share its sequence, and the partials of the blocks merge. The keys of one
     row that are all in its window, with the bits of the host, are read there.
@@ -108,17 +111,21 @@ class UploadSource(AttentionSource[TokenRange]):
         held, window = request.held, request.held.window
         self._tail = window.tail()
         self._start = ranges[0].start
-        self._cut = functools.partial(UploadSpan.of, start=self._start)
+        stop = None if request.exact else ranges[0].stop  # of a step the window has the rest
+        self._cut = functools.partial(UploadSpan.of, start=self._start, stop=stop)
         self._spans = [(UploadSpan.of(one.host, one.stop, one.start), one.rows) for one in ranges]
         used = slice(*window.span)
         near = tuple(part[:, :, used] for part in window.buffers)
         is_near = len(ranges) == window.batch == 1 and not held.batch.forgotten.tokens and window.valid is None
+        is_near = is_near and request.exact
         is_near = is_near and window.sink_len + window.tail_len == held.columns - self._start
         self._near = near if is_near and near[0].dtype == TORCH_DTYPE[held.fmt] else None
 
     @classmethod
     def covers(cls, request: AttentionRequest, tokens: TokenRange) -> TokenRange | None:
-        return tokens if request.exact else None
+        held = request.held
+        many = held.device.type == "cuda" or request.num_queries > FEW_QUERIES
+        return tokens if request.exact or (held.batch.attends_to_all and many) else None
 
     def finish(self) -> SourceResult:
         query = self.query

@@ -56,7 +56,8 @@ class HostSource(AttentionSource[TokenRange]):
         self._query = torch.from_numpy(to_queries(self.query))
         groups: dict[int | HeadBudgets | None, list[TokenRange]] = {}
         for one in self.ranges:
-            k = retrieved_keys(self.request.config, one.host, one.stop - one.start)
+            every = self.request.held.batch.attends_to_all
+            k = None if every else retrieved_keys(self.request.config, one.host, one.stop - one.start)
             groups.setdefault(k, []).append(one)
         found, costs = [], []
         for k, ranges in groups.items():

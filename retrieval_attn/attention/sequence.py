@@ -82,7 +82,8 @@ class Batch:
     forgotten: what no token attends to from now on; columns count them still. exact: the first columns, where they lie
     in pages and not in the layers; None: they do not.
     devices: per layer number, where the layer computes, as far as it has. uploads: per device, what brings keys back.
-    question_attention: how questions attend to earlier tokens; None: as the layers' options say.
+    question_attention: how questions attend to earlier tokens; None: as the layers' options say. attends_to_all: new
+    tokens of a step attend to every key on the host, and none is estimated.
     factors: rotary factors that the keys were turned with, of a model whose factors depend on the length of the text.
     weights: state of the model's weights that the keys were computed with.
     images: of the one sequence, those that are read next included; None: it has none.
@@ -100,6 +101,7 @@ class Batch:
         self.forgotten = Forgotten()
         self.exact: PagedPrefix | None = None
         self.question_attention: QuestionAttention | None = None
+        self.attends_to_all = False
         self.devices: dict[int, torch.device] = {}
         self.uploads: dict[torch.device, Uploads] = {}
         self.factors: Factors | None = None
@@ -207,7 +209,7 @@ class Batch:
         other.devices, other.forgotten, other.broken = dict(self.devices), self.forgotten, self.broken
         other.exact, other.factors, other.weights = self.exact, self.factors, self.weights
         other.images, other.rows_alone = self.images, self.rows_alone
-        other.question_attention = self.question_attention
+        other.question_attention, other.attends_to_all = self.question_attention, self.attends_to_all
         other.sequences = [sequence.copy() for sequence in self.sequences]
         copies: dict[int, SequenceKV] = {}
         for sequence in other.sequences:

@@ -315,7 +315,9 @@ def _plain_text(text: CachedText) -> dict[str, Any]:
     }
 
 
-def _require_equal_windows(config: Config) -> None:
+def _require_served(config: Config) -> None:
+    if config.full_attention == "exact":
+        raise ConfigError('full_attention="exact" is for Context.ask: requests of an engine retrieve.')
     if config.keeps_all:
         raise ConfigError(
             'index="full" gives each text a window of its own size, and an engine\'s rows have windows of one size: '
@@ -361,7 +363,7 @@ class Engine:
 
         Raises ConfigError.
         """
-        _require_equal_windows(llm.config)
+        _require_served(llm.config)
         self._loop, self._counts = AnswerLoop(unwrapped(llm.model), llm.tokenizer), Counts()
         release_full_kv(llm.model)  # rows retrieve, and have the room
         self._limits = default_limits(self._loop.model, llm.config) if limits is None else limits

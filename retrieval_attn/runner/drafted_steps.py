@@ -54,14 +54,14 @@ class DraftedSteps(DecodeSteps):
     def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         """See `DecodeSteps.step`. mask: None."""
         number, self._left = int(token), self._left - 1
-        self.drafts.add((number,))
+        self._note_token(number)
         drafts = self._block.drafts
         if self._logits is not None and self._accepted < len(drafts) and drafts[self._accepted] == number:
             self._accepted += 1
             return self._logits[self._accepted, None]
-        self._end_block()
+        self._end_block(missed=self._accepted < len(drafts))
         most = min(self._left - 1, tokens_before_spill(self._cache) - 1)
-        block, began = self.drafts.block(most, partial(self._costs.extra, 1)), time.perf_counter()
+        block, began = self._next_block(token, position, most), time.perf_counter()
         if not block.drafts:
             logits = super().step(token, position, mask)
             self._costs.note(1, time.perf_counter() - began)
@@ -74,15 +74,27 @@ class DraftedSteps(DecodeSteps):
         self._block, self._accepted, self._logits = block, 0, found
         return found[:1]
 
+    def _note_token(self, number: int) -> None:
+        """Append a token of the text."""
+        self.drafts.add((number,))
+
+    def _next_block(self, token: Tensor, position: Tensor, most: int) -> DraftBlock:
+        """Return up to `most` drafts that follow the newest token, or none."""
+        return self.drafts.block(most, partial(self._costs.extra, 1))
+
     def close(self) -> None:
         """Crop drafts that were not accepted."""
         self._end_block()
         super().close()
 
-    def _end_block(self) -> None:
+    def _note_block(self, block: DraftBlock, accepted: int, *, missed: bool) -> None:
+        """Take in how many drafts were right. missed: the next one was wrong; False: the text ended, or has all."""
+        self.drafts.note(block, accepted)
+
+    def _end_block(self, *, missed: bool = False) -> None:
         if self._logits is None:
             return
         block, self._logits, self._block = self._block, None, DraftBlock([])
         if wrong := len(block.drafts) - self._accepted:
             self._cache.crop(-wrong)
-        self.drafts.note(block, self._accepted)
+        self._note_block(block, self._accepted, missed=missed)

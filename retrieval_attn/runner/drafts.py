@@ -187,6 +187,11 @@ class BlockCosts:
         share = slope / (start + slope * rows)
         return drafts * min(1.0, max(LEAST_EXTRA, share))
 
+    def seconds(self, tokens: int) -> float:
+        """Return the expected time of a step of `tokens` tokens; one was measured."""
+        start, slope = self._line()
+        return start + slope * tokens
+
     def _line(self) -> tuple[float, float]:
         weight, tokens, seconds, squares, products = self._sums
         mean, level = tokens / weight, seconds / weight

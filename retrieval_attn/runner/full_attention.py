@@ -21,6 +21,7 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.paged_prefix import PagedLayers, PagedPrefix, PagedSpan
 from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.config import FullAttention
 from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.gpu.memory import bandwidth
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, pages_for
@@ -122,18 +123,18 @@ ALONE = ExpectedTokens()
 
 
 def attach_full_kv(
-    model: PreTrainedModel, cache: RetrievalCache, ahead: ExpectedTokens = ALONE
+    model: PreTrainedModel, cache: RetrievalCache, ahead: ExpectedTokens = ALONE, mode: FullAttention | None = None
 ) -> RetrievalCache | None:
-    """Fork `cache` with its whole KV cache in GPU pages. Returns None if its answers are to retrieve.
+    """Fork `cache` with its whole KV cache in GPU pages. Returns None if its keys stay on the host.
 
-    ahead: expected tokens of the fork, if it is repeated for as many rows.
+    ahead: expected tokens of the fork, if it is repeated for as many rows. mode: see `forms_for_all`.
     """
     ends = {one.tail_start for one in _to_bring(cache)}
     if len(ends) != 1:  # nothing lies on the host alone
         return None
     (tokens,) = ends
     with _turn:
-        pages = _pages(model, cache, tokens, ahead)
+        pages = _pages(model, cache, tokens, ahead, mode)
         if pages is None:
             return None
         fork = cache.fork()
@@ -182,15 +183,19 @@ def answer_with_full_attention(
     return None
 
 
-def forms_for_all(model: PreTrainedModel, cache: RetrievalCache, tokens: int) -> list[bool]:
+def forms_for_all(
+    model: PreTrainedModel, cache: RetrievalCache, tokens: int, mode: FullAttention | None = None
+) -> list[bool]:
     """Return the formats in which full attention is allowed for a text, True for int8, preferred ones first.
 
-    An empty list means retrieval: by the options, or because it is as fast.
+    An empty list means retrieval: by the options, or because it is as fast. mode: `Config.full_attention` of the
+    answer; None: the cache's.
     """
     config = cache.config
+    mode = config.full_attention if mode is None else mode
     plain = config.index == "auto" and not config.index_options and config.retrieve != "all"
     speed = memory_speed(model)
-    retrieves = config.full_attention == "never" or not (plain and config.estimates)
+    retrieves = mode == "never" or not (plain and config.estimates)
     if speed is None or retrieves or cache.in_batch or is_spread(model):
         return []
     try:
@@ -198,7 +203,9 @@ def forms_for_all(model: PreTrainedModel, cache: RetrievalCache, tokens: int) ->
     except RetrievalAttentionError:  # what it needs is not known
         return []
     forms = [True] if config.host_dtype == "int8" else [False, True]
-    if config.full_attention == "always":
+    if mode == "exact":  # in the format of the host
+        return forms[:1]
+    if mode == "always":
         return forms
     return [int8 for int8 in forms if tokens <= full_attention_breakeven(shape, speed, int8=int8)]
 
@@ -228,9 +235,11 @@ def _to_bring(cache: RetrievalCache) -> list[LayerKV]:
     return [layer.held for layer in layers if layer.held is not None and layer.held.retrieves]
 
 
-def _pages(model: PreTrainedModel, cache: RetrievalCache, tokens: int, ahead: ExpectedTokens) -> FullKVPages | None:
-    """Return pages for the first tokens: kept ones, or new ones if they fit. None: the answer retrieves."""
-    forms, kept = forms_for_all(model, cache, cache.batch.columns), kept_pages(model)
+def _pages(
+    model: PreTrainedModel, cache: RetrievalCache, tokens: int, ahead: ExpectedTokens, mode: FullAttention | None
+) -> FullKVPages | None:
+    """Return pages for the first tokens: kept ones, or new ones if they fit. None: the keys stay on the host."""
+    forms, kept = forms_for_all(model, cache, cache.batch.columns, mode), kept_pages(model)
     if kept is not None and kept.held(cache) and kept.layers.int8 in forms and kept.has_room(tokens):
         return kept  # what is missing goes behind what others may attend to
     missing = 0

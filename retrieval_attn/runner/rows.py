@@ -206,7 +206,7 @@ def tokens_before_spill(cache: RetrievalCache) -> int:
     held = [layer.held for layer in cache.layers if isinstance(layer, RetrievalLayer) and layer.held is not None]
     room = min((one.window.room for one in held), default=DRAFTED_TOKENS + 1)
     positions = cache.max_positions
-    left = DRAFTED_TOKENS if positions is None else positions - cache.get_seq_length()
+    left = room if positions is None else positions - cache.get_seq_length()
     return max(0, min(room - 1, left))
 
 

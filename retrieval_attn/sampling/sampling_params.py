@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from retrieval_attn.config import FullAttention, require_full_attention
 from retrieval_attn.errors import ConfigError
 
 __all__ = [
@@ -125,7 +126,8 @@ class Sampling(ChoiceOptions):
     used; `retrieval_attn.server` uses them. max_new_tokens: most tokens of the answer. seed: the same seed gives a
     question the same answer, alone and in any batch; None: one for each answer from torch's global generator. stop:
     strings that end an answer when they appear in it. min_tokens: tokens before which neither an end token nor a stop
-    string ends the answer. ignore_eos: no end token ends it.
+    string ends the answer. ignore_eos: no end token ends it. full_attention: of this answer, see
+    `Config.full_attention`; None: as the context's options say.
     """
 
     max_new_tokens: int = 128
@@ -133,6 +135,7 @@ class Sampling(ChoiceOptions):
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    full_attention: FullAttention | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,6 +155,8 @@ class Sampling(ChoiceOptions):
             )
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
+        if self.full_attention is not None:
+            require_full_attention(self.full_attention)
         object.__setattr__(self, "stop", tuple(self.stop))
 
     @classmethod

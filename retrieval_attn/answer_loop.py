@@ -220,9 +220,7 @@ class AnswerLoop:
             criteria.append(StopStrings([self._text_stream(sampling) for _ in batch.ids]))
         return criteria
 
-    def _chooser(
-        self, sampling: Sampling, batch: PromptRows, ends: set[int]
-    ) -> Callable[[], ChooseTokens] | None:
+    def _chooser(self, sampling: Sampling, batch: PromptRows, ends: set[int]) -> Callable[[], ChooseTokens] | None:
         """Return a maker of samplers of these rows, which choose alike and each know the tokens that they are called
         with; None: each row takes the likeliest token of the model's logits.
         """

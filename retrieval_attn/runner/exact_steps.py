@@ -165,11 +165,7 @@ def attends_to_all(cache: RetrievalCache, mode: FullAttention | None, tokens: in
 
 
 def exact_steps(
-    model: PreTrainedModel,
-    cache: RetrievalCache,
-    ids: Tensor,
-    tokens: int,
-    choose: Callable[[], ChooseTokens] | None,
+    model: PreTrainedModel, cache: RetrievalCache, ids: Tensor, tokens: int, choose: Callable[[], ChooseTokens] | None
 ) -> DecodeSteps:
     """Return steps of a cache that attends to all keys; see `ExactSteps`.
 

@@ -113,6 +113,12 @@ class UploadSource(AttentionSource[TokenRange]):
         self._start = ranges[0].start
         stop = None if request.exact else ranges[0].stop  # of a step the window has the rest
         self._cut = functools.partial(UploadSpan.of, start=self._start, stop=stop)
+        if not request.exact and held.device.type == "cpu" and window.batch == 1:  # segments would be copied together
+            ranges = [
+                one.cut(first + low, first + high)
+                for one in ranges
+                for _, low, high, first in one.host.parts(one.start, one.stop)
+            ]
         self._spans = [(UploadSpan.of(one.host, one.stop, one.start), one.rows) for one in ranges]
         used = slice(*window.span)
         near = tuple(part[:, :, used] for part in window.buffers)

@@ -171,7 +171,7 @@ class Script(Drafter):
 
 def prompt_of(model: Any, cache: RetrievalCache, ids: torch.Tensor) -> PromptState:
     start = cache.get_seq_length()
-    places = torch.arange(start, ids.shape[1])[None]
+    places = torch.arange(start, ids.shape[1], device=ids.device)[None]
     with torch.no_grad(), using_retrieval(model, cache.config.prefill_chunk):
         logits = forward(model, cache, ids[:, start:], mask=None, position_ids=places)
     return PromptState(ids, logits, places[:, -1])

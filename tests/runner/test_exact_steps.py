@@ -193,6 +193,17 @@ def test_saved_extended_and_streamed_contexts(loaded: Loaded, tmp_path: Path) ->
         assert any(answer.stats.drafted_tokens for answer in together)
 
 
+def test_forgotten_tokens_and_rounded_keys(loaded: Loaded) -> None:
+    """An exact answer attends to no forgotten token; int8 keys are full attention's over the same int8 keys."""
+    for options in ({}, {"host_dtype": "int8"}):
+        few, every = contexts(loaded, 6, 300, **options)
+        for one in (few, every) if not options else ():
+            one.forget(4, 300)
+        long: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+        answer, wanted = few.ask("Who owes what?", full_attention="exact", **long), every.ask("Who owes what?", **long)
+        assert answer.tokens == wanted.tokens and answer.stats.drafted_tokens > 0
+
+
 def test_prompts_without_a_context(needle_model_path: Path) -> None:
     """`LLM.generate` with one prompt and with several, which are a batch: each token is a pass."""
     answers = []

@@ -322,8 +322,8 @@ def _require_numbers(failed: Tensor) -> None:
 
 
 def _stats(result: Generated, cache: RetrievalCache, steps: DecodeSteps | None) -> Stats:
-    drafts, exact = (steps if isinstance(steps, kind) else None for kind in (DraftedSteps, ExactSteps))
-    counts = None if drafts is None else drafts.drafts.length
+    counts = steps.drafts.length if isinstance(steps, DraftedSteps) else None
+    exact = steps if isinstance(steps, ExactSteps) else None
     work, tails = cache.stats(), {} if cache.batch.attends_to_all else cache.tail_shares()
     largest = largest_share(tails)
     return Stats(

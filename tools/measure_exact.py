@@ -8,6 +8,7 @@ the tail; none: the defaults.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import retrieval_attn as ra
 from retrieval_attn.answer import Answer
@@ -37,8 +38,8 @@ def measure(name: str, context: ra.Context, new: int, count: int) -> None:
     """Print how many exact answers are those of full attention, and what each kind costs."""
     full, found = full_context(context), list[tuple[Answer, Answer, Answer]]()
     for number in range(count):
-        sampled = {"temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {}
-        sampling = {"max_new_tokens": new, "ignore_eos": True, **sampled}
+        sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {}
+        sampling: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, **sampled}
         asked = ASKED.format(number)
         every = full.ask(asked, **sampling)
         found.append((every, context.ask(asked, full_attention="exact", **sampling), context.ask(asked, **sampling)))
@@ -51,8 +52,8 @@ def measure(name: str, context: ra.Context, new: int, count: int) -> None:
         f"{name}, {context.num_tokens:,} tokens: {count - len(wrong)} of {count} exact answers are full attention's "
         f"(wrong: {wrong}), {plain} by retrieval alone; {times[0]:.1f} ms per token in full, {times[1]:.1f} exact, "
         f"{times[2]:.1f} by retrieval; drafts: {hits} of {tries} compared right, "
-        f"{sum(one.drafted_tokens for one in stats)} drafted; {passes} passes of {stats[0].pass_bytes / 1e6:.1f} MB for "
-        f"{count * new} tokens",
+        f"{sum(one.drafted_tokens for one in stats)} drafted; {passes} passes of "
+        f"{stats[0].pass_bytes / 1e6:.1f} MB for {count * new} tokens",
         flush=True,
     )
 
@@ -66,7 +67,7 @@ def _counts(stats: ra.Stats) -> tuple[int, int, int]:
 def main() -> None:
     """Measure the model of the command line."""
     name, (tokens, new, count) = sys.argv[1], map(int, sys.argv[2:5])
-    few = {"retrieve": int(sys.argv[5]), "tail": False} if len(sys.argv) > 5 else {}
+    few: dict[str, Any] = {"retrieve": int(sys.argv[5]), "tail": False} if len(sys.argv) > 5 else {}
     llm = ra.LLM(name, device="cpu", **few)
     for kind in TEXTS:
         ids = make_text(kind, tokens, 16, llm.tokenizer, 3).ids[:tokens].tolist()

@@ -29,7 +29,8 @@ __all__ = ["BlockLength", "ExactSteps", "attends_to_all", "exact_steps", "host_b
 
 BLOCK_SIZES = (3, 7, 15, 31, 63)
 """Numbers of drafts that a block may have."""
-FIRST_SIZE = 15
+MEASURE_AFTER = 32
+"""Passes without drafts before the time of a drafted token is measured again."""
 FADING = 0.95
 """Weight of older blocks for each newer one."""
 PRIOR_HITS, PRIOR_TRIES = 9.5, 10.0
@@ -47,6 +48,7 @@ class BlockLength:
         self.hits = self.tries = 0
         self._recent = 0.0, 0.0
         self._draft_seconds: float | None = None
+        self._without = 0  # passes in turn
 
     @property
     def agreement(self) -> float | None:
@@ -56,15 +58,18 @@ class BlockLength:
     def choose(self, most: int, pass_seconds: Callable[[int], float]) -> int:
         """Return a number of drafts, 0 for none, at most `most`. pass_seconds: of a forward, by its tokens."""
         draft, sizes = self._draft_seconds, [0, *(size for size in BLOCK_SIZES if size <= most)]
-        if draft is None:
-            return min(FIRST_SIZE, sizes[-1])
+        if draft is None or self._without >= MEASURE_AFTER:
+            self._without = 0
+            return min(BLOCK_SIZES[0], sizes[-1])
         hits, tries = self._recent
         chance = (hits + PRIOR_HITS) / (tries + PRIOR_TRIES)
 
         def seconds_per_token(count: int) -> float:
             return (count * draft + pass_seconds(1 + count)) * (1 - chance) / (1 - chance ** (1 + count))
 
-        return min(sizes, key=seconds_per_token)
+        best = min(sizes, key=seconds_per_token)
+        self._without = 0 if best else self._without + 1
+        return best
 
     def note_seconds(self, seconds: float) -> None:
         """Take in the seconds of a drafted token."""

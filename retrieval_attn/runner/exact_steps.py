@@ -22,10 +22,10 @@ from retrieval_attn.config import FullAttention
 from retrieval_attn.model.placement import is_spread
 from retrieval_attn.runner.decode import ChooseTokens, DecodeSteps
 from retrieval_attn.runner.drafted_steps import DraftedSteps
-from retrieval_attn.runner.drafts import DraftBlock
+from retrieval_attn.runner.drafts import BlockCosts, DraftBlock
 from retrieval_attn.runner.rows import can_draft
 
-__all__ = ["BlockLength", "ExactSteps", "attends_to_all", "exact_steps", "host_bytes", "is_exact"]
+__all__ = ["BlockLength", "ExactSteps", "PassCosts", "attends_to_all", "exact_steps", "host_bytes", "is_exact"]
 
 BLOCK_SIZES = (3, 7, 15, 31, 63)
 """Numbers of drafts that a block may have."""
@@ -33,9 +33,26 @@ MEASURE_AFTER = 32
 """Passes without drafts before the time of a drafted token is measured again."""
 FADING = 0.95
 """Weight of older blocks for each newer one."""
+LEAST_GAIN = 0.9
+"""Expected time of a token with drafts, of that without, from which on there are drafts."""
 PRIOR_HITS, PRIOR_TRIES = 9.5, 10.0
 RETRIEVED = -1
 """Certainty of a block that retrieval drafted, see `DraftBlock`."""
+
+
+class PassCosts(BlockCosts):
+    """Measure the time of passes over all keys. single: of one token, which a CPU's kernels serve in another way; None
+    before the first.
+    """
+
+    single: float | None = None
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Take in a pass of `tokens` tokens."""
+        if tokens > 1:
+            super().note(tokens, seconds)
+        else:
+            self.single = seconds if self.single is None else (self.single + seconds) / 2
 
 
 class BlockLength:
@@ -55,17 +72,22 @@ class BlockLength:
         """Share of compared drafts that the text has; None before the first."""
         return self.hits / self.tries if self.tries else None
 
-    def choose(self, most: int, pass_seconds: Callable[[int], float]) -> int:
-        """Return a number of drafts, 0 for none, at most `most`. pass_seconds: of a forward, by its tokens."""
-        draft, sizes = self._draft_seconds, [0, *(size for size in BLOCK_SIZES if size <= most)]
+    def choose(self, most: int, costs: PassCosts) -> int:
+        """Return a number of drafts, 0 for none, at most `most`."""
+        draft, single = self._draft_seconds, costs.single
+        sizes = [0, *(size for size in BLOCK_SIZES if size <= most)]
         if draft is None or self._without >= MEASURE_AFTER:
             self._without = 0
             return min(BLOCK_SIZES[0], sizes[-1])
+        if single is None:
+            return 0
         hits, tries = self._recent
         chance = (hits + PRIOR_HITS) / (tries + PRIOR_TRIES)
 
         def seconds_per_token(count: int) -> float:
-            return (count * draft + pass_seconds(1 + count)) * (1 - chance) / (1 - chance ** (1 + count))
+            if not count:
+                return single * LEAST_GAIN
+            return (count * draft + costs.seconds(1 + count)) * (1 - chance) / (1 - chance ** (1 + count))
 
         best = min(sizes, key=seconds_per_token)
         self._without = 0 if best else self._without + 1
@@ -104,6 +126,7 @@ class ExactSteps(DraftedSteps):
         """
         self._looks_up = cache.config.drafts
         super().__init__(model, cache, ids[0, : None if self._looks_up else 0].cpu().numpy().astype(np.int32), tokens)
+        self._costs: PassCosts = PassCosts()
         self.length, self.passes, self.bytes_read = BlockLength(), 0, 0
         self._choose, self._sequences = choose, ids
 
@@ -120,7 +143,7 @@ class ExactSteps(DraftedSteps):
         block = super()._next_block(token, position, most) if self._looks_up else DraftBlock([])
         if block.drafts or not retrieves(self._cache):
             return block
-        count = self.length.choose(most, self._costs.seconds)
+        count = self.length.choose(most, self._costs)
         return DraftBlock(self._drafted(token, position, count), RETRIEVED) if count > 0 else block
 
     def _drafted(self, token: Tensor, position: Tensor, count: int) -> list[int]:

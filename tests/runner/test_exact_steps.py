@@ -29,6 +29,7 @@ from retrieval_attn.runner.exact_steps import (
     MEASURE_AFTER,
     BlockLength,
     ExactSteps,
+    PassCosts,
     exact_steps,
     host_bytes,
 )
@@ -269,15 +270,18 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float, 
     monkeypatch.undo()
 
     def choose(draft: float, chance: float, seconds: Callable[[int], float]) -> int:
-        length, rolls = BlockLength(), random.Random(1)
-        assert length.choose(99, seconds) == 3 and length.choose(2, seconds) == 0
+        length, rolls, costs = BlockLength(), random.Random(1), PassCosts()
+        assert length.choose(99, costs) == 3 and length.choose(2, costs) == 0
         length.note_seconds(draft)
+        costs.note(4, seconds(4))
+        assert length.choose(99, costs) == 0  # until a token's own pass is measured
         for _ in range(200):
-            count, right = length.choose(99, seconds), 0
+            count, right = length.choose(99, costs), 0
+            costs.note(1 + count, seconds(1 + count))
             while right < count and rolls.random() < chance:
                 right += 1
             length.note(right, right < count)
-        counts = [length.choose(99, seconds) for _ in range(MEASURE_AFTER + 2)]
+        counts = [length.choose(99, costs) for _ in range(MEASURE_AFTER + 2)]
         assert any(counts)  # the time of drafts is measured again
         return counts[-1] or max(counts, key=counts.count)
 

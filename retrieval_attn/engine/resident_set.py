@@ -91,13 +91,23 @@ class ResidentSet:
         return found
 
     def count_use(self, node: Node) -> None:
-        """Count a use of a node; of successive ones, the first. Its ancestors are at least as hot: they go after it."""
-        one, heat = node, self._heat(node) + (node is not self._latest)
+        """Count a use of a node; of successive ones, the first. Its ancestors are at least as hot: they go after it.
+
+        Questions on one text are successive: an answer that is cached below it in between is no other text.
+        """
+        one, heat = node, self._heat(node) + (not self._is_latest(node))
         self._latest = node
         while one.parent is not None:
             one.heat, one.heat_at = heat, self._turnovers
             one = one.parent
             heat = max(heat, self._heat(one))
+
+    def _is_latest(self, node: Node) -> bool:
+        """Return whether the latest used node is this one or below it."""
+        one = self._latest
+        while one is not None and one is not node:
+            one = one.parent
+        return one is node
 
     def refer(self, node: Node, more: int) -> None:
         """Count `more` leases on a node or below it."""
@@ -141,7 +151,7 @@ class ResidentSet:
         del self._nodes[node], self._last[node]
         node.held, node.sizes = None, Sizes()
         if node is self._latest:
-            self._latest = None
+            self._latest = node.parent if node.parent in self._nodes else None
         if node.parent is not None:
             node.parent.held_children -= 1
             if node.parent in self._nodes and not node.parent.held_children:

@@ -221,11 +221,11 @@ def test_of_equal_nodes_the_one_used_longest_ago_is_evicted() -> None:
     assert tree.evict(Sizes(1)) == Sizes(10) and second.gone and not first.gone
 
 
-def ask(tree: RadixCache, fill: int) -> None:
-    """Look a document of 10 bytes up, insert it if it is missing, and evict beyond 30 bytes."""
+def ask(tree: RadixCache, fill: int, limit: int = 30) -> None:
+    """Look a document of 10 bytes up, insert it if it is missing, and evict beyond `limit` bytes."""
     if tree.match(np.full(101, fill), "a").length < 100:
         tree.insert(tree.root, np.full(100, fill), Bytes(10), "a")
-    tree.evict(tree.sizes.less(Sizes(30)))
+    tree.evict(tree.sizes.less(Sizes(limit)))
 
 
 def is_cached(tree: RadixCache, fill: int) -> bool:
@@ -274,6 +274,28 @@ def test_a_new_document_stays_for_its_follow_up() -> None:
     assert is_cached(tree, 9) and sum(is_cached(tree, fill) for fill in (1, 2, 3)) == 2
     ask(tree, 10)
     assert is_cached(tree, 10) and not is_cached(tree, 9)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_questions_on_one_document_count_once(answers: bool) -> None:
+    """Three documents in turn stay behind three that had many questions each: the cache has room for about three."""
+    tree = RadixCache()
+
+    def questions(fill: int, count: int) -> None:
+        for number in range(count):
+            ask(tree, fill, 36)
+            if answers:  # the question with its answer, a few tokens below the document
+                add(
+                    tree,
+                    np.concatenate([np.full(100, fill), np.full(5, 1000 + 10 * fill + number)]).astype(np.int32),
+                    1,
+                )
+
+    for fill in (1, 2, 3):
+        questions(fill, 5)
+    for fill in (4, 5, 6):
+        questions(fill, 1)
+    assert [is_cached(tree, fill) for fill in (4, 5, 6)] == [True] * 3
 
 
 def test_documents_out_of_use_are_evicted() -> None:

@@ -96,7 +96,10 @@ class Reference:
         return record.heat * 0.5 ** ((self.turnovers - record.heat_at) / self.half_life)
 
     def count_use(self, record: Record | None) -> None:
-        least = 0.0 if record is None else self.heat(record) + (record is not self.latest)
+        above, latest = list[Record](), self.latest
+        while latest is not None:
+            above, latest = [*above, latest], latest.parent
+        least = 0.0 if record is None else self.heat(record) + (record not in above)
         self.latest = record
         while record is not None:
             record.heat, record.heat_at = max(self.heat(record), least), self.turnovers
@@ -126,6 +129,8 @@ class Reference:
                 and any(self.could_go(one) and self.bytes_of(one, lacking) for one in self.path(record))
             ]
             if not candidates:
+                while self.latest is not None and self.latest not in self.records:
+                    self.latest = self.latest.parent
                 return freed
             victim = min(candidates, key=lambda record: self.order(record, lacking))
             freed = Sizes(*(one + more for one, more in zip(freed, victim.held, strict=True)))

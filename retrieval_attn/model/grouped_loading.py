@@ -6,19 +6,22 @@ loader is told of a quantiser of ours, which turns the tensors of a matrix into 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.packed import GROUPS
 from retrieval_attn.model.experts import expert_parameters, grouped_experts, matrix_shape
 from retrieval_attn.model.grouped import GroupedMatrix, of_awq, of_gptq
 from retrieval_attn.model.quantization import options_in, own_method, require_package
+from retrieval_attn.model.quantizers import MakeParameter, ReadConfig, ReadQuantizer
 
 METHOD = "retrieval_attn_grouped"
 """Of the quantiser, as transformers' registry knows it."""
@@ -68,7 +71,6 @@ def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
                 f"This checkpoint has groups of {group} weights, torch's kernel takes {GROUPS}: "
                 f"`pip install {LIBRARY}`."
             )
-    _register()
     holder.quantization_config = {
         **options, "quant_method": METHOD, "of": method, "layout": layout, "whole": device.type != "cuda",
         "device": str(device),
@@ -133,82 +135,43 @@ def joined_experts(
     return grouped_experts(matrices(device), shape, first.group, dtype=whole.dtype, device=device)
 
 
-@functools.cache
-def _register() -> None:
-    """Tell transformers' loader of the quantiser, once."""
-    from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizers_utils import get_module_from_name
-    from transformers.utils.quantization_config import QuantizationConfigMixin
+@register_quantizer(METHOD)
+class GroupedQuantizer(ReadQuantizer):
+    """Read matrices of GPTQ and AWQ, and those of experts."""
 
-    class GroupedConfig(QuantizationConfigMixin):
-        def __init__(self, **options: Any) -> None:
-            self.__dict__.update(options)
-            self.quant_method = METHOD  # type: ignore[assignment]
+    def get_weight_conversions(self) -> list[Any]:
+        """Return the conversion of a linear layer's matrix."""
+        make = MakeParameter(partial(_matrix_parameter, self.quantization_config))
+        return [WeightConverter([rf"\.{part}$" for part in PARTS], r"\.weight$", [make])]
 
-    class GroupedConvert(ConversionOps):
-        def __init__(self, config: Any) -> None:
-            self._config = config
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """Read experts' matrices before the general patterns do, joined in host memory."""
+        join = MakeParameter(partial(_experts_parameter, self.quantization_config))
+        found = []
+        for one in weight_conversions:
+            kinds = {type(operation) for operation in getattr(one, "operations", ())}
+            sources = [source.removesuffix(".weight") for source in one.source_patterns]
+            if MergeModulelist in kinds and kinds <= {MergeModulelist, Concatenate}:
+                patterns = [f"{source}.{part}" for source in sources for part in PARTS]
+                found.append(WeightConverter(patterns, one.target_patterns, [join], force_cpu=True))
+        return [*weight_conversions, *found, *self.get_weight_conversions()]
 
-        def convert(
-            self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **given: Any
-        ) -> dict[str, Any]:
-            name = given["full_layer_name"]
-            module: Any = given["model"].get_submodule(name.rpartition(".")[0])  # its weight has no storage yet
-            parts = {
-                part: tensors[0] if isinstance(tensors, list) else tensors
-                for key, tensors in input_dict.items()
-                for part in PARTS
-                if part in key
-            }
-            options = {"whole": self._config.whole, "dtype": module.weight.dtype}
-            weight = converted(self._config.of, self._config.layout, parts, **options)
-            return {name: nn.Parameter(weight, requires_grad=False)}
 
-    class GroupedJoin(ConversionOps):
-        """Make a parameter of the experts' tensors, which transformers would join once they are whole."""
+register_quantization_config(METHOD)(ReadConfig)
 
-        def __init__(self, config: Any) -> None:
-            self._config = config
 
-        def convert(
-            self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **given: Any
-        ) -> dict[str, Any]:
-            name = given["full_layer_name"]
-            module, leaf = get_module_from_name(given["model"], name)
-            experts: dict[str, list[Any]] = {}
-            for pattern in source_patterns:
-                matrix, _, part = pattern.rpartition(".")
-                own = experts.setdefault(matrix, [{} for _ in input_dict.get(pattern, ())])
-                for expert, tensor in zip(own, input_dict.get(pattern, ()), strict=False):
-                    expert[part] = tensor
-            weight = joined_experts(self._config, experts, module, leaf)
-            return {name: nn.Parameter(weight, requires_grad=False)}
+def _matrix_parameter(config: Any, module: Any, _: str, tensors: dict[str, list[Tensor]]) -> Tensor:
+    """Return the weight of a linear layer. config: of the quantizer."""
+    parts = {part: own[0] for pattern, own in tensors.items() for part in PARTS if part in pattern}
+    return converted(config.of, config.layout, parts, whole=config.whole, dtype=module.weight.dtype)
 
-    class GroupedQuantizer(HfQuantizer):
-        def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-            """Read experts' matrices before the general patterns do, joined in host memory."""
-            found = []
-            for one in weight_conversions:
-                kinds = {type(operation) for operation in getattr(one, "operations", ())}
-                sources = [source.removesuffix(".weight") for source in one.source_patterns]
-                if MergeModulelist in kinds and kinds <= {MergeModulelist, Concatenate}:
-                    patterns = [f"{source}.{part}" for source in sources for part in PARTS]
-                    join = GroupedJoin(self.quantization_config)
-                    found.append(WeightConverter(patterns, one.target_patterns, [join], force_cpu=True))
-            return [*weight_conversions, *found, *self.get_weight_conversions()]
 
-        def get_weight_conversions(self) -> list[Any]:
-            sources = [rf"\.{part}$" for part in PARTS]
-            return [WeightConverter(sources, r"\.weight$", [GroupedConvert(self.quantization_config)])]
-
-        def is_serializable(self, *_: Any, **__: Any) -> bool:
-            return False
-
-        @property
-        def is_trainable(self) -> bool:
-            return False
-
-    register_quantization_config(METHOD)(GroupedConfig)
-    register_quantizer(METHOD)(GroupedQuantizer)
+def _experts_parameter(config: Any, module: Any, name: str, tensors: dict[str, list[Tensor]]) -> Tensor:
+    """Return a parameter of experts, whose matrices transformers would join once they are whole."""
+    experts: dict[str, list[Any]] = {}
+    for pattern, given in tensors.items():
+        matrix, _, part = pattern.rpartition(".")
+        own = experts.setdefault(matrix, [{} for _ in given])
+        for expert, tensor in zip(own, given, strict=False):
+            expert[part] = tensor
+    return joined_experts(config, experts, module, name.rpartition(".")[2])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.packed import PackedWeights
-from retrieval_attn.model.expert_loading import has_experts, quantized_experts_config
+from retrieval_attn.model.expert_loading import ExpertsConfig, has_experts
 from retrieval_attn.model.experts import copied_bytes, has_packed_experts
 from retrieval_attn.model.layers import modules_of
 from retrieval_attn.model.placement import is_host_table
@@ -126,7 +126,7 @@ def loading_config(name: str, config: Any, device: torch.device) -> Any:
 
     try:
         if name == "int4" and has_experts(config):
-            return quantized_experts_config()(int4_config(device), device=str(device))
+            return ExpertsConfig(int4_config(device), device=str(device))
         return TorchAoConfig(_int8() if name == "int8" else int4_config(device))
     except ImportError as error:
         raise ConfigError(

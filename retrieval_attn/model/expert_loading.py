@@ -22,7 +22,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from retrieval_attn.model.experts import expert_parameters, float_experts, quantized_experts
 from retrieval_attn.model.layers import expert_counts
-from retrieval_attn.model.quantizers import MakeParameter, ReadConfig, ReadQuantizer
+from retrieval_attn.model.quantizers import MakeParameter, ReadConfig, ReadQuantizer, replace_quantization
 
 log = logging.getLogger(__name__)
 METHOD = "retrieval_attn_experts"
@@ -58,9 +58,7 @@ def float_options(config: Any, options: Mapping[str, Any], device: torch.device)
 
     options: of the config's own quantization_config.
     """
-    text = config.get_text_config(decoder=True)
-    holder = config if getattr(config, "quantization_config", None) is not None else text
-    holder.quantization_config = {**options, "quant_method": FLOATS, "device": str(device)}
+    replace_quantization(config, FLOATS, {**options, "device": str(device)})
     return {"config": config}
 
 

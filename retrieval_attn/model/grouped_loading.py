@@ -20,8 +20,8 @@ from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.packed import GROUPS
 from retrieval_attn.model.experts import expert_parameters, grouped_experts, matrix_shape
 from retrieval_attn.model.grouped import GroupedMatrix, of_awq, of_gptq
-from retrieval_attn.model.quantization import options_in, own_method, require_package
-from retrieval_attn.model.quantizers import MakeParameter, ReadConfig, ReadQuantizer
+from retrieval_attn.model.quantization import options_in, own_method, quantization_of, require_package
+from retrieval_attn.model.quantizers import MakeParameter, ReadConfig, ReadQuantizer, replace_quantization
 
 METHOD = "retrieval_attn_grouped"
 """Of the quantiser, as transformers' registry knows it."""
@@ -46,9 +46,7 @@ def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
 
     Raises ConfigError for what only the package reads.
     """
-    text = config.get_text_config(decoder=True)
-    holder = config if getattr(config, "quantization_config", None) is not None else text
-    options = options_in(holder.quantization_config)
+    options = options_in(quantization_of(config))
     method = own_method(config)
     layout = str(options.get("checkpoint_format") or options.get("version") or options.get("format") or "").lower()
     known = {"gptq": ("", "gptq", "gptq_v2"), "awq": ("", "gemm")}[str(method)]
@@ -71,10 +69,8 @@ def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
                 f"This checkpoint has groups of {group} weights, torch's kernel takes {GROUPS}: "
                 f"`pip install {LIBRARY}`."
             )
-    holder.quantization_config = {
-        **options, "quant_method": METHOD, "of": method, "layout": layout, "whole": device.type != "cuda",
-        "device": str(device),
-    }  # fmt: skip
+    own = {"of": method, "layout": layout, "whole": device.type != "cuda", "device": str(device)}
+    replace_quantization(config, METHOD, {**options, **own})
     return {"config": config, "output_loading_info": True}
 
 

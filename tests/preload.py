@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 
 from retrieval_attn.compile.gc_pause import no_gc
-from retrieval_attn.imports import quiet
+from retrieval_attn.imports import quiet, skip_unused
 
 quiet()
 with no_gc():
+    skip_unused()
     import uvicorn.loops.auto
     import uvicorn.protocols.http.auto  # noqa: F401
 

@@ -1,11 +1,13 @@
 """Python programs in processes that are forked from one with all modules imported.
 
-Importing torch and transformers takes most of a start's seconds. Tests of a start itself run a new interpreter.
+Importing torch and transformers takes most of a start's seconds. Tests of a start itself run a new interpreter. A
+server's engine process is forked from the same process.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import importlib
 import multiprocessing
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import termios
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import DupFd
@@ -33,6 +36,8 @@ CLI = ("-m", "retrieval_attn.cli")
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE_IMPORT = {"OMP_NUM_THREADS": "1"}
 """Environment variables that libraries read when they are imported."""
+_FIRST_RECEIVED = 64
+"""Lowest number of a file descriptor that a forked process receives, before it gets its own number."""
 
 
 class PreloadedProcess:
@@ -46,21 +51,23 @@ class PreloadedProcess:
         files: Mapping[int, int],
         constants: Mapping[str, float] | None = None,
         new_session: bool = False,
+        finalizes: bool = False,
     ) -> None:
         """Start `python WORDS`, which begin with "-c" or "-m".
 
         environment: replaces the forking process's. files: file descriptors that become the standard input (0), output
         (1) and error output (2); they stay open here. A terminal as input becomes the controlling terminal.
         constants: values of module constants by their dotted names. new_session: lead a session and a process group.
+        finalizes: end the interpreter as a new one ends, for tests of what is left at its end.
         """
         context = _context()
         passed = {number: _Descriptor(file) for number, file in files.items()}
         self._process = context.Process(
             target=run_program,
-            args=(list(words), dict(environment), os.fspath(cwd), dict(constants or {}), passed, new_session),
+            args=(list(words), dict(environment), os.fspath(cwd), dict(constants or {}), passed),
+            kwargs={"new_session": new_session, "finalizes": finalizes, "forkserver": _address()},
         )
-        with _variables_of_imports():
-            self._process.start()
+        self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
@@ -101,6 +108,7 @@ class PreloadedPopen(PreloadedProcess):
         stdout: IO[Any] | None = None,
         stderr: IO[Any] | int | None = None,
         start_new_session: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """command: `sys.executable`, options of the interpreter, which are dropped, "-m", and the rest. stdin: None or
         DEVNULL; the program must not read it. stderr: a file, or STDOUT.
@@ -110,7 +118,9 @@ class PreloadedPopen(PreloadedProcess):
             stderr = stdout
         assert command[0] == sys.executable and stdin in (None, subprocess.DEVNULL)
         words = command[command.index("-m") :]
-        files = {number: file.fileno() for number, file in ((1, stdout), (2, stderr)) if file is not None}
+        files = {number: number if file is None else file.fileno() for number, file in ((1, stdout), (2, stderr))}
+        files |= {number: number for number in pass_fds}
+        self._waiting = threading.Lock()
         super().__init__(words, os.environ if env is None else env, cwd or Path.cwd(), files, None, start_new_session)
 
     @property
@@ -119,11 +129,21 @@ class PreloadedPopen(PreloadedProcess):
         return self.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status. Raise `subprocess.TimeoutExpired` after `timeout` seconds."""
-        if timeout is not None:
-            return super().wait(timeout)
-        self._process.join()
-        return super().wait(0)
+        """Return the exit status. Raise `subprocess.TimeoutExpired` after `timeout` seconds. Threads wait in turn."""
+        with self._waiting:
+            if timeout is not None:
+                return super().wait(timeout)
+            self._process.join()
+            return super().wait(0)
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the process runs or a thread waits for it."""
+        if not self._waiting.acquire(blocking=False):
+            return None
+        try:
+            return super().poll()
+        finally:
+            self._waiting.release()
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -146,10 +166,12 @@ def run_preloaded(
     environment: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] = ROOT,
     timeout: float = 200,
+    finalizes: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` to its end, as `subprocess.run` with captured output does.
 
-    given: standard input, less than a pipe holds. environment: variables besides those of this process.
+    given: standard input, less than a pipe holds. environment: variables besides those of this process. finalizes: as
+    of `PreloadedProcess`.
     """
     assert len(given) < 2**15, "longer input needs a thread that writes it"
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
@@ -158,7 +180,8 @@ def run_preloaded(
         os.close(writing)
         try:
             files = {0: reading, 1: output.fileno(), 2: errors.fileno()}
-            process = PreloadedProcess(words, {**os.environ, **(environment or {})}, cwd, files)
+            variables = {**os.environ, **(environment or {})}
+            process = PreloadedProcess(words, variables, cwd, files, finalizes=finalizes)
         finally:
             os.close(reading)
         try:
@@ -181,7 +204,9 @@ class _Descriptor:
         return DupFd(self._number)
 
     def __setstate__(self, passed: Any) -> None:
-        self._number = passed.detach()
+        received = passed.detach()
+        self._number = fcntl.fcntl(received, fcntl.F_DUPFD, _FIRST_RECEIVED)  # above numbers that are replaced
+        os.close(received)
 
     def replace(self, number: int) -> None:
         """Duplicate it to this descriptor and close it."""
@@ -195,12 +220,17 @@ def run_program(
     cwd: str,
     constants: Mapping[str, float],
     files: dict[int, _Descriptor],
+    *,
     new_session: bool = False,
+    finalizes: bool = False,
+    forkserver: str = "",
 ) -> None:
-    """Run `python WORDS` to its end, as a new interpreter would."""
+    """Run `python WORDS` to its end, as a new interpreter would. forkserver: address of the forking process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if new_session:
         os.setsid()
+    if forkserver:
+        _fork_engines(forkserver)
     for number, file in files.items():
         file.replace(number)
     if 0 in files:
@@ -225,9 +255,36 @@ def run_program(
         else:
             sys.argv = [program, *arguments]
             runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except BaseException as error:
+        if not finalizes:
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        status = error.code if isinstance(error, SystemExit) else 1
+        ctypes.pythonapi.Py_Exit(status if isinstance(status, int) else int(status is not None))
     finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+        if not finalizes:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+    if finalizes:
+        ctypes.pythonapi.Py_Exit(0)
+
+
+def _fork_engines(address: str) -> None:
+    """Let this forked process fork its engine's process from the process at `address`, too."""
+    from retrieval_attn.server import engine_process
+
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server.ensure_running = address, lambda: None
+    engine_process.subprocess = forked_processes()  # type: ignore[attr-defined]
+
+
+def _address() -> str:
+    """Return the address of the forking process; start it if it does not run yet."""
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    with _variables_of_imports():
+        server.ensure_running()
+    return str(server._forkserver_address)
 
 
 def _context() -> Any:
@@ -238,11 +295,10 @@ def _context() -> Any:
 
 @contextmanager
 def _variables_of_imports() -> Iterator[None]:
-    """Set BEFORE_IMPORT while the forking process is started, if it does not run yet."""
+    """Set BEFORE_IMPORT while the forking process is started."""
     before = {name: os.environ.get(name) for name in BEFORE_IMPORT}
     os.environ.update(BEFORE_IMPORT)
     try:
-        multiprocessing.forkserver.ensure_running()
         yield
     finally:
         for name, value in before.items():

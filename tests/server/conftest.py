@@ -34,6 +34,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The bundled model, with a store of its own."""
     from tests.server.process import serving
 
-    # a new interpreter: tests measure its memory, which a forked one shares
-    with serving("--store", str(tmp_path_factory.mktemp("store")), "--warm-up", "2k") as found:
+    options = ("--store", str(tmp_path_factory.mktemp("store")), "--warm-up", "2k")
+    with serving(*options, preloaded=True) as found:
         yield found

@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +33,7 @@ from retrieval_attn.server import ipc as frames
 from retrieval_attn.server.client import LocalEngine
 from retrieval_attn.server.settings import EngineSpec
 from retrieval_attn.server.worker import Worker
+from tests.preloaded import forked_processes, run_preloaded
 from tests.server.process import ANSWER, END_SECONDS, QUESTION, Served, document, runs, saved, serving
 
 CHAT = "/v1/chat/completions"
@@ -200,6 +199,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path, monkey
 
 
 async def _hang(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "subprocess", forked_processes())
     engine = remote.RemoteEngine(spec)
     await engine.start()
     monkeypatch.setattr(remote, "PING_SECONDS", 0.05)
@@ -286,13 +286,11 @@ def test_a_process_starts_before_torch_is_imported_if_there_is_a_gpu(
 
 
 def test_a_server_does_not_import_what_it_does_not_use() -> None:
+    """`tests/preload.py` skips as a server does."""
     pytest.importorskip("sklearn")
-    code = (
-        "import sys; from retrieval_attn.imports import skip_unused; skip_unused(); import retrieval_attn.server.run; "
-        "print({'sklearn', 'pandas', 'torch'} & set(sys.modules)); import sklearn.metrics"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
-    assert found.stdout == "{'torch'}\n"
+    code = "import sys; print({'sklearn', 'pandas', 'torch'} & set(sys.modules)); import sklearn.metrics"
+    found = run_preloaded(["-c", code])
+    assert (found.returncode, found.stdout) == (0, "{'torch'}\n"), found.stderr
 
 
 def test_a_process_whose_server_is_gone_is_seen() -> None:

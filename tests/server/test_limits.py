@@ -42,6 +42,15 @@ def inside(tmp_path: Path) -> Iterator[Inside]:
     found.end()
 
 
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Served]:
+    """A server in a new interpreter: a forked one shares memory."""
+    from tests.server.process import serving
+
+    with serving("--warm-up", "0") as found:
+        yield found
+
+
 def answer(sock: socket.socket, seconds: float = 20) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer on a connection that the server closes. Raises TimeoutError if it does not."""
     sock.settimeout(seconds)
@@ -209,7 +218,7 @@ class TestBodies:
             inside.end()
 
     @pytest.mark.parametrize("megabytes", [2, 30])
-    def test_wrong_bodies_cost_little(self, megabytes: int, served: Served) -> None:
+    def test_wrong_bodies_cost_little(self, megabytes: int, measured: Served) -> None:
         """Of lists, objects and unknown keys: 400 within a second, in 10 times their size, while /health answers."""
         size = megabytes * 1_000_000
         made = {
@@ -225,12 +234,12 @@ class TestBodies:
             "quotes": b'{"model":"bundled","prompt":"' + rb"\"" * (size // 2),
             "backslashes": b'{"model":"bundled","prompt":"' + b"\\" * size,
         }
-        process = Path(f"/proc/{served.process.pid}")
+        process = Path(f"/proc/{measured.process.pid}")
         worst: list[float] = []
         ended = threading.Event()
 
         def ask_health() -> None:
-            with served.client() as http:
+            with measured.client() as http:
                 while not ended.is_set():
                     watch = Stopwatch(process)
                     assert http.get("/health").status_code == 200
@@ -240,7 +249,7 @@ class TestBodies:
         watcher = threading.Thread(target=ask_health)
         watcher.start()
         try:
-            with served.client() as http:
+            with measured.client() as http:
                 for name, body in made.items():
                     grown = []
                     for _ in range(3):  # the least: free memory that the allocator happens to return adds to one

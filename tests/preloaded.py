@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
 __all__ = ["CLI", "PreloadedPopen", "PreloadedProcess", "forked_processes", "run_preloaded", "run_program"]
@@ -251,7 +251,8 @@ def run_program(
     try:
         if kind == "-c":
             sys.argv = [kind, *arguments]
-            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+            sys.modules["__main__"] = ModuleType("__main__")  # its variables are deleted when the interpreter ends
+            exec(compile(program, "<string>", "exec"), vars(sys.modules["__main__"]))
         else:
             sys.argv = [program, *arguments]
             runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
+from tests.preloaded import run_preloaded
 from tests.tiny_models import QUESTION, build_model
 
 CONFIG = ra.Config(sink=8, window=64, retrieve=50)
@@ -205,7 +204,7 @@ def test_a_program_that_leaves_a_stream_ends_normally(needle_model_path: Path, l
         {"other = context.stream('And?', max_new_tokens=400, temperature=9.0); next(other)" if leave == "pass" else ""}
         print("left")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    done = run_preloaded(["-c", textwrap.dedent(code)], finalizes=True)
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr, done.stderr
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -421,7 +419,7 @@ def test_one_that_is_left_open_ends_with_python() -> None:
         "ticket = engine.submit(Request((ids(900, 1),), 3000, stop_ids=frozenset()))\n"
         "print(next(iter(ticket)).token)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_preloaded(["-c", code], finalizes=True)
     assert done.returncode == 0 and done.stdout.strip().isdigit() and "Error" not in done.stderr, done.stderr
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +22,7 @@ from retrieval_attn.runner.decode import forward
 from retrieval_attn.runner.rows import RowsFailedError, step
 from tests.model.test_hybrid import CONFIGS as HYBRIDS
 from tests.model.test_hybrid import new_model
+from tests.preloaded import run_preloaded
 from tests.tiny_models import CONFIGS, LAYERS, build_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -266,7 +265,7 @@ def test_rows_that_are_left_at_the_end_of_python_say_nothing() -> None:
         "    model(random_ids(1, 100), past_key_values=cache)\n"
         "print(len(step(model, caches, [5, 6], [100, 100])))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_preloaded(["-c", code], finalizes=True)
     assert done.stdout.strip() == "2" and "Exception" not in done.stderr, done.stderr
 
 

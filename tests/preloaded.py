@@ -166,12 +166,13 @@ def run_preloaded(
     environment: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] = ROOT,
     timeout: float = 200,
+    stdout: int | None = None,
     finalizes: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` to its end, as `subprocess.run` with captured output does.
 
-    given: standard input, less than a pipe holds. environment: variables besides those of this process. finalizes: as
-    of `PreloadedProcess`.
+    given: standard input, less than a pipe holds. environment: variables besides those of this process. stdout: file
+    descriptor; None: captured. finalizes: as of `PreloadedProcess`.
     """
     assert len(given) < 2**15, "longer input needs a thread that writes it"
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
@@ -179,7 +180,7 @@ def run_preloaded(
         os.write(writing, given.encode())
         os.close(writing)
         try:
-            files = {0: reading, 1: output.fileno(), 2: errors.fileno()}
+            files = {0: reading, 1: output.fileno() if stdout is None else stdout, 2: errors.fileno()}
             variables = {**os.environ, **(environment or {})}
             process = PreloadedProcess(words, variables, cwd, files, finalizes=finalizes)
         finally:

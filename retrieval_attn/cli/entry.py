@@ -104,6 +104,14 @@ def available_commands() -> dict[str, Command]:
     return found
 
 
+def _flush_or_drop() -> None:
+    """Flush the output, or drop it if it cannot be written, so that Python's flush at exit raises nothing."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit code 0 done, 1 the command found a failure, 2 bad input or no access, 130 interrupted.
 
@@ -127,16 +135,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.command(args.command).refuse(unknown)
     try:
-        return int(importlib.import_module(found[args.command].module).run(args))
+        code = int(importlib.import_module(found[args.command].module).run(args))
+        sys.stdout.flush()
+        return code
     except RetrievalAttentionError as error:
         print(f"retrieval-attn {args.command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # who read the output has gone, as `head` does: nothing to say, here or when Python flushes it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _flush_or_drop()  # the reader has ended, as `head` does
         return 141
     except OSError as error:
         print(f"retrieval-attn {args.command}: {_about(error)}", file=sys.stderr)
+        _flush_or_drop()
         return 2
     except KeyboardInterrupt:
         print(f"retrieval-attn {args.command}: interrupted", file=sys.stderr)

@@ -21,7 +21,7 @@ from retrieval_attn.cli import main, model_args
 from retrieval_attn.cli.documents import read_documents
 from retrieval_attn.config import Config
 from retrieval_attn.model.bundled import BUNDLED
-from tests.preloaded import CLI, PreloadedProcess
+from tests.preloaded import CLI, PreloadedProcess, run_preloaded
 from tests.tiny_models import QUESTION, tiny_model
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. " * 60
@@ -255,9 +255,9 @@ def test_folders_for_results_that_cannot_be_had(
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """Of the output: one line, and no traceback when Python ends either."""
     tiny_model("llama").config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "retrieval_attn.cli", "plan", str(tmp_path), "--max-context", "2k"]
+    command = [*CLI, "plan", str(tmp_path), "--max-context", "2k"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+        done = run_preloaded(command, stdout=full.fileno(), finalizes=True)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "No space left on device" in done.stderr
 
@@ -321,11 +321,11 @@ def test_memory_is_planned_for_the_text_and_not_for_all_positions() -> None:
 def test_output_that_nobody_reads(tmp_path: Path) -> None:
     """`retrieval-attn plan MODEL | head -1`: no traceback."""
     tiny_model("llama").config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "retrieval_attn.cli", "plan", str(tmp_path), "--max-context", "2k"]
+    command = [*CLI, "plan", str(tmp_path), "--max-context", "2k"]
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+        done = run_preloaded(command, stdout=writing, finalizes=True)
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.preloaded import CLI, run_preloaded
 from tests.server.process import ANSWER, QUESTION, ROOT, Served, document, serving
 
 CHAT = "/v1/chat/completions"
@@ -244,13 +245,11 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 )
 def test_what_it_does_not_start_with(arguments: tuple[str, ...], words: str) -> None:
     """One line and exit status 2, before the model is loaded."""
-    command = [sys.executable, "-m", "retrieval_attn.cli", "serve", "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_preloaded([*CLI, "serve", "--port", "0", *arguments], timeout=60)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_port_that_is_taken(served: Served) -> None:
     port = served.url.rsplit(":", 1)[1]
-    command = [sys.executable, "-m", "retrieval_attn.cli", "serve", "--port", port]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_preloaded([*CLI, "serve", "--port", port], timeout=60)
     assert done.returncode == 2 and "another --port" in done.stderr

@@ -24,6 +24,7 @@ from retrieval_attn.memory.units import GIB
 from retrieval_attn_eval.bench.session import command
 from tests.memory.test_activations import hybrid_27b
 from tests.memory.test_plan import llama3_8b, tiny
+from tests.pairs import pairwise
 
 AUTO = ra.Config()
 LONG = llama3_8b(max_position_embeddings=1 << 24)
@@ -38,9 +39,10 @@ def asked(answer: Plan, config: ra.Config = AUTO) -> ra.Config:
     return chosen_index(LONG, config, answer.context, free, answer.batch, host_free=host_free)
 
 
-@pytest.mark.parametrize("tokens", LENGTHS)
-@pytest.mark.parametrize("gpu", ["16.5GiB", "20GiB", "24GiB", "80GiB"])
-@pytest.mark.parametrize("host", ["32GiB", "64GiB", "256GiB", "1TiB"])
+@pytest.mark.parametrize(
+    ("tokens", "gpu", "host"),
+    pairwise(LENGTHS, ["16.5GiB", "20GiB", "24GiB", "80GiB"], ["32GiB", "64GiB", "256GiB", "1TiB"]),
+)
 def test_the_plan_counts_what_a_read_takes(tokens: int, gpu: str, host: str) -> None:
     """The same index, codes, rows and chunk; what the choice says fits the device does so by the plan, and codes and
     rows on the host fit there.

@@ -12,6 +12,7 @@ from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from tests.cpu.apart import attend_apart
+from tests.pairs import pairwise
 
 KV_HEADS, GROUP, DIM, VALUE_DIM, CLUSTERS = 2, 3, 32, 48, 16
 SCALE = 0.2
@@ -104,10 +105,8 @@ def check(found: HostPartial, expected: tuple[np.ndarray, np.ndarray], tolerance
     np.testing.assert_allclose(found.lse, expected[1], atol=tolerance)
 
 
-@pytest.mark.parametrize("fmt", list(Format))
-@pytest.mark.parametrize("sampled", [0, 5])
-@pytest.mark.parametrize("n", [1, 5])
-def test_the_rest_is_estimated_as_defined(fmt: Format, n: int, sampled: int) -> None:
+@pytest.mark.parametrize(("fmt", "sampled", "n"), pairwise(list(Format), [0, 5], [1, 3]))
+def test_the_rest_is_estimated_as_defined(fmt: Format, sampled: int, n: int) -> None:
     path, queries = make_path(700, fmt, sampled=sampled), make_queries(n)
     expected = reference(path, queries, (4, 690), 20)
     check(attend_path(path, queries, 4, 690, 20, scale=SCALE), expected)

@@ -49,23 +49,22 @@ def failing(model: Any, where: str, error: BaseException) -> Iterator[None]:
 WHERE = ["first layer", "last layer", "before the last index", "after the last index"]
 
 
-@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
     ("index", "error"),
     [("auto", KeyboardInterrupt()), ("auto", RuntimeError("no")), ("roargraph", KeyboardInterrupt())],
     ids=["auto, Ctrl-C", "auto, error", "roargraph, Ctrl-C"],
 )
 def test_an_extension_that_failed_has_not_happened(
-    loaded: Loaded, text: str, monkeypatch: pytest.MonkeyPatch, index: str, where: str, error: BaseException
+    loaded: Loaded, text: str, monkeypatch: pytest.MonkeyPatch, index: str, error: BaseException
 ) -> None:
     """Wherever it ended: same keys, same answers, and the same text can be appended, to the same index."""
     monkeypatch.setattr("retrieval_attn.index.roargraph.index.EXACT_BELOW", 64)
     context = ra.Context(*loaded, CONFIG, index=index).read(text[:4000], progress=False)
     never = ra.Context(*loaded, CONFIG, index=index).read(text[:4000], progress=False)
     added = text[4000:6000] + NEEDLE
-    for _ in range(2):
+    for where in (*WHERE, *WHERE):
         interrupt(context, added, where, error, monkeypatch)
-        assert context.num_tokens == never.num_tokens == context.cache.get_seq_length()
+        assert context.num_tokens == never.num_tokens == context.cache.get_seq_length(), where
         mine_ids, other_ids = (one.cache.batch.sequences[0].token_ids for one in (context, never))
         assert mine_ids == other_ids and len(mine_ids) == never.num_tokens
         for mine, other in zip(layers_of(context), layers_of(never), strict=True):
@@ -134,13 +133,11 @@ def test_windows_are_put_back_as_they_were(
     assert again[0].tokens == again[1].tokens
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_a_reading_that_failed_can_be_done_again(
-    loaded: Loaded, text: str, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_reading_that_failed_can_be_done_again(loaded: Loaded, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     context = ra.Context(*loaded, CONFIG)
-    interrupt(context, text, where, KeyboardInterrupt(), monkeypatch)
-    assert context.num_tokens == context.cache.get_seq_length() == 0
+    for where in WHERE:
+        interrupt(context, text, where, KeyboardInterrupt(), monkeypatch)
+        assert context.num_tokens == context.cache.get_seq_length() == 0, where
     assert "7391846" in context.read(text, progress=False).ask(QUESTION, max_new_tokens=16).text
 
 

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 import retrieval_attn as ra
 from retrieval_attn.attention import retrieval as layers_module
 from retrieval_attn.gpu.attention.merge import Partial
+from tests.pairs import pairwise
 from tests.tiny_models import CONFIGS, handed_out, random_ids, tiny_model
 
 # One thread: for so few keys, waking a second one costs more than the work.
@@ -98,8 +99,9 @@ def test_left_padded_batch_equals_eager(model: Any, chunk: int) -> None:
     assert worst(got, expected, mask) <= TOLERANCE
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "retrieval"])
-@pytest.mark.parametrize("chunk", [4096, 37], ids=["one-shot", "layer-major"])
+@pytest.mark.parametrize(
+    ("model", "chunk", "exact"), pairwise(list(CONFIGS), [4096, 37], [True, False]), indirect=["model"]
+)
 def test_three_turns_on_one_cache_equal_eager(model: Any, chunk: int, exact: bool) -> None:
     """Turns of 90, 60 and 45 tokens with decoding between them; appended turns read exactly or retrieved."""
     ids = random_ids(1, 90 + 5 + 60 + 30 + 45 + 5, seed=2)
@@ -139,7 +141,7 @@ def generated(model: Any, ids: Tensor, **options: Any) -> Any:
     "options",
     [
         pytest.param({}, id="greedy"),
-        pytest.param({"num_beams": 3}, id="beams"),
+        pytest.param({"num_beams": 3}, id="beams", marks=pytest.mark.fuzz),
         pytest.param({"num_beams": 4, "num_return_sequences": 2}, id="beams-return-2"),
         pytest.param({"prompt_lookup_num_tokens": 3}, id="prompt-lookup"),
         pytest.param({"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}, id="processors"),

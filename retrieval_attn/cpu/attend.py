@@ -1,6 +1,6 @@
-"""Attention of a few queries over keys and values in host memory: over given ids, or over a range of tokens.
+"""Attention of a few queries over a range of tokens in host memory.
 
-Both return a partial (out, lse): `out` normalised over the keys that took part, `lse` the natural log-sum-exp of their
+It returns a partial (out, lse): `out` normalised over the keys that took part, `lse` the natural log-sum-exp of their
 scaled (and soft-capped) scores. No key: out 0, lse -inf. Partials over disjoint keys merge exactly (`merge_partials`).
 The blockwise softmax follows FlashAttention-2 (Dao 2023, section 3.1). Arithmetic is float32, sums over blocks float64.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
-from retrieval_attn.cpu.gather import attend_ids_once, exp, exponentiate, scale_scores, total_of
+from retrieval_attn.cpu.gather import exp, exponentiate, scale_scores, total_of
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.kernels.dots import TILE_QUERIES, score_tile, weigh_tile
@@ -33,26 +33,6 @@ WANTED_TASKS = 64
 
 A constant: results must not depend on the thread count.
 """
-
-
-@njit(parallel=True, nogil=True, cache=True)
-def _attend_gathered_heads(queries, keys, values, ids, scale, softcap, rows, scores, out, lse):
-    heads, count = lse.shape
-    for task in prange(heads * count):
-        head = task // count
-        row = task % count
-        lse[head, row] = attend_ids_once(
-            queries[head],
-            row,
-            keys[head],
-            values[head],
-            ids[head, row],
-            scale,
-            softcap,
-            rows[head, row],
-            scores[head, row],
-            out[head, row],
-        )
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
@@ -103,50 +83,6 @@ def _attend_range_heads(queries, keys, values, start, stop, scale, softcap, sums
         )
 
 
-def attend_ids_heads(
-    queries: npt.NDArray[np.float32],
-    keys: npt.NDArray[Any],
-    values: npt.NDArray[Any],
-    ids: npt.NDArray[np.int32],
-    fmt: Format,
-    scale: float,
-    softcap: float | None = None,
-) -> Partial:
-    """Attention of each query over its own ids, all key-value heads in one call.
-
-    queries (heads, n, d) float32; keys (heads, tokens, d), values (heads, tokens, dv) stored in `fmt` (of its dtype,
-    the last axis its width) with contiguous rows, the other strides free; ids (heads, n, k) int32 in any order,
-    -1 = nothing; an id given twice counts twice. Scores are scale * q.k, then softcap * tanh(score / softcap) if
-    softcap is given. Returns out (heads, n, dv) and lse (heads, n), float32; a query without ids gets 0 and -inf.
-    Raises ShapeError for shapes, dtypes, layouts or ids that do not fit, ConfigError for scale or softcap.
-    """
-    queries, scale32, softcap32 = _check(queries, keys, values, fmt, scale, softcap)
-    heads, n, _ = queries.shape
-    if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 3 or ids.shape[:2] != (heads, n):
-        raise ShapeError(f"ids must be int32 ({heads}, {n}, k), got {getattr(ids, 'dtype', type(ids))} {np.shape(ids)}")
-    if ids.size and (ids.max() >= keys.shape[1] or ids.min() < -1):
-        raise ShapeError(
-            f"ids must lie in -1 .. {keys.shape[1] - 1} (the tokens given), got {ids.min()} .. {ids.max()}"
-        )
-    out = np.empty((heads, n, fmt.dim_of(values)), np.float32)
-    lse = np.empty((heads, n), np.float32)
-    if lse.size:
-        with kernel_threads(None):
-            _attend_gathered_heads(
-                queries,
-                kernel_view(keys, fmt),
-                kernel_view(values, fmt),
-                np.ascontiguousarray(ids),
-                scale32,
-                softcap32,
-                np.empty(ids.shape, np.int64),
-                np.empty(ids.shape, np.float32),
-                out,
-                lse,
-            )
-    return out, lse
-
-
 def attend_range_heads(
     queries: npt.NDArray[np.float32],
     keys: npt.NDArray[Any],
@@ -159,8 +95,11 @@ def attend_range_heads(
 ) -> Partial:
     """Attention of each query over all tokens [start, stop), all key-value heads in one call.
 
-    Arrays, scores, results and errors as in `attend_ids_heads`. An empty range gives 0 and -inf. The result
-    is the same for every thread count.
+    queries (heads, n, d) float32; keys (heads, tokens, d), values (heads, tokens, dv) stored in `fmt` (of its dtype,
+    the last axis its width) with contiguous rows, the other strides free. Scores are scale * q.k, then
+    softcap * tanh(score / softcap) if softcap is given. Returns out (heads, n, dv) and lse (heads, n), float32; an
+    empty range gives 0 and -inf. The result is the same for every thread count. Raises ShapeError for shapes, dtypes
+    or layouts that do not fit, ConfigError for scale or softcap.
     """
     queries, scale32, softcap32 = _check(queries, keys, values, fmt, scale, softcap)
     if not 0 <= start <= stop <= keys.shape[1]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,10 +37,11 @@ class ExpertShape(NamedTuple):
         return min(self.experts, max(1, COPIED_WEIGHTS // (self.out * self.columns)))
 
 
-class PackedExperts(NamedTuple):
-    """Matrices (experts, out, in) of 4 bits: `weights` has experts * out rows and no bias."""
+@dataclass(frozen=True, eq=False)
+class ExpertMatrices:
+    """Matrices (experts, out, in): `weights` has experts * out rows and no bias."""
 
-    weights: PackedWeights
+    weights: Any
     experts: int
 
     @property
@@ -49,14 +51,21 @@ class PackedExperts(NamedTuple):
         return ExpertShape(self.experts, rows // self.experts, columns)
 
     @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        device: torch.device = self.weights.device
+        return device
+
+
+class PackedExperts(ExpertMatrices):
+    """Matrices of 4 bits in the layout of `packed.py`."""
+
+    weights: PackedWeights
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that hold the numbers, by name."""
         return {"words": self.weights.words, "scales": self.weights.scales}
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self.weights.device
 
     def to(self, device: torch.device) -> PackedExperts:
         """Return the experts on a device."""

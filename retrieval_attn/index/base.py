@@ -29,6 +29,7 @@ TOKENS_PER_QUERY = 16
 
 Alternatives = tuple[tuple[str, dict[str, Any]], ...]
 StateValue = npt.NDArray[Any] | int | float | str
+State = Mapping[str, StateValue]
 
 
 class HostBytes(NamedTuple):
@@ -249,13 +250,7 @@ class KeyIndex(ABC):
 
     @classmethod
     def from_state(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        state: Mapping[str, StateValue],
-        *,
-        coder: Any = None,
-        trusted: bool = False,
+        cls, keys: npt.NDArray[Any], fmt: Format, state: State, *, coder: Any = None, trusted: bool = False
     ) -> KeyIndex:
         """Restore the index whose `state()` was `state`, over the same keys (n, head_dim), to the same behaviour.
 

@@ -14,7 +14,7 @@ the device reads those that it names as well, and does not ask the host for more
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ from retrieval_attn.index.base import (
     HostBytes,
     IndexMemory,
     KeyIndex,
+    State,
     StateValue,
     Training,
     TrainingNeeds,
@@ -365,13 +366,7 @@ class DeviceIndex(KeyIndex, DeviceSearch):
 
     @classmethod
     def from_state(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        state: Mapping[str, StateValue],
-        *,
-        coder: Any = None,
-        trusted: bool = False,
+        cls, keys: npt.NDArray[Any], fmt: Format, state: State, *, coder: Any = None, trusted: bool = False
     ) -> DeviceIndex:
         """See KeyIndex.from_state. Codes are not made again; without a coder they stay in host memory, as a reference.
 
@@ -450,9 +445,7 @@ def named_count(rescore: int, k: int, estimated: bool) -> int:
     return rescore_count(max(1, rescore // 2) if estimated else rescore, k)
 
 
-def _space_and_rows(
-    state: Mapping[str, StateValue], keys: int, head_dim: int
-) -> tuple[CodeSpace, npt.NDArray[np.uint8]] | None:
+def _space_and_rows(state: State, keys: int, head_dim: int) -> tuple[CodeSpace, npt.NDArray[np.uint8]] | None:
     """Return the codes of `keys` keys in a state, and their space; None if the state does not fit."""
     space, rows = _space_of(state, head_dim), state.get("codes")
     if space is None or not isinstance(rows, np.ndarray) or rows.dtype != np.uint8:
@@ -466,7 +459,7 @@ def _coder(given: Coder | None) -> Coder:
     return HostCodes if given is None else given
 
 
-def _space_of(state: Mapping[str, StateValue], head_dim: int) -> CodeSpace | None:
+def _space_of(state: State, head_dim: int) -> CodeSpace | None:
     """Return the space of a state, None if it does not fit keys of `head_dim` numbers."""
     wide, narrow, thin = (state.get(name) for name in ("wide", "narrow", "thin"))
     if not isinstance(wide, int) or not isinstance(narrow, int) or not isinstance(thin, int):

@@ -8,7 +8,6 @@ int8 are such bytes themselves: only the query is rounded, and nothing is held i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from retrieval_attn.index.base import (
     IndexMemory,
     KeyIndex,
     SearchResult,
+    State,
     StateValue,
     Training,
 )
@@ -163,13 +163,7 @@ class FlatIndex(KeyIndex):
 
     @classmethod
     def from_state(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        state: Mapping[str, StateValue],
-        *,
-        coder: Any = None,
-        trusted: bool = False,
+        cls, keys: npt.NDArray[Any], fmt: Format, state: State, *, coder: Any = None, trusted: bool = False
     ) -> FlatIndex:
         measured = state.get("measured")
         if state.get("codes") not in ("none", "int8") or not isinstance(measured, int | None):

@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.packed import PackedWeights
-from retrieval_attn.gpu.packed_experts import ExpertShape, PackedExperts, can_pack, pack_experts
+from retrieval_attn.gpu.packed_experts import ExpertMatrices, ExpertShape, PackedExperts, can_pack, pack_experts
 from retrieval_attn.model.grouped import GroupedMatrix
 from retrieval_attn.model.layers import BATCHED, GROUPED, expert_counts, modules_of
 from retrieval_attn.model.stored import Storage, StoredWeight
@@ -43,28 +43,16 @@ HOST_TOKENS = 16
 """Tokens up to which a CPU multiplies by weights as they are stored."""
 
 
-class StoredExperts(NamedTuple):
-    """Matrices (experts, out, in) on a CPU: `weight` has experts * out rows."""
+class StoredExperts(ExpertMatrices):
+    """Matrices on a CPU."""
 
-    weight: StoredWeight
-    experts: int
-
-    @property
-    def shape(self) -> ExpertShape:
-        """Sizes of the matrices."""
-        rows, columns = self.weight.shape
-        return ExpertShape(self.experts, rows // self.experts, columns)
+    weights: StoredWeight
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that hold the numbers, by name."""
-        names, _ = self.weight.__tensor_flatten__()
-        return {name: getattr(self.weight, name) for name in names}
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return torch.device("cpu")
+        names, _ = self.weights.__tensor_flatten__()
+        return {name: getattr(self.weights, name) for name in names}
 
     def products(self, numbers: Tensor, chosen: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply as `PackedExperts.products`."""
@@ -74,7 +62,7 @@ class StoredExperts(NamedTuple):
         if len(flat):
             if int(flat.min()) < 0 or int(flat.max()) >= self.experts:
                 raise IndexError(f"an expert is not in 0 .. {self.experts - 1}")
-            self.weight.matrix.multiply_parts(
+            self.weights.matrix.multiply_parts(
                 given.data_ptr(), len(given), flat.data_ptr(), len(flat), self.shape[1], out.data_ptr()
             )
         found = out.to(numbers.dtype)
@@ -84,7 +72,7 @@ class StoredExperts(NamedTuple):
         """Return a copy of the matrices of experts [first, first + count), float32 (count, out, in)."""
         _, out, columns = self.shape
         found = torch.empty(count, out, columns)
-        self.weight.matrix.widen(first * out, count * out, found.data_ptr())
+        self.weights.matrix.widen(first * out, count * out, found.data_ptr())
         return found
 
 
@@ -114,9 +102,8 @@ class ExpertWeights(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Return the names of the tensors that hold the numbers, and the rest of what makes the weights."""
         experts, _, columns = self.held.shape
-        held = self.held
-        floats = held.weights.floats if isinstance(held, PackedExperts) else held.weight.floats
-        return list(self.held.tensors), (type(self.held), self.dtype, self.transposed, experts, columns, floats)
+        made = type(self.held), self.dtype, self.transposed, experts, columns, self.held.weights.floats
+        return list(self.held.tensors), made
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], made: Any, *_: Any) -> ExpertWeights:

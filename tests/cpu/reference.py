@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from retrieval_attn.index.formats import Format, from_float32
+from retrieval_attn.cpu.attend import Partial
+from retrieval_attn.cpu.gather import attend_ids_once
+from retrieval_attn.index.formats import Format, from_float32, kernel_view
 from retrieval_attn.index.sketch import front as fit
 from retrieval_attn.index.sketch import index as sketch_index
 from retrieval_attn.index.threads import kernel_threads
@@ -150,3 +152,25 @@ def look_at_share(patch: pytest.MonkeyPatch, share: float) -> None:
     """Sketches that are built from now on look at this share of their leaves."""
     for name, choose in (("best_way", fit.best_way), ("way_for_few", fit.way_for_few)):
         patch.setattr(sketch_index, name, lambda *given, choose=choose: choose(*given)._replace(share=share))
+
+
+def attend_ids_heads(
+    queries: npt.NDArray[np.float32],
+    keys: npt.NDArray[Any],
+    values: npt.NDArray[Any],
+    ids: npt.NDArray[np.int32],
+    fmt: Format,
+    scale: float,
+    softcap: float | None = None,
+) -> Partial:
+    """Attend to ids (heads, n, k) by the kernel of one query; other arrays as of `attend_range_heads`."""
+    heads, count, width = ids.shape
+    out = np.empty((heads, count, fmt.dim_of(values)), np.float32)
+    keys, values = kernel_view(keys, fmt), kernel_view(values, fmt)
+    lse = np.empty((heads, count), np.float32)
+    rows, scores = np.empty(width, np.int64), np.empty(width, np.float32)
+    options = np.float32(scale), np.float32(softcap or 0)
+    for head, row in np.ndindex(heads, count):
+        given = queries[head], row, keys[head], values[head], ids[head, row]
+        lse[head, row] = attend_ids_once(*given, *options, rows, scores, out[head, row])
+    return out, lse

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval_attn.cpu.attend import attend_ids_heads, attend_range_heads
+from retrieval_attn.cpu.attend import attend_range_heads
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV, held_memory
 from retrieval_attn.errors import ShapeError
@@ -19,7 +19,7 @@ from retrieval_attn.index.formats import MIN_STEP, Format, from_float32, row_ste
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn_eval.bench.synthetic import synthetic_head
 from tests.cpu.apart import attend_apart
-from tests.cpu.reference import EPS, attention, strided
+from tests.cpu.reference import EPS, attend_ids_heads, attention, strided
 from tests.index.building import built
 
 INT8 = Format.INT8

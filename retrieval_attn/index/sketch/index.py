@@ -11,7 +11,6 @@ product and one sorting per head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +26,7 @@ from retrieval_attn.index.base import (
     HostBytes,
     IndexMemory,
     KeyIndex,
+    State,
     StateValue,
     Training,
     TrainingNeeds,
@@ -311,13 +311,7 @@ class SketchIndex(KeyIndex):
 
     @classmethod
     def from_state(
-        cls,
-        keys: npt.NDArray[Any],
-        fmt: Format,
-        state: Mapping[str, StateValue],
-        *,
-        coder: Any = None,
-        trusted: bool = False,
+        cls, keys: npt.NDArray[Any], fmt: Format, state: State, *, coder: Any = None, trusted: bool = False
     ) -> SketchIndex:
         measured = state.get("measured", len(keys))
         if not isinstance(measured, int):

@@ -26,7 +26,6 @@ from retrieval_attn.index.kernels.dots import (
     emit_prefetch,
     float_to_bits,
     load_word,
-    score_gathered,
     widen,
 )
 from retrieval_attn.index.task.atomics import bytes_of_row, intrinsic
@@ -268,22 +267,3 @@ def attend_rows(like, rows, scores, count, scale, softcap, out):
     for j in range(out.shape[0]):
         out[j] *= inverse
     return np.float32(np.float64(shift) + math.log(total))
-
-
-@njit(nogil=True, cache=True)
-def attend_ids_once(queries, query, keys, values, ids, scale, softcap, rows, scores, out):
-    """Attention of queries[query] over tokens `ids` (any order, < 0: nothing), with nothing allocated; returns the lse.
-
-    queries (n, d) float32, keys (tokens, d), values (tokens, dv) stored format with contiguous rows; rows int64 and
-    scores float32, at least as long as ids: scratch; out (dv,) float32. Ids must be below the number of tokens.
-    """
-    count = 0
-    for i in range(ids.shape[0]):
-        if ids[i] >= 0:
-            rows[count] = ids[i]
-            count += 1
-    score_gathered(queries, query, keys, rows, count, scores)
-    base, stride = values.ctypes.data, np.int64(values.strides[0])
-    for i in range(count):
-        rows[i] = base + rows[i] * stride
-    return attend_rows(values, rows, scores, count, scale, softcap, out)

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from retrieval_attn.cpu.attend import Partial
-from retrieval_attn.cpu.gather import attend_ids_once
+from retrieval_attn.cpu.gather import attend_rows
 from retrieval_attn.index.formats import Format, from_float32, kernel_view
+from retrieval_attn.index.kernels.dots import score_gathered
 from retrieval_attn.index.sketch import front as fit
 from retrieval_attn.index.sketch import index as sketch_index
 from retrieval_attn.index.threads import kernel_threads
@@ -163,7 +164,7 @@ def attend_ids_heads(
     scale: float,
     softcap: float | None = None,
 ) -> Partial:
-    """Attend to ids (heads, n, k) by the kernel of one query; other arrays as of `attend_range_heads`."""
+    """Attend to ids (heads, n, k) by the kernels of one query; other arrays as of `attend_range_heads`."""
     heads, count, width = ids.shape
     out = np.empty((heads, count, fmt.dim_of(values)), np.float32)
     keys, values = kernel_view(keys, fmt), kernel_view(values, fmt)
@@ -171,6 +172,9 @@ def attend_ids_heads(
     rows, scores = np.empty(width, np.int64), np.empty(width, np.float32)
     options = np.float32(scale), np.float32(softcap or 0)
     for head, row in np.ndindex(heads, count):
-        given = queries[head], row, keys[head], values[head], ids[head, row]
-        lse[head, row] = attend_ids_once(*given, *options, rows, scores, out[head, row])
+        chosen = ids[head, row][ids[head, row] >= 0]
+        rows[: len(chosen)] = chosen
+        score_gathered(queries[head], row, keys[head], rows, len(chosen), scores)
+        rows[: len(chosen)] = values[head].ctypes.data + chosen * np.int64(values[head].strides[0])
+        lse[head, row] = attend_rows(values[head], rows, scores, len(chosen), *options, out[head, row])
     return out, lse

@@ -10,8 +10,7 @@ import pytest
 
 import retrieval_attn as ra
 from retrieval_attn.cli.chat import local
-from retrieval_attn.cli.chat.local import LocalBackend
-from retrieval_attn.cli.chat.prompt import ChatPrompt, agreeing
+from retrieval_attn.cli.chat.local import ChatPrompt, LocalBackend
 from retrieval_attn.errors import InputDataError, UnknownContextError
 from retrieval_attn.store import ContextStore
 
@@ -182,7 +181,3 @@ def test_interrupted_while_it_reads(talk: Callable[..., LocalBackend], monkeypat
             said(talking, OSLO)
     assert len(talking._messages) == 2 and talking._messages[1]["content"] == first
     assert said(talking, OSLO) == "1234567"
-
-
-def test_agreeing() -> None:
-    assert agreeing([], [1]) == 0 and agreeing([1, 2], [1, 3]) == 1 and agreeing([1, 2], [1, 2, 3]) == 2

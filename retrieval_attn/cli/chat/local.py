@@ -6,18 +6,21 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
+from transformers import PreTrainedTokenizerBase
+
 from retrieval_attn.answer import Answer
 from retrieval_attn.cli.chat.backend import Conversation, Message
-from retrieval_attn.cli.chat.prompt import ChatPrompt, agreeing
 from retrieval_attn.context import Context
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.llm import LLM
 from retrieval_attn.memory.units import show_bytes
+from retrieval_attn.prompt.encode import Escapes, stand_in
+from retrieval_attn.prompt.render import cut_at, render
 from retrieval_attn.sampling.sampling_params import Sampling
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import NO_TEMPLATE, PromptTemplate
 
-__all__ = ["LocalBackend"]
+__all__ = ["ChatPrompt", "LocalBackend"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,41 @@ class LocalMark:
     base: Context | None
     reached: tuple[Context, tuple[int, ...]] | None
     messages: tuple[Message, ...]
+
+
+class ChatPrompt:
+    """Render conversations with the tokenizer's chat template, or as "Question: ... Answer:" without one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises InputDataError if the chat template cannot be rendered."""
+        self._template = PromptTemplate.of(tokenizer)
+
+    def asked(self, messages: Sequence[Message], *, behind: bool) -> list[int]:
+        """Return ids up to the start of the answer to the last message.
+
+        behind: the ids follow a context, which is the start of the first message. Otherwise they are the whole prompt.
+        """
+        escapes = self._template.encoder.escapes(messages)
+        return self._ids(self._text(escapes.apply(messages), behind=behind), escapes, behind=behind)
+
+    def kept(self, messages: Sequence[Message], *, behind: bool) -> list[int]:
+        """Return ids up to the user's next question, the same for any question."""
+        escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
+        said = [*escapes.apply(messages), {"role": "user", "content": next_words}]
+        before, _ = cut_at(self._text(said, behind=behind), next_words)
+        if not self._template.tokenizer.chat_template:
+            before = before.removesuffix(self._template.middle)  # part of the next question
+        return self._ids(before, escapes, behind=behind)
+
+    def _text(self, messages: Sequence[Message], *, behind: bool) -> str:
+        tokenizer = self._template.tokenizer
+        if not behind and tokenizer.chat_template:
+            return render(tokenizer, messages)
+        text = self._template.question_text(messages)
+        return text if behind else text.lstrip()
+
+    def _ids(self, text: str, escapes: Escapes, *, behind: bool) -> list[int]:
+        return (self._template.plain_ids if behind else self._template.start_ids)(text, escapes)
 
 
 class LocalBackend(Conversation):
@@ -132,7 +170,7 @@ class LocalBackend(Conversation):
     def _context(self, ids: list[int]) -> Context:
         """Return a context of the base and these ids; prefill the missing ones."""
         context, known = self._reached or (self._base and self._base.fork(), ())
-        if agreeing(ids, known) < len(known):  # turns were dropped, or the template renders them differently now
+        if tuple(ids[: len(known)]) != known:  # turns were dropped, or the template renders them differently now
             context, known = self._base and self._base.fork(), ()
         self._reached = None  # after an interruption or an error the next turn begins at the base
         more = ids[len(known) :]

@@ -276,14 +276,14 @@ def _fork_engines(address: str) -> None:
     """Let this forked process fork its engine's process from the process at `address`, too."""
     from retrieval_attn.server import engine_process
 
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = multiprocessing.forkserver._forkserver
     server._forkserver_address, server.ensure_running = address, lambda: None
-    engine_process.subprocess = forked_processes()  # type: ignore[attr-defined]
+    engine_process.subprocess = forked_processes()
 
 
 def _address() -> str:
     """Return the address of the forking process; start it if it does not run yet."""
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = multiprocessing.forkserver._forkserver
     with _variables_of_imports():
         server.ensure_running()
     return str(server._forkserver_address)

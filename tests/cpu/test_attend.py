@@ -226,9 +226,10 @@ def test_bad_input_is_named() -> None:
         (2, keys[0]),
         (3, Format.BFLOAT16),
     ):
-        q, k, v, fmt, scale = (*good[:place], value, *good[place + 1 :])
+        given: list[Any] = [*good]
+        given[place] = value
         with pytest.raises(ShapeError):
-            attend_range(q, k, v, 0, 2, fmt, scale)
+            attend_range(*given[:3], 0, 2, *given[3:])
     for factor, softcap in ((np.nan, None), (np.inf, None), (1.0, 0.0), (1.0, -1.0), (1.0, np.inf)):
         with pytest.raises(ConfigError, match="scale|softcap"):
             attend_range(queries, keys, keys, 0, 2, Format.FLOAT32, factor, softcap)

@@ -93,7 +93,8 @@ def test_every_token_is_the_models_own(host_dtype: str) -> None:
     tolerance = TOLERANCE if host_dtype == "auto" else 0.02
     off = (following(model, fork, ids[:, prompt:]) - wanted).abs().max() / wanted.abs().max()
     assert off < tolerance
-    retrieving = (following(model, cache.fork(), ids[:, prompt:]) - wanted).abs().max() / wanted.abs().max()
+    some = wanted[:40]
+    retrieving = (following(model, cache.fork(), ids[:, prompt : prompt + 40]) - some).abs().max() / some.abs().max()
     assert retrieving > 2 * tolerance, "2 keys of each head are not all"
     assert paged(fork).layers.int8 == (host_dtype == "int8")
     assert [held.window.tail_len for held in held_of(fork)] == [prompt + new - paged(fork).tokens] * len(held_of(fork))

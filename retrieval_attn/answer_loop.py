@@ -112,7 +112,8 @@ class AnswerLoop:
         every, scores, new = batch.scored is not None, list[TokenScore](), batch.ids[:, past:]
         more: dict[str, Any] = {}
         if images is not None:
-            new, place, more = images.inputs(new, place, past)
+            cache.index.make_room_for_image(images.most_tokens(past, batch.ids.shape[1]))
+            new, place, more = images.inputs(new, place, past, cache.on_image)
         with torch.no_grad(), using_retrieval(self.model, cache.config.prefill_chunk):
             logits = forward(self.model, cache, new, mask=mask, position_ids=place, every=every, more=more)
             if batch.scored is not None:

@@ -148,7 +148,7 @@ class RetrievalCache(LayeredCache):
         for layer in other.layers:
             if isinstance(layer, RetrievalLayer):
                 layer.index = other.index
-        other.on_layer = other.on_chunk = other.on_end = None
+        other.on_layer = other.on_chunk = other.on_end = other.on_image = None
         return other
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -483,5 +483,5 @@ class Rollback:
         self._cache.batch.restore(self._batch)
         for host, snapshot in self._hosts:
             host.restore(snapshot)
-        self._cache.on_layer = self._cache.on_chunk = self._cache.on_end = None
+        self._cache.on_layer = self._cache.on_chunk = self._cache.on_end = self._cache.on_image = None
         return len(self._layers) == len(self._cache.layers)

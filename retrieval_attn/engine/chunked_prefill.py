@@ -1,6 +1,7 @@
 """Prefill a prompt in a thread, chunk by chunk, between decode steps of the running batch.
 
-A chunk is a prompt chunk in one layer, or the end of a layer's pass over several of them. Chunks of one layer that are
+A chunk is a prompt chunk in one layer, the end of a layer's pass over several of them, or an image in one layer of the
+vision tower, which comes first. Chunks of one layer that are
 granted together are one forward. Between two chunks the thread
 blocks at a gate and holds only the prompt's hidden states, so that decode steps run meanwhile. The result equals that
 of `Context.read`.
@@ -75,8 +76,11 @@ class ChunkedPrefill(GatedRead):
         unit = min(chunk_tokens or cache.config.prefill_chunk, cache.config.prefill_chunk)
         layer_chunks = -(-len(ids) // unit)
         ends = sum(isinstance(layer, CacheLayer) for layer in cache.layers) if layer_chunks > 1 else 0
-        chunks = layer_chunks * len(cache.layers) + ends
-        self._gate, self._end = Gate(chunks, settling(loop.model), layer_chunks if ends else 0, unit), _End()
+        images, start = cache.batch.images, cache.get_seq_length()
+        pictured = 0 if images is None else images.chunks(start, start + len(ids))
+        chunks = pictured + layer_chunks * len(cache.layers) + ends
+        self._gate = Gate(chunks, settling(loop.model), layer_chunks if ends else 0, unit, pictured)
+        self._end = _End()
         self.cache = cache
         self._thread = threading.Thread(
             target=_run, args=(loop, cache, batch, self._gate, self._end), name="retrieval_attn-read", daemon=True
@@ -127,11 +131,12 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
     before: Rollback | None = None
     try:
         before = Rollback(cache) if cache.get_seq_length() else None
-        cache.on_chunk, cache.on_end = gate.enter, functools.partial(gate.enter, end=True) if gate.has_ends else None
+        cache.on_chunk, cache.on_image = gate.enter, functools.partial(gate.enter, kind="image")
+        cache.on_end = functools.partial(gate.enter, kind="end") if gate.has_ends else None
         try:
             state = loop.read_whole(cache, batch, read_done=gate.finish)
         finally:
-            cache.on_chunk = cache.on_end = None
+            cache.on_chunk = cache.on_end = cache.on_image = None
         cache.batch.note_ids(batch.ids)
     except BaseException as error:  # raised to who waits
         undo(cache, before)

@@ -683,7 +683,7 @@ class Engine:
             self._idle.after_step(plan)
         return StepResult(
             tuple(found.ended), tuple(found.tokens), tuple(failed), progress.chunks, progress.done, found.seconds,
-            progress.chunk_seconds, progress.at_end,
+            progress.chunk_seconds, progress.next_kinds,
         )  # fmt: skip
 
     def _fail(self, number: str, error: BaseException, failed: list[str]) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from retrieval_attn.errors import ConfigError
 
-__all__ = ["Gate", "GatedRead", "ReadCancelled"]
+__all__ = ["ChunkKind", "Gate", "GatedRead", "ReadCancelled"]
+
+ChunkKind = Literal["chunk", "end", "image"]
+"""Chunks whose durations differ: of tokens in a layer, the end of a layer's pass, a layer of a vision tower."""
 
 
 class ReadCancelled(Exception):
@@ -22,24 +26,32 @@ class Gate:
     Attributes:
         total: planned chunks. A chunk is computed in one layer; after several chunks a layer's end counts as one more.
         granted: granted chunks that have not begun.
-        at_end: whether the next chunk is a layer's end.
+        next_kind: kind of the next chunk.
         finishing: whether all chunks are done and the thread needs no further grants.
         ended: whether the thread has ended.
     """
 
     def __init__(
-        self, total: int, settle: Callable[[], object] | None = None, layer_chunks: int = 0, chunk_tokens: int = 1
+        self,
+        total: int,
+        settle: Callable[[], object] | None = None,
+        layer_chunks: int = 0,
+        chunk_tokens: int = 1,
+        image_chunks: int = 0,
     ) -> None:
         """Args:
-        total: planned chunks.
+        total: planned chunks, with those of images.
         settle: waits for a device; called by the thread before it blocks, so that granted chunks are complete.
         layer_chunks: chunks of each layer before its end. 0: layers have no end of their own.
         chunk_tokens: tokens of a chunk.
+        image_chunks: chunks of images, which come first.
         """
         self.total, self._layer_chunks, self._in_layer = total, layer_chunks, 0
         self._chunk_tokens = chunk_tokens
         self.granted = self._begun = self._holders = self._inside = 0
-        self._waiting = self._cancelled = self.at_end = self.finishing = self.ended = False
+        self._waiting = self._cancelled = self.finishing = self.ended = False
+        self._image_chunks = image_chunks
+        self.next_kind: ChunkKind = "image" if image_chunks else "chunk"
         self._settle = settle
         self._changed = threading.Condition()
 
@@ -62,10 +74,12 @@ class Gate:
     @property
     def chunks_alike(self) -> int:
         """Chunks before the next one of another kind, if all run as planned; 1 before a layer's end."""
+        if self.next_kind == "image":
+            return max(self._image_chunks - self.chunks_done, 1)
         if not self._layer_chunks:
             return max(self.chunks_left, 1)
         with self._changed:
-            return 1 if self.at_end else self._layer_chunks - self._in_layer % self._layer_chunks
+            return 1 if self.next_kind == "end" else self._layer_chunks - self._in_layer % self._layer_chunks
 
     def grant(self, chunks: int) -> None:
         """Allow `chunks` further chunks."""
@@ -79,14 +93,14 @@ class Gate:
             self._cancelled = True
             self._changed.notify_all()
 
-    def enter(self, tokens: int = 1, *, end: bool = False) -> int:
+    def enter(self, tokens: int = 1, *, kind: ChunkKind = "chunk") -> int:
         """Block until a chunk is granted. Return the tokens to compute: of as many chunks as are granted and `tokens`
-        take, since one forward of them launches fewer kernels. `end`: it is a layer's end. Raises ReadCancelled.
+        take, since one forward of them launches fewer kernels. One chunk of another kind. Raises ReadCancelled.
         """
         if self._stops:
             self.settle()
         with self._changed:
-            self._inside, self.at_end = 0, end
+            self._inside, self.next_kind = 0, kind
             while self._stops:
                 self._waiting = True
                 self._changed.notify_all()
@@ -94,11 +108,11 @@ class Gate:
             self._waiting = False
             if self._cancelled:
                 raise ReadCancelled
-            taken = 1 if end else max(1, min(self.granted, -(-tokens // self._chunk_tokens)))
+            taken = 1 if kind != "chunk" else max(1, min(self.granted, -(-tokens // self._chunk_tokens)))
             self.granted -= taken
             self._begun += taken
-            self._in_layer = 0 if end else self._in_layer + taken
-            self._inside, self.at_end = taken, False
+            self._in_layer = self._in_layer + taken if kind == "chunk" else 0
+            self._inside, self.next_kind = taken, "image" if self._begun < self._image_chunks else "chunk"
             return taken * self._chunk_tokens
 
     def settle(self) -> None:
@@ -170,9 +184,9 @@ class GatedRead:
         return self._gate.chunks_left
 
     @property
-    def at_end(self) -> bool:
-        """Whether the next chunk is a layer's end, whose duration differs from that of other chunks."""
-        return self._gate.at_end
+    def next_kind(self) -> ChunkKind:
+        """Kind of the next chunk."""
+        return self._gate.next_kind
 
     @property
     def chunks_alike(self) -> int:

@@ -50,13 +50,14 @@ LONG_TURN = 4
 """A long prefill that short ones overtake gets a chunk once in this many rounds."""
 
 
-SHORT, LONG, END = "short", "long", "end"
-"""Kinds of chunks: of short prompts, chunks of a long one, and what ends a layer's pass of a long one."""
+SHORT, LONG, END, IMAGE = "short", "long", "end", "image"
+"""Kinds of chunks: of short prompts, chunks of a long one, what ends a layer's pass of a long one, layers of a vision
+tower."""
 
 
 def chunk_kind(entry: ScheduledRequest) -> str:
     """Return the kind of the next chunk of a request."""
-    return END if entry.at_end else LONG if entry.is_long else SHORT
+    return entry.next_kind if entry.next_kind != "chunk" else LONG if entry.is_long else SHORT
 
 
 ALONE_SECONDS = 0.1
@@ -76,7 +77,7 @@ class PrefillBudget:
         self._limits = limits
         self._decode = 0.0
         self._seconds_per_chunk: dict[str, tuple[tuple[float, float], ...]] = dict.fromkeys(
-            (SHORT, LONG, END), ((0.0, 1.0),)
+            (SHORT, LONG, END, IMAGE), ((0.0, 1.0),)
         )
         self._saved = 0.0
         self._patience = PATIENCE
@@ -151,14 +152,18 @@ class PrefillBudget:
             # a prompt of several parts, or with smaller chunks than planned, takes more chunks than were counted: who
             # is beyond them may need as many as fit
             counted = limits.chunks(entry.job) - entry.chunks_done
-            share = 1 if entry.at_end else min(counted, chunks) if counted > 0 else chunks
+            share = 1 if entry.next_kind == END else min(counted, chunks) if counted > 0 else chunks
             yield entry.job.id, share
             room -= share * chunk
 
     def _tokens(self, entry: ScheduledRequest) -> int:
-        """Return the tokens of a request's next chunk; the end of a layer's pass covers the whole prompt."""
+        """Return the tokens of a request's next chunk; the end of a layer's pass covers the whole prompt, a chunk of an
+        image none.
+        """
+        if entry.next_kind == IMAGE:
+            return FEW_TOKENS
         unread = entry.job.unread_tokens
-        return max(unread if entry.at_end else min(unread, self._limits.chunk_tokens), FEW_TOKENS)
+        return max(unread if entry.next_kind == END else min(unread, self._limits.chunk_tokens), FEW_TOKENS)
 
     def _seconds(self, entry: ScheduledRequest) -> float:
         """Return the expected seconds of a request's next chunk, 0 if none was measured."""

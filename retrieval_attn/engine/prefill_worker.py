@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from retrieval_attn.config import Config
 from retrieval_attn.engine.batched_prefill import BatchedPrefill, PrefillRequest, paused
 from retrieval_attn.engine.counts import Counts
+from retrieval_attn.engine.gate import ChunkKind
 from retrieval_attn.engine.node import Node
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request_needs import State
@@ -48,13 +49,13 @@ class Progress(NamedTuple):
         chunks: completed chunks by request.
         done: requests whose prompt is prefilled.
         chunk_seconds: mean duration of a chunk.
-        at_end: requests of `chunks` whose next chunk is the end of a layer's pass.
+        next_kinds: kinds of the next chunks of requests in `chunks`.
     """
 
     chunks: dict[str, int]
     done: tuple[str, ...]
     chunk_seconds: float
-    at_end: tuple[str, ...]
+    next_kinds: Mapping[str, ChunkKind]
 
 
 class PrefillWorker:
@@ -115,7 +116,7 @@ class PrefillWorker:
         began = time.perf_counter()
         chunks: dict[str, int] = {}
         done: list[str] = []
-        at_end: list[str] = []
+        next_kinds: dict[str, ChunkKind] = {}
         busy = False
         with self._changed:
             reading = [number for number in self._rows if self._scheduler.state(number) is State.READING]
@@ -132,14 +133,15 @@ class PrefillWorker:
                 busy = True
                 if read is not None:
                     before = read.chunks_done
-                    read.go(min(granted[number], read.chunks_alike))
-                    read.wait()
+                    if read.next_kind != "image" or self._scheduler.next_kind(number) == "image":
+                        read.go(min(granted[number], read.chunks_alike))
+                        read.wait()
                     chunks[number] = read.chunks_done - before
-                    if read.at_end:
-                        at_end.append(number)
                     if read.finishing:
                         read.wait_done(END_SECONDS)
                     self._advance(row)
+                    going_on = paused(row.read)
+                    next_kinds[number] = "chunk" if going_on is None else going_on.next_kind
             except Exception as error:
                 self._fail(number, error, failed)
         chunks |= self._read_together([one for one in reading if one not in failed], granted, failed, alone=alone)
@@ -153,7 +155,7 @@ class PrefillWorker:
             time.sleep(CLAIM_SECONDS)
         total = sum(chunks.values())
         seconds = (time.perf_counter() - began) / total if total else 0.0
-        return Progress(chunks, tuple(done), seconds, tuple(at_end))
+        return Progress(chunks, tuple(done), seconds, next_kinds)
 
     def _advance(self, row: RunningRequest) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 
+from retrieval_attn.engine.gate import ChunkKind
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.errors import ConfigError
@@ -24,7 +25,7 @@ class ScheduledRequest:
         charged: queue that it was admitted from.
         generated: tokens received.
         in_flight: planned steps without a result.
-        at_end: whether its next chunk is the end of a layer's pass.
+        next_kind: kind of its next chunk.
         since: round in which it last got a slot.
         overtaken: later requests admitted while it lacked host memory.
     """
@@ -41,7 +42,7 @@ class ScheduledRequest:
     generated: int = 0
     in_flight: int = 0
     chunks_done: int = 0
-    at_end: bool = False
+    next_kind: ChunkKind = "chunk"
     since: int = -1
     overtaken: int = 0
 

@@ -226,7 +226,9 @@ class RunningRequest:
             self._pages.open(self._done, self.cache)
         part: Sequence[int] = sharing.ids[max(self._known, sharing.marks) : sharing.ends[self._done]].tolist()
         short = len(part) <= min(SHORT_TOKENS, self.cache.config.prefill_chunk)
-        self.lacks_room = can_wait and not self.cache.index.has_room(len(part))
+        start = self.cache.get_seq_length()
+        pictured = 0 if self._images is None else self._images.most_tokens(start, start + len(part))
+        self.lacks_room = can_wait and not self.cache.index.has_room(len(part), pictured)
         if self.lacks_room:
             return
         if packs and short and self._images is None and packable(self.cache):

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from retrieval_attn.engine.fairness import FairQueue
+from retrieval_attn.engine.gate import ChunkKind
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.prefill_budget import PrefillBudget
 from retrieval_attn.engine.request_needs import RequestNeeds, State
@@ -40,7 +41,7 @@ class StepResult(NamedTuple):
         read_done: requests whose prompt is prefilled.
         decode_seconds: duration of the last step; 0: not measured.
         chunk_seconds: mean duration of a chunk in `read`; 0: not measured.
-        at_end: requests of `read` whose next chunk is the end of a layer's pass, then their only one of the round.
+        next_kinds: kinds of the next chunks of requests in `read`.
     """
 
     ended: tuple[str, ...] = ()
@@ -50,7 +51,7 @@ class StepResult(NamedTuple):
     read_done: tuple[str, ...] = ()
     decode_seconds: float = 0.0
     chunk_seconds: float = 0.0
-    at_end: tuple[str, ...] = ()
+    next_kinds: Mapping[str, ChunkKind] = {}
 
 
 class SchedulerOutput(NamedTuple):
@@ -112,6 +113,11 @@ class Scheduler:
         """Return the state of a request; gone if it is unknown."""
         entry = self._places.entries.get(job)
         return State.GONE if entry is None else entry.state
+
+    def next_kind(self, job: str) -> ChunkKind:
+        """Return the kind of a request's next chunk, as its grant is planned."""
+        entry = self._places.entries.get(job)
+        return "chunk" if entry is None else entry.next_kind
 
     def progress(self, job: str) -> float:
         """Return the completed share of a request's prefill; 0 if it is unknown."""
@@ -215,7 +221,7 @@ class Scheduler:
         for name, chunks in results.read.items():
             if entry := self._places.entries.get(name):
                 entry.chunks_done += chunks
-                entry.at_end = name in results.at_end
+                entry.next_kind = results.next_kinds.get(name, "chunk")
         for name in results.read_done:
             entry = self._places.entries.get(name)
             if entry is not None and entry.state is State.READING:

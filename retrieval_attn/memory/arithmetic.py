@@ -189,6 +189,7 @@ class Arithmetic:
                 "tail: a byte per key and head, means, sums of a layer",
             ),
             Item("prefill: codes of a head", n * size.codes.building, f"on their way into a {self.options.index}"),
+            Item("prefill: image", size.image_excess(self.chunk), "embedding the largest one, beyond a chunk"),
             Item("logits", size.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
             Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
         ]
@@ -226,6 +227,8 @@ class Arithmetic:
         sizes = choices(self.device_size)
         free = ((size, device_limit - size.fixed_bytes - self.context * size.token_bytes) for size in sizes)
         chunk = min(max(size.chunks.most(room) for size, room in free), self.context)
+        if self.device_size.fixed_bytes + self.device_size.image_bytes > device_limit:
+            return 0
         return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
 
     def largest_context(self, device_limit: int, host_limit: int) -> int:

@@ -101,13 +101,17 @@ LAYOUTS = DeviceLayout(), DeviceLayout(False, 1), DeviceLayout(True, 1)
 
 @dataclass(frozen=True)
 class DeviceSize:
-    """Memory of a device that holds `shape` of a model, for `batch` sequences of `context` tokens each."""
+    """Memory of a device that holds `shape` of a model, for `batch` sequences of `context` tokens each.
+
+    with_images: whether the largest image of a context is counted.
+    """
 
     shape: ModelShape
     options: Config
     context: int
     batch: int = 1
     layout: DeviceLayout = DeviceLayout()
+    with_images: bool = False
 
     def fitting(self, limit: int) -> DeviceSize:
         """Return a copy with the first layout that reads within `limit` bytes, the last layout if none does."""
@@ -122,7 +126,23 @@ class DeviceSize:
     @property
     def reading_bytes(self) -> int:
         """All bytes at the peak of reading."""
-        return self.fixed_bytes + self.context * self.token_bytes + self.chunks.bytes(self.chunk)
+        read = self.fixed_bytes + self.context * self.token_bytes + self.chunks.bytes(self.chunk)
+        return read + self.image_excess(self.chunk)
+
+    def image_excess(self, chunk: int) -> int:
+        """Return the bytes by which embedding an image exceeds what prefill in chunks of `chunk` tokens takes.
+
+        An image is embedded before the prefill of its part of a prompt.
+        """
+        held = self.coded_token_bytes + cluster_bytes(self)[0]
+        prefill = self.context * (self.token_bytes - held) + self.chunks.bytes(chunk)
+        return max(0, self.image_bytes - prefill)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of embedding the largest image of the context; 0 if it is not counted."""
+        tower = self.shape.tower if self.with_images else None
+        return 0 if tower is None else tower.image_bytes(self.context)
 
     @property
     def chunks(self) -> ChunkSize:
@@ -269,7 +289,8 @@ def most_context(size: DeviceSize, limit: int, chunk: int) -> int:
 
     def needed(tokens: int) -> int:
         held = replace(size, context=tokens)
-        return held.fixed_bytes + tokens * size.token_bytes + held.chunks.bytes(chunk)
+        read = held.fixed_bytes + tokens * size.token_bytes + held.chunks.bytes(chunk)
+        return read + held.image_excess(chunk)
 
     return max(0, bisect.bisect_right(range(max(0, limit) // size.token_bytes + 1), limit, key=needed) - 1)
 

@@ -101,12 +101,18 @@ class IndexChoice:
         self._decided = True
         self._reclaim(lambda shape, room: opened_bytes(shape, self.config, tokens))
 
-    def has_room(self, tokens: int) -> bool:
-        """Return False if an engine's layout for `tokens` more tokens lacks GPU memory even without idle texts."""
+    def has_room(self, tokens: int, image_tokens: int = 0) -> bool:
+        """Return False if an engine's layout for `tokens` more tokens lacks GPU memory even without idle texts, or if
+        the embedding of an image of `image_tokens` tokens does.
+        """
         layout = layout_of(self._loaded)
-        if self._decided or layout is None:
+        if layout is None:
             return True
         room = layout.free - MARGIN + idle_device_bytes()
+        if _image_bytes(layout.shape, image_tokens) > room:
+            return False
+        if self._decided:
+            return True
         return layout_like(layout.shape, self._requested, layout.config, tokens, room) is not None
 
     def can_ask(self, nbytes: int, tokens: int) -> bool:
@@ -121,6 +127,10 @@ class IndexChoice:
     def make_room_to_ask(self, nbytes: int, tokens: int) -> None:
         """Free GPU memory of idle texts if `nbytes` bytes and a question about `tokens` tokens lack room."""
         self._reclaim(lambda shape, room: nbytes + question_bytes(shape, tokens))
+
+    def make_room_for_image(self, tokens: int) -> None:
+        """Free GPU memory of idle texts if the embedding of an image of `tokens` tokens lacks room."""
+        self._reclaim(lambda shape, room: _image_bytes(shape, tokens))
 
     def make_room(self, tokens: int, batch: int = 1) -> None:
         """Evict idle texts from GPU memory if a prefill of `tokens` more tokens of `batch` sequences needs their room.
@@ -189,6 +199,11 @@ class IndexChoice:
 
     def _host_free(self, model: Any) -> int:
         return rows_host_bytes(model, self._requested)
+
+
+def _image_bytes(shape: ModelShape, tokens: int) -> int:
+    """Return the GPU memory that embedding an image of `tokens` tokens takes for a time; 0 without one."""
+    return 0 if shape.tower is None or not tokens else shape.tower.image_bytes(tokens)
 
 
 def rows_host_bytes(model: Any, config: Config) -> int:

@@ -242,7 +242,7 @@ class _Case:
         part, placed = self.part, options
         if count > 1:  # several GPUs neither move hidden states to the host (`runner/hidden_states.py`) nor capture
             part, placed = replace(part, hidden_movable=False), options.replace(graph=False)
-        size = DeviceSize(part, placed, context, self.batch).fitting(self.device_limit)
+        size = DeviceSize(part, placed, context, self.batch, with_images=True).fitting(self.device_limit)
         return Arithmetic(self.shape, size, count if split == "heads" else 1)
 
     def may_decide(self, options: Config) -> bool:
@@ -259,7 +259,10 @@ class _Case:
         from retrieval_attn.memory.index_choice import fitting_index
 
         copies = state_bytes(DeviceSize(self.shape, options, context, self.batch))[1]
-        free = self.device_limit - self.shape.weight_bytes - DEVICE_RESERVE - copies
+        image = DeviceSize(self.shape, options, context, self.batch, with_images=True).image_excess(
+            options.prefill_chunk
+        )
+        free = self.device_limit - self.shape.weight_bytes - DEVICE_RESERVE - copies - image
         # eager steps read no host memory (`memory/device_room.py`)
         host_free, beside = 0, 0
         if options.graph is not False:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from retrieval_attn.config import Place
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, UnsupportedModelError
+from retrieval_attn.memory.tower import TowerShape, tower_shape
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import heads_config, reason, require_reachable, require_sizes
 from retrieval_attn.model.gguf.file import read, resolve
@@ -41,7 +42,7 @@ class ModelShape:
     `state_chunk_bytes` (0: not known). hidden_movable: whether hidden states may lie on the host while a model of one
     device reads. host_table_bytes: of an input embedding in host memory, which weight_bytes does not count. kv_heads,
     key_dim, value_dim: of full layers; sliding_elements: numbers of keys and values per token of a sliding layer, 0 if
-    as many as of a full one.
+    as many as of a full one. tower: of images; None: images are not served.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ModelShape:
     hidden_movable: bool = True
     host_table_bytes: int = 0
     sliding_elements: int = 0
+    tower: TowerShape | None = None
 
     @property
     def states_bytes(self) -> int:
@@ -166,7 +168,8 @@ def _of_config(source: Any, config: PreTrainedConfig, dtype: Any, quantization: 
         weight_bytes, note = named_bytes(model, quantization, width)
     elif own is not None:
         weight_bytes, note = quantized_bytes(model, own, width, stored_bytes(source))
-    return _shape(config, model, name, kind, width, parameters, weight_bytes, note)
+    shape = _shape(config, model, name, kind, width, parameters, weight_bytes, note)
+    return _with_tower(shape, config, model, source if isinstance(source, str | Path) else config.name_or_path)
 
 
 def load_config(source: Any) -> PreTrainedConfig:
@@ -219,7 +222,22 @@ def _of_model(model: Any, dtype: Any) -> ModelShape:
     name = config.name_or_path or config.model_type
     table: Any = model.get_input_embeddings().weight
     on_host = table.nbytes if dtype is None and is_host_table(table) else 0
-    return replace(_shape(config, model, name, kind, width, parameters, held, note), host_table_bytes=on_host)
+    shape = _shape(config, model, name, kind, width, parameters, held, note)
+    return replace(_with_tower(shape, config, model, config.name_or_path), host_table_bytes=on_host)
+
+
+def _with_tower(shape: ModelShape, config: PreTrainedConfig, model: Any, source: Any) -> ModelShape:
+    """Return the shape with the tower of a model whose images are served. source: name or folder of the checkpoint."""
+    from retrieval_attn.model.multimodal import is_multimodal, text_decoder
+
+    if not is_multimodal(model):
+        return shape
+    text = shape.head_parameters + sum(weight.numel() for weight in text_decoder(model).parameters())
+    tower = tower_shape(config, source, shape.dtype_bytes, shape.parameters - text)
+    if tower is None:
+        return shape
+    note = f"{shape.weights_note}, {_millions(tower.parameters)} parameters of them for images"
+    return replace(shape, tower=tower, weights_note=note)
 
 
 def _shape(

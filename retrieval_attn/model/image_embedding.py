@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.errors import InputDataError
+from retrieval_attn.errors import InputDataError, MemoryPlanError
 from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.images import FIRST_ID, LAST_ID, Image, ImageReader, PlacedImage
@@ -63,6 +63,39 @@ class EmbeddingFeatures:
         return kind.get_image_features(self._module, pixel_values, *args, **kwargs)
 
 
+class _Pauses(threading.local):
+    """Function that this thread's forward of a vision tower calls before each layer; None: it does not pause."""
+
+    on_layer: Callable[[], object] | None = None
+
+
+_pauses = _Pauses()
+
+
+def _pause() -> None:
+    if _pauses.on_layer is not None:
+        _pauses.on_layer()
+
+
+class PausingForward:
+    """Forward of a layer of a vision tower that pauses first. No hook of the module: hooks prevent graph capture."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._forward = layer.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer's own forward."""
+        _pause()
+        return self._forward(*args, **kwargs)
+
+
+def tower_layers(module: nn.Module) -> Sequence[nn.Module]:
+    """Return the layers of the vision tower of `module`, a model with its text decoder."""
+    tower = next(part for name, part in module.named_children() if name in ("vision_tower", "visual"))
+    lists = [part for part in tower.modules() if isinstance(part, nn.ModuleList)]
+    return list(max(lists, key=len))
+
+
 class ImageEncoder:
     """Embeds the images of one model's prompts and caches the embeddings of recent ones. Thread-safe."""
 
@@ -72,20 +105,42 @@ class ImageEncoder:
         self._is_gemma = unwrapped(model).config.model_type == "gemma3"
         self._module: Any = unwrapped(model).model
         self._module.get_image_features = EmbeddingFeatures(self._module)
+        layers = tower_layers(self._module)
+        for layer in layers:
+            if not isinstance(layer.forward, PausingForward):
+                layer.forward = PausingForward(layer)
+        self.chunks = 1 + len(layers)
+        """Calls of `on_layer` for one image: for its decoding, and for each layer."""
         self._cache: OrderedDict[tuple[WeightState, str | None, bytes], ImageEmbedding] = OrderedDict()
         self._lock = threading.Lock()
         self.computed = 0
         """Images that the vision tower has embedded."""
 
-    def embed(self, image: Image, namespace: str | None) -> ImageEmbedding:
-        """Return the embedding of an image, cached within a namespace. Raises as `ImageReader.pixels`."""
+    def is_cached(self, image: Image, namespace: str | None) -> bool:
+        """Return whether `embed` would compute nothing."""
+        with self._lock:
+            return (weight_state(self.model), namespace, image.digest) in self._cache
+
+    def embed(
+        self, image: Image, namespace: str | None, on_layer: Callable[[], object] | None = None
+    ) -> ImageEmbedding:
+        """Return the embedding of an image, cached within a namespace.
+
+        on_layer: called before the image is decoded and before each layer of the tower. Raises as
+        `ImageReader.pixels`, MemoryPlanError, and what `on_layer` raises.
+        """
         key = weight_state(self.model), namespace, image.digest
         with self._lock:
             found = self._cache.get(key)
             if found is not None:
                 self._cache.move_to_end(key)
                 return found
-        found = self._computed(image)
+        _pauses.on_layer = on_layer
+        try:
+            _pause()
+            found = self._computed(image)
+        finally:
+            _pauses.on_layer = None
         with self._lock:
             self._cache[key] = found
             size = sum(one.nbytes for one in self._cache.values())
@@ -100,8 +155,10 @@ class ImageEncoder:
         try:
             output = self._module.get_image_features(**given, return_dict=True)
         except torch.OutOfMemoryError:
+            output = None  # the activations in the error's frames are free once it is handled
+        if output is None:
             reclaim(device=idle_device_bytes())
-            output = self._module.get_image_features(**given, return_dict=True)
+            output = self._again(given, image)
         self.computed += 1
         rows, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
         rows = rows[0] if len(rows) == 1 else torch.cat(list(rows))
@@ -111,6 +168,15 @@ class ImageEncoder:
                 "preprocessor_config.json belongs to another model."
             )
         return ImageEmbedding(rows.cpu(), tuple(one.cpu() for one in deep))
+
+    def _again(self, given: dict[str, Any], image: Image) -> Any:
+        try:
+            return self._module.get_image_features(**given, return_dict=True)
+        except torch.OutOfMemoryError as error:
+            raise MemoryPlanError(
+                f"The GPU has no memory to embed an image of {image.tokens:,} tokens. Send a smaller image, or set a "
+                "smaller size in preprocessor_config.json."
+            ) from error
 
     def arguments(self, images: Sequence[ImageEmbedding], inside: Tensor) -> dict[str, Any]:
         """Return the arguments of a forward with these rows. inside: bool (1, tokens), True for parts of images."""
@@ -141,18 +207,37 @@ class PromptImages:
         """Position of a token after all images, less its column."""
         return sum(one.image.positions - one.image.tokens for one in self.placed)
 
-    def inputs(self, ids: Tensor, place: Tensor, start: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def within(self, start: int, stop: int) -> list[PlacedImage]:
+        """Return the images with a token among columns [start, stop)."""
+        return [one for one in self.placed if max(start, one.start) < min(stop, one.stop)]
+
+    def most_tokens(self, start: int, stop: int) -> int:
+        """Return the tokens of the largest image that a forward of columns [start, stop) would embed; 0: none."""
+        new = [one.image for one in self.within(start, stop) if not self.encoder.is_cached(one.image, self.namespace)]
+        return max((image.tokens for image in new), default=0)
+
+    def chunks(self, start: int, stop: int) -> int:
+        """Return the calls of `on_layer` in a forward of columns [start, stop)."""
+        new = {
+            one.image.digest
+            for one in self.within(start, stop)
+            if not self.encoder.is_cached(one.image, self.namespace)
+        }
+        return len(new) * self.encoder.chunks
+
+    def inputs(
+        self, ids: Tensor, place: Tensor, start: int, on_layer: Callable[[], object] | None = None
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return the model's ids, positions and further arguments of a forward of columns from `start` on.
 
         ids: (batch, columns). place: positions (batch, columns) that count tokens. The returned positions are of that
         shape, or (3, 1, columns) if parts of an image with a grid are among them. Raises as `ImageEncoder.embed`.
         """
         stop, images = start + ids.shape[1], []
-        for first, image in self.placed:
+        for first, image in self.within(start, stop):
             low, high = max(start, first), min(stop, first + image.tokens)
-            if low < high:
-                whole, span = self.encoder.embed(image, self.namespace), slice(low - first, high - first)
-                images.append(ImageEmbedding(whole.rows[span], tuple(one[span] for one in whole.deep)))
+            whole, span = self.encoder.embed(image, self.namespace, on_layer), slice(low - first, high - first)
+            images.append(ImageEmbedding(whole.rows[span], tuple(one[span] for one in whole.deep)))
         if not images:
             return ids, place + self._shift_at(start), {}
         inside = (ids >= FIRST_ID) & (ids <= LAST_ID)

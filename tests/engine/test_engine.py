@@ -159,11 +159,16 @@ def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -
         row.cancel()
     assert found.error is None
     ticks = [one for one in told if one.read]
-    read = [(chunks, bool(before.at_end)) for before, one in itertools.pairwise(ticks) for chunks in one.read.values()]
+    read = [
+        (chunks, "end" in before.next_kinds.values())
+        for before, one in itertools.pairwise(ticks)
+        for chunks in one.read.values()
+    ]
     assert [chunks for chunks, end in read if end] == [1] * (2 * layers)  # chunks of 5 and of 4
     assert sum(chunks for chunks, end in read if not end) >= (5 + 4) * layers
     for before, one in itertools.pairwise(ticks):
-        assert not before.at_end or before.at_end == tuple(one.read)
+        ends = [name for name, kind in before.next_kinds.items() if kind == "end"]
+        assert not ends or ends == list(one.read)
 
 
 @pytest.mark.parametrize("read_before", [True, False])

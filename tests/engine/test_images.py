@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.prefix_handle import PrefixHandle
 from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.model.image_embedding import tower_layers
 from retrieval_attn.model.images import Image, ImageReader, is_image_id, placed_images
 from retrieval_attn.model.loading import load_image_reader
 from retrieval_attn.sampling.sampling_params import SamplingParams
@@ -217,6 +219,47 @@ def test_wrong_requests_are_refused(served: Served) -> None:
     with pytest.raises(ra.InputDataError, match="stands for a part of some image"):
         end = served.engine.submit(Request(tuple(tuple(served.reader.plain(one)) for one in request.parts))).result()
         raise end.error or AssertionError
+
+
+def test_rows_decode_between_layers_of_the_tower(served: Served, tmp_path: Path) -> None:
+    """A row decodes between the decoding of an image and each layer of the tower, and not during a layer."""
+    llm = ra.LLM(served.folder, threads=1, retrieve="all", window=16, sink=4, dtype="float32", device="cpu")
+    limits = dataclasses.replace(default_limits(llm.model, llm.config), inter_token_seconds=1e-6)
+    pictures = [picture(seed) for seed in (21, 22)]
+    with Engine(llm, limits=limits, store=tmp_path) as engine:
+        row = engine.submit(served.request("<|im_start|>user\n" + WORDS, [], max_tokens=3000))
+        next(iter(row))
+        (running,) = engine._rows.values()
+        seen: list[int] = []
+        inside: list[int] = []
+
+        def noted(*_: Any) -> None:
+            seen.append(len(running.tokens))
+            time.sleep(0.05)  # many steps
+            inside.append(len(running.tokens) - seen[-1])
+
+        hooks = [layer.register_forward_pre_hook(noted) for layer in tower_layers(llm.model.model)]
+        end = engine.submit(served.request(TEXT, pictures)).result()
+        at_end = len(running.tokens)
+        for hook in hooks:
+            hook.remove()
+        row.cancel()
+    assert end.tokens == served.plain(TEXT, pictures)[0]
+    assert len(seen) == 2 * len(hooks) and len({*seen, at_end}) == len(seen) + 1, (seen, at_end)
+    assert not any(inside), "a layer runs beside steps, or through several rounds"
+
+
+def test_a_cancelled_request_stops_inside_the_tower(served: Served, tmp_path: Path) -> None:
+    """Its image is not embedded, and the engine serves the next one."""
+    llm = ra.LLM(served.folder, threads=1, retrieve="all", window=16, sink=4, dtype="float32", device="cpu")
+    with Engine(llm, store=tmp_path) as engine:
+        (layer, *_) = tower_layers(llm.model.model)
+        handle = engine.submit(request := served.request(ASKED + "What is it?", [picture(23)]))
+        hook = layer.register_forward_pre_hook(lambda *_: handle.cancel())
+        assert handle.result().reason == "cancelled"
+        hook.remove()
+        end = engine.submit(request).result()
+    assert end.tokens == served.plain(ASKED + "What is it?", [picture(23)])[0]
 
 
 def test_a_model_with_an_encoder_is_copied_whole(served: Served) -> None:

@@ -307,7 +307,7 @@ def test_a_text_without_room_waits_for_others(monkeypatch: pytest.MonkeyPatch) -
     first, second = Request((ids(500, 1), QUESTION), 240), Request((ids(600, 2), QUESTION), 4)
     with Engine(llm, prefix_cache_bytes=0) as engine:
         expected = [engine.submit(one).result().tokens for one in (first, second)]
-    monkeypatch.setattr(IndexChoice, "has_room", lambda self, tokens: False)
+    monkeypatch.setattr(IndexChoice, "has_room", lambda self, tokens, image_tokens: False)
     with Engine(llm, prefix_cache_bytes=1 << 27) as engine:
         running = engine.submit(first)
         next(iter(running))
@@ -326,7 +326,7 @@ def test_the_wait_for_room_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text is read after a while although other requests never end, with the memory that is free."""
     llm = llm_of(CONFIG)
     first, second = Request((ids(500, 1), QUESTION), 400), Request((ids(600, 2), QUESTION), 4)
-    monkeypatch.setattr(IndexChoice, "has_room", lambda self, tokens: False)
+    monkeypatch.setattr(IndexChoice, "has_room", lambda self, tokens, image_tokens: False)
     monkeypatch.setattr(prefill_worker, "MAX_LACKING_SECONDS", 0.2)
     with Engine(llm, prefix_cache_bytes=0) as engine:
         expected = engine.submit(second).result().tokens

@@ -343,7 +343,7 @@ class TestReading:
             bench.schedule()
         chunks = bench.plans[-1].read
         assert chunks == (("long", 15),)
-        assert bench.schedule(at_end=("long",)).read == (("long", 1),)  # the first one, whatever it takes
+        assert bench.schedule(next_kinds={"long": "end"}).read == (("long", 1),)  # the first one, whatever it takes
         end = {"read": {"long": 1}, "chunk_seconds": 0.100}
         bench.now += 0.100 - bench.chunk_seconds
         for _ in range(2):
@@ -353,7 +353,7 @@ class TestReading:
         granted: list[Any] = []
         for _ in range(6):
             took = {"chunk_seconds": 0.100} if bench.plans[-1].read == (("long", 1),) else {}
-            granted.append(bench.schedule(at_end=("long",), **took).read)
+            granted.append(bench.schedule(next_kinds={"long": "end"}, **took).read)
         assert granted.count((("long", 1),)) <= 3 and () in granted  # room for 100 ms is saved up: 60 a tick
 
     def test_a_prompt_of_several_parts_takes_what_fits_to_its_end(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.memory.device import DeviceLayout, DeviceSize, rotary_bytes
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.memory.tower import FRAGMENTED, tower_shape
 from retrieval_attn.model.layers import decoder_parts
 from tests.memory.live_bytes import LiveBytes, on_meta
 from tests.model import multimodal_models
@@ -153,3 +156,70 @@ def test_the_largest_chunk_costs_what_is_free(layout: DeviceLayout, free_mib: in
     free = free_mib << 20
     most = chunks.most(free)
     assert chunks.bytes(most) <= free < chunks.bytes(most + 1)
+
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "patch_size": 14}
+TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3": {**SIZES, "num_attention_heads": 4, "num_hidden_layers": 3, "image_size": 448},
+    "mistral3": {**SIZES, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 3, "image_size": 448},
+    "qwen2_vl": {"depth": 3, "embed_dim": 256, "hidden_size": 96, "num_heads": 4, "mlp_ratio": 4, "patch_size": 14},
+    "qwen2_5_vl": {**SIZES, "depth": 3, "num_heads": 4, "out_hidden_size": 96, "fullatt_block_indexes": [0]},
+    "qwen3_vl": {
+        **SIZES, "depth": 3, "num_heads": 4, "out_hidden_size": 96, "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_takes_what_the_plan_says(name: str, dtype: torch.dtype) -> None:
+    """Live bytes of an image of 1,024 patches, its pixels included: the formula without fragmentation, or less."""
+    side, patches = 448, 1024
+    model: Any = multimodal_models.new_model(name, vision=TOWERS[name], ids={"mm_tokens_per_image": 256}).to(dtype)
+    model.set_attn_implementation("sdpa")
+    if name in ("gemma3", "mistral3"):
+        given: dict[str, Any] = {"pixel_values": torch.zeros(1, 3, side, side)}
+        given |= {"image_sizes": torch.tensor([[side, side]])} if name == "mistral3" else {}
+    else:
+        given = {"pixel_values": torch.zeros(patches, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 32, 32]])}
+    with torch.no_grad():
+        model.model.get_image_features(**given, return_dict=True)
+        with LiveBytes([*model.parameters(), *model.buffers(), *given.values()]) as live:
+            model.model.get_image_features(**given, return_dict=True)
+    tower = tower_shape(model.config, "", dtype.itemsize, 1)
+    assert tower is not None
+    tokens = -(-patches // tower.merged)
+    masks = patches**2 * tower.pair_bytes
+    planned = int((tower.image_bytes(tokens) - masks) / (1 + FRAGMENTED)) + masks
+    assert 0.9 * planned / 1.35 <= live.peak + given["pixel_values"].nbytes <= 1.1 * planned
+
+
+def test_a_plan_counts_towers_and_images() -> None:
+    """Weights, and what the largest image of a short context takes beyond a chunk; nothing for a text model."""
+    config = multimodal_models.new_model("qwen2_5_vl", vision=TOWERS["qwen2_5_vl"]).config
+    config.text_config.max_position_embeddings = 32768
+    asked: dict[str, Any] = {"dtype": "bfloat16", "config": {"index": "flat"}}
+    found = plan(config, context=20_000, gpu_memory="24GiB", **asked)
+    tower = found.shape.tower
+    assert tower is not None and tower.patches == 65536 and "of them for images" in found.shape.weights_note
+    items = {item.name: item.bytes for item in found.device}
+    passing = sum(size for name, size in items.items() if name.startswith("prefill: ") or name == "fragmentation")
+    assert passing == tower.image_bytes(20_000) == tower.image_bytes(16384)
+    least = found.device_bytes
+    assert plan(config, context=20_000, gpu_memory=least, **asked).fits
+    short = plan(config, context=20_000, gpu_memory=least - (1 << 20), **asked)
+    assert not short.fits and short.largest_chunk == 0 and short.largest_context < 20_000
+    assert plan(config, context=1000, gpu_memory=least, **asked).device_bytes < least
+    text = plan(config_of("llama"), context=20_000, dtype="bfloat16")
+    assert text.shape.tower is None and "prefill: image" not in [item.name for item in text.device]
+
+
+def test_the_largest_image_is_that_of_the_processor(tmp_path: Path) -> None:
+    """By either form of preprocessor_config.json."""
+    model = multimodal_models.new_model("qwen2_vl")
+    model.save_pretrained(tmp_path)
+    for given in ({"size": {"shortest_edge": 3136, "longest_edge": 784_000}}, {"max_pixels": 784_000}):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+        tower = model_shape(tmp_path).tower
+        assert tower is not None and tower.patches == 4000 and tower.merged == 4

@@ -72,9 +72,16 @@ _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] =
 NAMES = tuple(_MODELS)
 
 
-def new_model(name: str, vocabulary: int = VOCABULARY) -> Any:
-    """A float32 model of `name` with seeded weights, eager attention, eval mode."""
-    prefix, text, vision, ids = _MODELS[name]
+def new_model(
+    name: str, vocabulary: int = VOCABULARY, vision: dict[str, Any] | None = None, ids: dict[str, Any] | None = None
+) -> Any:
+    """A float32 model of `name` with seeded weights, eager attention, eval mode.
+
+    vision: config of the vision tower. ids: changes to the model's config, if it has these options.
+    """
+    prefix, text, tower, known = _MODELS[name]
+    vision = tower if vision is None else {**({"model_type": "pixtral"} if name == "mistral3" else {}), **vision}
+    ids = known | {key: value for key, value in (ids or {}).items() if key in known}
     torch.manual_seed(0)
     text = {**_TEXT, **text, "vocab_size": vocabulary}
     config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision, **ids)

@@ -119,14 +119,14 @@ def test_who_drives_a_read_knows_which_cells_are_alike(loop: AnswerLoop) -> None
     while not read.done:
         assert read.wait(WAIT)
         if read.chunks_left:
-            alike.append((read.chunks_alike, read.at_end))
+            alike.append((read.chunks_alike, read.next_kind))
         read.go(read.chunks_alike)
         if len(alike) == 2 * layers:
             break
     read.result(WAIT)
-    assert alike == [(4, False), (1, True)] * layers
+    assert alike == [(4, "chunk"), (1, "end")] * layers
     short = ChunkedPrefill(loop, new_cache(loop), ids_of(100))
-    assert short.chunks_alike == layers and not short.at_end
+    assert short.chunks_alike == layers and short.next_kind == "chunk"
     short.go(layers)
     short.result(WAIT)
 

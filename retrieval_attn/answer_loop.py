@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from retrieval_attn.attention.sequence import ids_tensor
 from retrieval_attn.attention.source import largest_share, mean_share
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
 from retrieval_attn.memory.host_room import host_shortage
+from retrieval_attn.model.image_embedding import PromptImages
 from retrieval_attn.model.multimodal import placeholders
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.prompt.text_stream import TextStream
@@ -167,7 +169,7 @@ class AnswerLoop:
         does not have, UnsupportedModelError for scores that are not finite.
         """
         started, ends = time.perf_counter(), set[int]() if sampling.ignore_eos else self.eos
-        chooser = self._chooser(sampling, batch, ends)
+        chooser = self._chooser(sampling, batch, ends, cache.batch.images)
         with (
             host_shortage(f"answer after {batch.ids.shape[1]:,} tokens"),
             using_retrieval(self.model, cache.config.prefill_chunk),
@@ -221,7 +223,9 @@ class AnswerLoop:
             criteria.append(StopStrings([self._text_stream(sampling) for _ in batch.ids]))
         return criteria
 
-    def _chooser(self, sampling: Sampling, batch: PromptRows, ends: set[int]) -> Callable[[], ChooseTokens] | None:
+    def _chooser(
+        self, sampling: Sampling, batch: PromptRows, ends: set[int], images: PromptImages | None
+    ) -> Callable[[], ChooseTokens] | None:
         """Return a maker of samplers of these rows, which choose alike and each know the tokens that they are called
         with; None: each row takes the likeliest token of the model's logits.
         """
@@ -230,9 +234,9 @@ class AnswerLoop:
         seeds = torch.randint(2**63 - 1, (rows,)).tolist() if random else [sampling.seed or 0] * rows
         params = [sampling.params(seed) for seed in seeds]
         require_known(params[0], self.vocabulary)
-        images = [token for token, kind in placeholders(self.model).items() if kind == "image"]
-        ids = batch.ids.masked_fill(batch.ids < 0, images[0]) if images else batch.ids
-        prompts = [row[valid].cpu().numpy() for row, valid in zip(ids, batch.valid, strict=True)]
+        prompts = [row[valid].cpu().numpy() for row, valid in zip(batch.ids, batch.valid, strict=True)]
+        if images is not None:
+            prompts = [np.asarray(images.encoder.reader.plain(row.tolist())) for row in prompts]
 
         def made_histories() -> list[History | None]:
             given = zip(params, prompts, strict=True)

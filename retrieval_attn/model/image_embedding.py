@@ -162,12 +162,24 @@ class ImageEncoder:
         self.computed += 1
         rows, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
         rows = rows[0] if len(rows) == 1 else torch.cat(list(rows))
+        if image.line:
+            rows = self._with_breaks(rows, image)
         if rows.shape[0] != image.tokens:
             raise InputDataError(
                 f"The model's vision tower makes {rows.shape[0]} rows of an image with {image.tokens} tokens; its "
                 "preprocessor_config.json belongs to another model."
             )
         return ImageEmbedding(rows.cpu(), tuple(one.cpu() for one in deep))
+
+    def _with_breaks(self, rows: Tensor, image: Image) -> Tensor:
+        """Return the rows of parts with those of the tokens that end lines, which are token embeddings."""
+        ids = torch.tensor(self.reader.plain(image.ids), device=rows.device)
+        found = self.model.get_input_embeddings()(ids).to(rows.dtype)
+        parts = ids == self.reader.token
+        if int(parts.sum()) == rows.shape[0]:
+            found[parts] = rows
+            return found
+        return rows
 
     def _again(self, given: dict[str, Any], image: Image) -> Any:
         try:

@@ -31,6 +31,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 FIRST_ID = -(2**31)
 LAST_ID = -(2**30) - 2**29 - 1
 """Ids of images are in [FIRST_ID, LAST_ID]; other negative ids are marks of the prefix cache."""
+BREAK, END = 1, 2
+"""Lowest two bits of the ids of tokens that end a line of an image, and the image; 0: of its parts."""
+BREAK_WORD, END_WORD = "[IMG_BREAK]", "[IMG_END]"
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
 
@@ -40,15 +43,17 @@ class Image:
 
     Attributes:
         data: the image's file, such as a PNG. Empty if only ids and positions are needed.
-        tokens: number of ids that stand for its parts.
+        tokens: number of ids that stand for it.
         grid: rows and columns of its parts, for models whose positions have three axes. None: other models.
         digest: SHA-256 of the file.
+        line: parts of a line, after each of which one more token ends the line (Mistral 3). 0: tokens are parts.
     """
 
     data: bytes = field(repr=False)
     tokens: int
     grid: tuple[int, int] | None = None
     digest: bytes = field(default=b"", repr=False)
+    line: int = 0
 
     def __post_init__(self) -> None:
         if self.data or not self.digest:
@@ -56,9 +61,14 @@ class Image:
 
     @cached_property
     def ids(self) -> tuple[int, ...]:
-        """Ids of its parts in a prompt, equal for equal files alone."""
+        """Ids of its tokens in a prompt, equal for equal files alone."""
         words = np.frombuffer(hashlib.shake_256(self.digest).digest(4 * self.tokens), "<u4")
-        return tuple((words.astype(np.int64) % (LAST_ID - FIRST_ID + 1) + FIRST_ID).tolist())
+        found = words.astype(np.int64) % (LAST_ID - FIRST_ID + 1) + FIRST_ID
+        if self.line:
+            found &= ~3
+            found[self.line :: self.line + 1] |= BREAK
+            found[-1] ^= BREAK ^ END
+        return tuple(found.tolist())
 
     @property
     def positions(self) -> int:
@@ -67,7 +77,7 @@ class Image:
 
     def without_data(self) -> Image:
         """Return the image without its file."""
-        return Image(b"", self.tokens, self.grid, self.digest)
+        return Image(b"", self.tokens, self.grid, self.digest, self.line)
 
 
 class PlacedImage(NamedTuple):
@@ -123,18 +133,24 @@ class ImageReader:
         """config: of the model. processor: its image processor. Raises UnsupportedModelError."""
         self._processor, self._config = processor, config
         kind = config.model_type
-        if kind not in ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        if kind not in ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
             raise UnsupportedModelError(
-                f"Prompts with images are served for Gemma-3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL, not for {kind!r}."
+                f"Prompts with images are served for Gemma-3, Mistral 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL, not for "
+                f"{kind!r}."
             )
         self.token: int = config.image_token_id
         """Id of the model for any part of an image."""
         self.word = _word(tokenizer, self.token)
-        self._is_gemma = kind == "gemma3"
+        self._is_gemma, self._is_mistral = kind == "gemma3", kind == "mistral3"
+        self.kinds = (self.token,) * 4
+        """Ids of the model for the tokens of an image, by the lowest two bits of their ids in a prompt."""
         self._marker, self._text = self.word, self.word
         if self._is_gemma:
             self._marker, end = (_word(tokenizer, one) for one in (config.boi_token_index, config.eoi_token_index))
             self._text = self.text = f"\n\n{self._marker}{self.word}{end}\n\n"
+        elif self._is_mistral:
+            ends = [_number(tokenizer, one) for one in (BREAK_WORD, END_WORD)]
+            self.text, self.kinds = self.word, (self.token, *ends, self.token)
         else:
             ends = [_word(tokenizer, one) for one in (config.vision_start_token_id, config.vision_end_token_id)]
             self.text = self.word.join(ends)
@@ -164,7 +180,7 @@ class ImageReader:
 
     def plain(self, ids: Sequence[int]) -> list[int]:
         """Return ids as the model's tokenizer knows them: `token` for every part of an image."""
-        return [self.token if is_image_id(token) else token for token in ids]
+        return [self.kinds[token & 3] if is_image_id(token) else token for token in ids]
 
     def of_url(self, url: str) -> Image:
         """Read the image in a data URL. Raises InputDataError, also for other URLs: nothing is fetched."""
@@ -187,15 +203,35 @@ class ImageReader:
         picture = _decoded(data)
         if self._is_gemma:
             return Image(data, int(self._config.mm_tokens_per_image))
+        if self._is_mistral:
+            rows, columns = self._mistral_grid(picture.height, picture.width)
+            return Image(data, rows * (columns + 1), line=columns)
         rows, columns = self._grid(picture.height, picture.width)
         return Image(data, rows * columns, (rows, columns))
 
     def pixels(self, image: Image) -> Mapping[str, Any]:
         """Return the model's inputs of an image, as tensors. Raises as `of_file`."""
-        options = {"do_pan_and_scan": False} if self._is_gemma else {}
+        options: dict[str, Any] = {"do_pan_and_scan": False} if self._is_gemma else {}
+        if self._is_mistral:
+            options = {"patch_size": {"height": self._cell, "width": self._cell}}
         given = self._processor(images=[_decoded(image.data)], return_tensors="pt", **options)
-        names = ("pixel_values", "image_grid_thw")
+        names = ("pixel_values", "image_grid_thw", "image_sizes")
         return {name: given[name] for name in names if name in given}
+
+    @property
+    def _cell(self) -> int:
+        """Pixels of a side of a part (Mistral 3)."""
+        return int(self._config.vision_config.patch_size * self._config.spatial_merge_size)
+
+    def _mistral_grid(self, height: int, width: int) -> tuple[int, int]:
+        from transformers.image_utils import ChannelDimension
+        from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+        size, cell = self._processor.size, self._cell
+        most = (size.get("longest_edge") or size["height"], size.get("longest_edge") or size["width"])
+        shaped = np.broadcast_to(np.zeros((), np.uint8), (3, height, width))  # of which only the shape is read
+        rows, columns = get_resize_output_image_size(shaped, most, (cell, cell), ChannelDimension.FIRST)
+        return rows // cell, columns // cell
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -215,6 +251,13 @@ def _word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     if not isinstance(word, str):
         raise UnsupportedModelError(f"The tokenizer has no token {token}, which the model's config names for images.")
     return word
+
+
+def _number(tokenizer: PreTrainedTokenizerBase, word: str) -> int:
+    token = tokenizer.convert_tokens_to_ids(word)
+    if not isinstance(token, int) or token == tokenizer.unk_token_id:
+        raise UnsupportedModelError(f"The tokenizer has no token {word!r}, which ends lines of images.")
+    return token
 
 
 def _decoded(data: bytes) -> Any:

@@ -118,7 +118,9 @@ def request_of(request: Request) -> Plain:
         "visible": sorted(request.visible),
         "session": request.session,
         "grammar": None if request.grammar is None else asdict(request.grammar),
-        "images": [[base64.b64encode(one.data).decode("ascii"), one.tokens, one.grid] for one in request.images],
+        "images": [
+            [base64.b64encode(one.data).decode("ascii"), one.tokens, one.grid, one.line] for one in request.images
+        ],
     }
 
 
@@ -133,8 +135,8 @@ def request_from(plain: Plain) -> Request:
         "visible": frozenset(plain["visible"]),
         "grammar": None if plain["grammar"] is None else GrammarSpec(**plain["grammar"]),
         "images": tuple(
-            Image(base64.b64decode(data), tokens, None if grid is None else (grid[0], grid[1]))
-            for data, tokens, grid in plain["images"]
+            Image(base64.b64decode(data), tokens, None if grid is None else (grid[0], grid[1]), line=line)
+            for data, tokens, grid, line in plain["images"]
         ),
     }
     return Request(**{**plain, **changed})

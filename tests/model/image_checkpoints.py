@@ -15,6 +15,7 @@ from tests.model.multimodal_models import new_model
 from tests.prompt.test_encode import BUNDLED
 
 WORDS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}
+MISTRAL_WORDS = {"image": "[IMG]", "video": "[VIDEO]", "start": "[IMG_BREAK]", "end": "[IMG_END]"}
 GEMMA_WORDS = {"image": "<image_soft_token>", "video": "<v>", "start": "<start_of_image>", "end": "<end_of_image>"}
 _ONE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -27,12 +28,18 @@ SIZE = 56
 
 def words_of(name: str) -> dict[str, str]:
     """Words of the special tokens for images."""
-    return GEMMA_WORDS if name == "gemma3" else WORDS
+    return {"gemma3": GEMMA_WORDS, "mistral3": MISTRAL_WORDS}.get(name, WORDS)
 
 
-def image_text(name: str, tokens: int) -> str:
-    """Return the text of a rendered prompt for an image of a number of tokens."""
+def image_text(name: str, tokens: int, lines: int = 0) -> str:
+    """Return the text of a rendered prompt for an image of a number of tokens, of one that the template writes.
+
+    lines: of the image, which end with words of their own (mistral3).
+    """
     words = words_of(name)
+    if name == "mistral3":
+        line = words["image"] * tokens if not lines else words["image"] * (tokens // lines - 1) + words["start"]
+        return line if not lines else (line * lines).removesuffix(words["start"]) + words["end"]
     inside = f"{words['start']}{words['image'] * tokens}{words['end']}"
     return f"\n\n{inside}\n\n" if name == "gemma3" else inside
 
@@ -42,7 +49,7 @@ def tokenizer_for(name: str) -> Any:
     words = words_of(name)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *words.values()]})
-    shown = words["start"] if name == "gemma3" else f"{words['start']}{words['image']}{words['end']}"
+    shown = words["start"] if name == "gemma3" else image_text(name, 1)
     tokenizer.chat_template = _ONE.replace("IMAGE", shown)
     return tokenizer
 
@@ -53,6 +60,10 @@ def processor_for(name: str) -> Any:
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
         return Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, image_seq_length=4)
+    if name == "mistral3":
+        from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+        return PixtralImageProcessorPil(size={"longest_edge": 280}, patch_size={"height": 14, "width": 14})
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(size={"shortest_edge": SIZE * SIZE, "longest_edge": 64 * SIZE * SIZE})
@@ -66,6 +77,8 @@ def save_checkpoint(name: str, folder: Path) -> Any:
     config = model.config
     if name == "gemma3":
         config.image_token_id, config.boi_token_index, config.eoi_token_index = ids["image"], ids["start"], ids["end"]
+    elif name == "mistral3":
+        config.image_token_id = ids["image"]
     else:
         config.image_token_id, config.video_token_id = ids["image"], ids["video"]
         config.vision_start_token_id, config.vision_end_token_id = ids["start"], ids["end"]
@@ -97,16 +110,18 @@ def plain_inputs(name: str, text: str, pictures: list[bytes]) -> dict[str, Tenso
     """What transformers' model takes for a text with `{}` for each picture, without any code of this package."""
     tokenizer, processor = tokenizer_for(name), processor_for(name)
     images = [opened(data) for data in pictures]
-    given = processor(images=images, return_tensors="pt") if images else {}
+    options: dict[str, Any] = {"patch_size": {"height": 28, "width": 28}} if name == "mistral3" else {}
+    given = processor(images=images, return_tensors="pt", **options) if images else {}
     pixels = {key: value for key, value in given.items() if key != "num_crops"}
-    grids = [] if name == "gemma3" else pixels.get("image_grid_thw", ())
-    counts = [4] * len(images) if name == "gemma3" else [int(grid.prod()) // 4 for grid in grids]
-    text = text.format(*(image_text(name, count) for count in counts))
+    grids = [] if name in ("gemma3", "mistral3") else pixels.get("image_grid_thw", ())
+    counts = [4] * len(images) if name in ("gemma3", "mistral3") else [int(grid.prod()) // 4 for grid in grids]
+    lines = [0] * len(counts)
+    if name == "mistral3" and images:
+        lines = [int(height) // 28 for height, _ in pixels["image_sizes"]]
+        counts = [(int(width) // 28 + 1) * high for high, (_, width) in zip(lines, pixels["image_sizes"], strict=True)]
+    text = text.format(*map(image_text, [name] * len(counts), counts, lines))
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     kinds = (ids == tokenizer.convert_tokens_to_ids(words_of(name)["image"])).long()
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "token_type_ids" if name == "gemma3" else "mm_token_type_ids": kinds,
-        **pixels,
-    }
+    named = {"gemma3": "token_type_ids", "mistral3": None}.get(name, "mm_token_type_ids")
+    told = {} if named is None else {named: kinds}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **told, **pixels}

@@ -48,7 +48,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] =
         "Mistral3",
         {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
         {**_CLIP, "model_type": "pixtral", "head_dim": 16},
-        {"image_token_index": IMAGE},
+        {"image_token_index": IMAGE, "tie_word_embeddings": False},
     ),
     "qwen2_vl": (
         "Qwen2VL",

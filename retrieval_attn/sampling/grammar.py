@@ -152,7 +152,7 @@ class TokenMatcher:
     def _fail(self) -> None:
         self._words[:] = 0
         if self._matcher is not None and not self.error:
-            self.error = str(self._matcher.get_error()) or "a token outside the grammar was appended"
+            self.error = _first_words(str(self._matcher.get_error())) or "a token outside the grammar was appended"
 
 
 def mask_words(vocabulary: int) -> int:
@@ -206,6 +206,9 @@ class GrammarCompiler:
         found = llguidance.LLMatcher(tokenizer, text, log_level=0)
         if found.is_error():
             raise InputDataError(f"The {_NAMES[spec.kind]} cannot be enforced: {_first_words(found.get_error())}")
+        first = TokenMatcher(found.deep_copy(), self._width, (), ())
+        if not first.mask.any():
+            raise InputDataError(f"The {_NAMES[spec.kind]} cannot be enforced: no text satisfies it.")
         return found
 
     def _tokens(self, llguidance: Any) -> Any:
@@ -296,7 +299,9 @@ def _written(llguidance: Any, spec: GrammarSpec, markers: _Markers) -> str:
         return str(found)
     thinking = f"({markers.written(spec.opens)} thinking)?" if spec.opens else "thinking"
     lark = f"start: {thinking} blank @answer\n{markers.until('thinking', spec.after)}blank: {BLANK}\n"
-    parts = json.loads(found)["grammars"]
+    # grammars in Lark's form are returned as they are
+    is_json = str(found).lstrip().startswith("{")
+    parts = json.loads(found)["grammars"] if is_json else [{"lark_grammar": found}]
     parts[0]["name"] = "answer"
     return json.dumps({"grammars": [{"name": "thinking", "lark_grammar": lark}, *parts]})
 

@@ -219,7 +219,9 @@ def _too_long(error: Exception, limit: int, tokens: int, field: str, answer_toke
 
 
 MAX_TOLD = 5
-_UNION_MEMBER = re.compile(r"str|constrained-str|(list|nullable|function-\w+)\[.*\]|\[key\]", re.DOTALL)
+_UNION_MEMBER = re.compile(
+    r"str|constrained-str|(list|nullable|literal|tagged-union|function-\w+)\[.*\]|\[key\]", re.DOTALL
+)
 """Parts of pydantic's locations that are types and not fields."""
 
 
@@ -233,5 +235,5 @@ def invalid(errors: Sequence[Any]) -> ApiError:
 
 def _field_of(error: Any) -> str:
     """Return the field of a pydantic error, such as `messages.0.content`; "" for the whole body."""
-    parts = [str(part)[:100] for part in error["loc"] if part != "body"]
-    return ".".join(part for part in parts if not _UNION_MEMBER.fullmatch(part))
+    parts = [str(part) for part in error["loc"] if part != "body"]
+    return ".".join(part[:100] for part in parts if not _UNION_MEMBER.fullmatch(part))

@@ -19,7 +19,7 @@ from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.llm import LLM
 from retrieval_attn.sampling import sampler
-from retrieval_attn.sampling.grammar import GrammarCompiler, GrammarSpec, TokenMatcher
+from retrieval_attn.sampling.grammar import MAX_ERROR, GrammarCompiler, GrammarSpec, TokenMatcher
 from retrieval_attn.sampling.sampler import DrawMode, MaskedParams, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
@@ -156,6 +156,38 @@ def test_a_grammar_begins_after_the_thinking(llm: LLM, compiler: GrammarCompiler
         token for token in range(4096) if re.fullmatch("[0-9]", str(llm.tokenizer.decode([token])))
     }
     assert matcher.accept(ids(llm, "7")[0])
+
+
+LARK, GBNF = ('start: "yes" | "no"', 'root ::= "yes" | "no"')
+
+
+@pytest.mark.parametrize("spec", [CHOICE, GrammarSpec("grammar", LARK), GrammarSpec("grammar", GBNF)], ids=str)
+def test_grammars_in_larks_form_begin_after_the_thinking(
+    llm: LLM, compiler: GrammarCompiler, spec: GrammarSpec
+) -> None:
+    """They were refused: only other kinds are JSON inside llguidance."""
+    word = json.loads(CHOICE.text)[0] if spec is CHOICE else "yes"
+    matcher = compiler.matcher(replace(spec, after="</think>"))
+    tokens = ids(llm, "Is it {this}?\n</think>\n\n" + word)
+    for number, token in enumerate(tokens):
+        assert token in allowed(matcher)
+        assert not matcher.accept(token) or number == len(tokens) - 1
+    assert ids(llm, "z")[0] not in allowed(matcher)
+
+
+@pytest.mark.parametrize("text", ['{"$ref": "#"}', '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'])
+def test_a_schema_that_no_text_satisfies_is_refused(compiler: GrammarCompiler, text: str) -> None:
+    with pytest.raises(InputDataError, match="no text satisfies it"):
+        compiler.matcher(GrammarSpec("json_schema", text))
+
+
+def test_errors_tell_no_parser_state(compiler: GrammarCompiler) -> None:
+    """llguidance appends the answer's tokens and its whole grammar."""
+    options = [{"type": "object", "properties": {f"p{n}": {"type": "string"}}} for n in range(500)]
+    matcher = compiler.matcher(GrammarSpec("json_schema", json.dumps({"anyOf": options})))
+    while matcher.mask.any():
+        matcher.accept(min(allowed(matcher)))
+    assert "items" in matcher.error and "<state>" not in matcher.error and len(matcher.error) <= MAX_ERROR
 
 
 def test_states_are_freed_when_requests_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

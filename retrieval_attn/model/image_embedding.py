@@ -152,6 +152,9 @@ class ImageEncoder:
     def _computed(self, image: Image) -> ImageEmbedding:
         device = self.model.device
         given = {name: tensor.to(device) for name, tensor in self.reader.pixels(image).items()}
+        is_alone = image.line == 1 and image.tokens == 2  # transformers splits no features of one part
+        if is_alone:
+            given = {name: torch.cat([tensor, tensor]) for name, tensor in given.items()}
         try:
             output = self._module.get_image_features(**given, return_dict=True)
         except torch.OutOfMemoryError:
@@ -161,7 +164,7 @@ class ImageEncoder:
             output = self._again(given, image)
         self.computed += 1
         rows, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
-        rows = rows[0] if len(rows) == 1 else torch.cat(list(rows))
+        rows = rows[0] if len(rows) == 1 or is_alone else torch.cat(list(rows))
         if image.line:
             rows = self._with_breaks(rows, image)
         if rows.shape[0] != image.tokens:

@@ -7,7 +7,6 @@ digest of the image's file: prompts share a cached prefix with an image if, and 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import itertools
@@ -192,7 +191,7 @@ class ImageReader:
             )
         try:
             data = base64.b64decode(url[head.end() :], validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # binascii.Error, or another for text that is not ASCII
             raise InputDataError(f"An image is not valid base64 ({error}); encode its file, without spaces.") from error
         return self.of_file(data)
 
@@ -231,6 +230,11 @@ class ImageReader:
         most = (size.get("longest_edge") or size["height"], size.get("longest_edge") or size["width"])
         shaped = np.broadcast_to(np.zeros((), np.uint8), (3, height, width))  # of which only the shape is read
         rows, columns = get_resize_output_image_size(shaped, most, (cell, cell), ChannelDimension.FIRST)
+        if not rows or not columns:
+            raise InputDataError(
+                f"An image of {width} x {height} pixels is not read: nothing is left of its shorter side once it is "
+                "resized; cut it."
+            )
         return rows // cell, columns // cell
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:

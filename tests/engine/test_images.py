@@ -121,6 +121,18 @@ def test_a_second_question_reuses_the_image(served: Served) -> None:
     assert max(abs(a - b) for a, b in zip(found, logprobs, strict=True)) <= TOLERANCE
 
 
+def test_images_of_few_pixels_are_read_or_refused(served: Served) -> None:
+    """Of one part, of which transformers' Mistral 3 reads none, and of a shape of which nothing is left."""
+    for width, height in ((1, 1), (9, 9), (28, 28), (1, 50), (50, 3)):
+        end, _ = served.answer(ASKED + "What is it?", [picture(31, width, height)])
+        assert end.error is None and len(end.tokens) == STEPS
+    if served.name == "gemma3":  # its processor makes every image a square
+        return
+    for width, height in ((1, 5000), (5000, 1)):
+        with pytest.raises(ra.InputDataError, match=f"{width} x {height} pixels is not read"):
+            served.reader.of_file(picture(31, width, height))
+
+
 def test_two_images_share_no_prefix(served: Served) -> None:
     """The model's ids of both are equal: a tree over those would give the second the first one's keys."""
     text = ASKED + "What is it?"

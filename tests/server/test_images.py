@@ -257,6 +257,7 @@ def test_bad_images_are_refused(running: Running, client: Any) -> None:
         ("fetches no URLs", ("file:///etc/passwd",)),
         ("fetches no URLs", ("data:text/plain;base64,aGk=",)),
         ("not valid base64", ("data:image/png;base64,@@@@",)),
+        ("not valid base64", ("data:image/png;base64,\u00e9",)),
         ("cannot be decoded", b"not a picture"),
         ("cannot be decoded", ONE[: len(ONE) // 2]),
         ("at most 33,554,432", large()),

@@ -327,7 +327,8 @@ def test_errors_are_those_of_the_client(client: Any) -> None:
         ("conversation", "conversation", {"conversation": "conv_1"}),
         ("at least 1 item", "input", {"input": []}),
         (r"input\.1\.function_call\.arguments: ", "input", {"input": [
-            {"role": "user", "content": "a"}, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}),
+            {"role": "user", "content": "a"},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}),
     ]  # fmt: skip
     for words, param, wrong in wrongs:
         with pytest.raises(openai.BadRequestError, match=words) as refused:

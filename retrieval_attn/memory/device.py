@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval_attn.config import Config
 from retrieval_attn.memory.shape import ModelShape
+from retrieval_attn.memory.tower import FRAGMENTED
 from retrieval_attn.memory.units import GIB
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from retrieval_attn.index.spec import IndexSpec
 
 
-# Fragmentation as a share of a chunk's activations. Up to 0.4 were measured at 16K to 128K tokens on an H100.
-FRAGMENTED = 0.5
 # Chunks of hidden states under way between host and device, in addition to a chunk's own input and output.
 CHUNKS_UNDER_WAY = 3
 

@@ -105,7 +105,7 @@ class ImageEncoder:
         self._is_gemma = unwrapped(model).config.model_type == "gemma3"
         self._module: Any = unwrapped(model).model
         self._module.get_image_features = EmbeddingFeatures(self._module)
-        layers = tower_layers(self._module)
+        layers: Sequence[Any] = tower_layers(self._module)
         for layer in layers:
             if not isinstance(layer.forward, PausingForward):
                 layer.forward = PausingForward(layer)
@@ -177,7 +177,8 @@ class ImageEncoder:
     def _with_breaks(self, rows: Tensor, image: Image) -> Tensor:
         """Return the rows of parts with those of the tokens that end lines, which are token embeddings."""
         ids = torch.tensor(self.reader.plain(image.ids), device=rows.device)
-        found = self.model.get_input_embeddings()(ids).to(rows.dtype)
+        model: Any = self.model
+        found: Tensor = model.get_input_embeddings()(ids).to(rows.dtype)
         parts = ids == self.reader.token
         if int(parts.sum()) == rows.shape[0]:
             found[parts] = rows

@@ -148,8 +148,8 @@ class ImageReader:
             self._marker, end = (_word(tokenizer, one) for one in (config.boi_token_index, config.eoi_token_index))
             self._text = self.text = f"\n\n{self._marker}{self.word}{end}\n\n"
         elif self._is_mistral:
-            ends = [_number(tokenizer, one) for one in (BREAK_WORD, END_WORD)]
-            self.text, self.kinds = self.word, (self.token, *ends, self.token)
+            line_end, image_end = (_number(tokenizer, one) for one in (BREAK_WORD, END_WORD))
+            self.text, self.kinds = self.word, (self.token, line_end, image_end, self.token)
         else:
             ends = [_word(tokenizer, one) for one in (config.vision_start_token_id, config.vision_end_token_id)]
             self.text = self.word.join(ends)

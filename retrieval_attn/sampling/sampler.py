@@ -293,6 +293,7 @@ class _Masks:
         # on a CPU in place of the words: 0 and minus infinity
         self._added = torch.zeros(rows if self._words is None else 0, width)
         self._added_view = self._added.numpy()
+        self._filled = self._view.copy()  # words that `_added` shows
 
     def upload(self, params: Sequence[SamplingParams]) -> None:
         """Write the masks of rows with a grammar; other rows get all tokens."""
@@ -317,7 +318,7 @@ class _Masks:
             return
         rows = slice(changed[0], changed[-1] + 1)
         if self._words is None:
-            _fill_added(self._view[rows], self._added_view[rows])
+            _fill_added(self._view[rows], self._filled[rows], self._added_view[rows])
         else:
             self._words[rows].copy_(self._host[rows], non_blocking=True)
 
@@ -333,12 +334,20 @@ class _Masks:
 
 
 @njit(nogil=True, cache=True)
-def _fill_added(words: Ids, out: Ids) -> None:
-    """Write 0 for tokens whose bit is set, else minus infinity. words: (rows, words). out: (rows, vocabulary)."""
+def _fill_added(words: Ids, filled: Ids, out: Ids) -> None:
+    """Write 0 for tokens whose bit is set, else minus infinity, in words that differ from `filled`, and store these.
+
+    words, filled: (rows, words). out: (rows, vocabulary). Masks of successive tokens differ in few words.
+    """
     for row in range(len(out)):
-        for token in range(out.shape[1]):
-            is_set = (words[row, token >> 5] >> (token & 31)) & 1
-            out[row, token] = np.float32(0) if is_set else -np.float32(np.inf)
+        for place in range(words.shape[1]):
+            word = words[row, place]
+            if word == filled[row, place]:
+                continue
+            filled[row, place] = word
+            for token in range(32 * place, min(32 * place + 32, out.shape[1])):
+                is_set = (word >> (token & 31)) & 1
+                out[row, token] = np.float32(0) if is_set else -np.float32(np.inf)
 
 
 def _rows_together(logits: Tensor) -> int:

@@ -57,10 +57,13 @@ def test_rounds_in_turn_are_written(program: str, tmp_path: Path, monkeypatch: p
         return Measured(times[0], 50.0, 1.0)
 
     monkeypatch.setattr(peers, "ours", own)
+    monkeypatch.setattr(peers, "import_gib", lambda: 0.25)
     given = {"lengths": "2k", "tokens": 16, "threads": 3, "device": "cpu", "gpu_memory": None, "model": str(model)}
     args = SimpleNamespace(llama_bench=program, output_dir=str(folder), n=2, **given)
     assert peers.run(args) == 0  # type: ignore[arg-type]
-    rows = json.loads((folder / "peers.json").read_text())["rows"]["2048"]
+    written = json.loads((folder / "peers.json").read_text())
+    assert written["import_gib"] == 0.25
+    rows = written["rows"]["2048"]
     assert [one["read_seconds"] for one in rows["ours"]] == [1.0, 2.0] and len(rows["llama.cpp"]) == 2
     assert "| 2,048 | token, ms | 25.00 | 50.00 | 2.00 |" in (folder / "peers.md").read_text()
     args.output_dir, times[0] = str(tmp_path / "more"), 1.0
@@ -71,10 +74,22 @@ def test_rounds_in_turn_are_written(program: str, tmp_path: Path, monkeypatch: p
 
 def test_the_table_has_medians_and_ratios() -> None:
     runs = [Measured(seconds, ms, 1.0) for seconds, ms in ((1.0, 10.0), (9.0, 30.0), (2.0, 20.0))]
-    text = table({2048: {"llama.cpp": runs, "ours": [Measured(4.0, 5.0, 1.5)] * 3}})
+    text = table({2048: {"llama.cpp": runs, "ours": [Measured(4.0, 5.0, 1.5)] * 3}}, 0.25)
     assert "| 2,048 | read, s | 2.00 | 4.00 | 2.00 |" in text
     assert "| 2,048 | token, ms | 20.00 | 5.00 | 0.25 |" in text
     assert "| 2,048 | peak host memory, GiB | 1.00 | 1.50 | 1.50 |" in text and "3 rounds" in text
+    assert "| 2,048 | beyond bare imports, GiB | 1.00 | 1.25 | 1.25 |" in text
+    assert "Bare imports of this package: 0.25 GiB" in text
+
+
+def test_imports_are_measured_in_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The memory of the process, and one line if it fails."""
+    assert 0.05 < peers.import_gib() < 4
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\necho 'ModuleNotFoundError: torch' >&2\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(PeerError, match="status 3: ModuleNotFoundError: torch"):
+        peers.import_gib()
 
 
 def test_a_missing_program_or_file_is_one_line(program: str, tmp_path: Path) -> None:

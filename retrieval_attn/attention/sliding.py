@@ -113,10 +113,18 @@ class SlidingLayer(CacheLayer):
         self._window = WindowCache(key, value, max(self.keep, key.shape[2]) + 1)
         self._window.append(key, value, None)
 
+    def end_pass(self) -> None:
+        super().end_pass()
+        if not self.record_past:
+            self.spill()
+
     def spill(self) -> None:
-        """Forget what no later query sees, but for what crops may need."""
-        if self._window is not None:
-            self._window.drop_oldest(max(0, self._window.tail_len - self.keep))
+        """Evict tokens that no query or crop needs; release the slots of a prompt after its last chunk."""
+        if self._window is None:
+            return
+        self._window.drop_oldest(max(0, self._window.tail_len - self.keep))
+        if self._announced is None:
+            self._window.shrink(self.keep + CROP_ROOM)
 
     def _attend_band(
         self, window: WindowCache, query: Tensor, reach: int, scale: float, softcap: float | None

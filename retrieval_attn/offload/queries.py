@@ -80,6 +80,7 @@ class TrainingQueries:
             moved = torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
             # of many queries some heads at a time: moving takes several float32 copies
             heads = HEADS_AT_ONCE if queries.shape[1] > SHARED_QUERIES else len(queries)
+            heads = 1 if queries.device.type == "cpu" else heads  # no launches to save
             for some, into in zip(queries.split(heads), moved.split(heads), strict=True):
                 into.copy_(rotation.moved(some.float(), turn, check=type(module) not in checked))
                 checked.add(type(module))

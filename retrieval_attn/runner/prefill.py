@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
+from retrieval_attn.memory.heap import HeapTrimmer
 from retrieval_attn.memory.host_room import require_host_room
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
@@ -56,6 +57,10 @@ log = logging.getLogger(__name__)
 
 MIN_CHUNK = 256
 """Chunks are not made smaller than this when memory does not suffice: attention and matrix products starve."""
+HOST_CHUNK = 512
+"""Most tokens of a chunk on a CPU: products of more rows are no faster, and activations take memory by the token."""
+TRIMMED_TOKENS = 1024
+"""Tokens of a pass from which on freed activations return to the system after each layer."""
 _ORIGINAL = "_retrieval_attn_original_forward"
 
 
@@ -190,6 +195,12 @@ class _PrefillStream:
     def __init__(self, model: nn.Module, chunk: int) -> None:
         self._chunk = chunk
         self.states = HiddenStates(model)
+        self.heap = HeapTrimmer()
+
+    def chunk_for(self, hidden_states: Tensor) -> int:
+        """Return the tokens of a chunk of `hidden_states`, at most HOST_CHUNK on a CPU."""
+        on_host = self.states.computed_on(hidden_states).type == "cpu"
+        return min(self.chunk, HOST_CHUNK) if on_host else self.chunk
 
     @property
     def chunk(self) -> int:
@@ -306,6 +317,8 @@ class _ChunkedLayer:
             result = self._walk(cache, layer, hidden_states, args, kwargs)
             if cache.on_end is not None:
                 cache.on_end()  # behind the dearest chunk, what ends the layer would come on top
+            if tokens >= TRIMMED_TOKENS and self._stream.states.computed_on(hidden_states).type == "cpu":
+                self._stream.heap.trim_if_grown()  # before an index is built: its memory would come on top
             layer.end_pass()
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -336,7 +349,7 @@ class _ChunkedLayer:
         rest: tuple[Any, ...] | None = None
         spec, start = _mask_of(args, kwargs), 0
         while start < tokens:
-            most = min(self._stream.chunk, tokens - start)
+            most = min(self._stream.chunk_for(hidden_states), tokens - start)
             stop = start + (most if cache.on_chunk is None else min(most, cache.on_chunk(most)))
             stop = stop if spec is None else spec.image_end(stop)
             mark = layer.mark()
@@ -436,7 +449,7 @@ class _ChunkedNorm:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         tokens = hidden_states.shape[1] if hidden_states.ndim == 3 else 0
-        chunk, states = self._stream.chunk, self._stream.states
+        chunk, states = self._stream.chunk_for(hidden_states), self._stream.states
         if tokens <= chunk or torch.is_grad_enabled():
             return self._original(hidden_states, *args, **kwargs)
         rows = states.rows(hidden_states)

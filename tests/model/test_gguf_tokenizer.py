@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
-from retrieval_attn.model.gguf.file import GgufFile
+from retrieval_attn.model.gguf import tokenizer as gguf_tokenizer
+from retrieval_attn.model.gguf.file import GgufFile, StoredTexts
 from retrieval_attn.model.gguf.tokenizer import tokenizer_of
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
@@ -70,6 +72,20 @@ def plainly(text: str, metadata: dict[str, Any]) -> list[int]:
             of_bytes = [tokens.index(f"<0x{byte:02X}>") for byte in symbol.encode()]
             found += [known[symbol]] if symbol in known else of_bytes
     return found
+
+
+def test_texts_of_an_array_are_decoded_when_read() -> None:
+    texts = ["a", "", "▁ß", "x" * 300]
+    stored = StoredTexts(b"".join(len(text.encode()).to_bytes(8, "little") + text.encode() for text in texts), 4)
+    assert list(stored) == texts
+    assert (len(stored), stored[2], stored[1:3], bool(StoredTexts(b"", 0))) == (4, texts[2], texts[1:3], False)
+
+
+def test_the_tokenizer_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would copy it by way of JSON, which for 262,144 tokens takes seconds and hundreds of MB."""
+    made: list[Any] = []
+    monkeypatch.setattr(gguf_tokenizer, "Tokenizer", lambda model: made.append(Tokenizer(model)) or made[-1])
+    assert tokenizer(**pieces(0, prefix=True)).backend_tokenizer is made[0]
 
 
 @pytest.mark.parametrize("prefix", [False, True])

@@ -10,7 +10,8 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +26,7 @@ SUFFIX = ".gguf"
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Codes of `struct` by type of value."""
-_STRING, _ARRAY = 8, 9
+_BOOL, _STRING, _ARRAY = 7, 8, 9
 _ALIGNMENT = 32
 
 
@@ -54,6 +55,30 @@ class GgufFile(NamedTuple):
     def get(self, key: str, default: Any = None) -> Any:
         """Return the architecture's value of `key`, such as "block_count"."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
+
+
+class StoredTexts(Sequence[str]):
+    """Texts of an array as they are stored, decoded when they are read: a vocabulary of str takes five times as much.
+
+    data: of each text its length in 8 bytes, then its bytes in UTF-8.
+    """
+
+    def __init__(self, data: bytes, count: int) -> None:
+        self._data, self._count = data, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        at = 0
+        for _ in range(self._count):
+            start = at + 8
+            at = start + int.from_bytes(self._data[at:start], "little")
+            yield self._data[start:at].decode("utf-8", "replace")
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a text, or a list of them for a slice. Decodes all: iterate, or make a list, for many."""
+        return list(self)[index]
 
 
 class _Header:
@@ -87,9 +112,20 @@ class _Header:
         inner, count = self.number("I"), self.number("Q")
         if count > len(self.data):
             raise struct.error("an array goes beyond the end of the file")
-        if inner in (_STRING, _ARRAY):
+        if inner == _STRING:
+            return self.texts(count)
+        if inner == _ARRAY:
             return [self.value(inner) for _ in range(count)]
-        return list(self.numbers(_CODES[inner], count))
+        numbers = self.numbers(_CODES[inner], count)
+        return list(numbers) if inner == _BOOL else array(_CODES[inner], numbers)
+
+    def texts(self, count: int) -> StoredTexts:
+        start = self.at
+        for _ in range(count):
+            self.at += 8 + int.from_bytes(self.data[self.at : self.at + 8], "little")
+            if self.at > len(self.data):
+                raise struct.error("a text goes beyond the end of the file")
+        return StoredTexts(self.data[start : self.at], count)
 
 
 def read(path: str | Path) -> GgufFile:

@@ -48,7 +48,7 @@ def tokenizer_of(file: GgufFile) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    tokens = list(file.metadata.get("tokenizer.ggml.tokens", ()))
     if not tokens:
         raise InputDataError(f"{file.path} has no tokenizer; load the checkpoint that it was made of.")
     kind, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "default")
@@ -80,9 +80,20 @@ def tokenizer_of(file: GgufFile) -> Any:
     named = {name: tokens[number] for name, number in ids.items() if number is not None}
     _add_ends(made, file, named, ids, begins)
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, clean_up_tokenization_spaces=False, model_max_length=file.get("context_length"),
+        tokenizer_object=_Uncopied(made), clean_up_tokenization_spaces=False,
+        model_max_length=file.get("context_length"),
         chat_template=file.metadata.get("tokenizer.chat_template"), name_or_path=file.path, **named,
     )  # fmt: skip
+
+
+class _Uncopied:
+    """A tokenizer that `copy.deepcopy` returns as it is: transformers copies by way of JSON, three times the memory."""
+
+    def __init__(self, made: Tokenizer) -> None:
+        self._made = made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tokenizer:
+        return self._made
 
 
 def _by_merges(file: GgufFile, tokens: Sequence[str], pre: str) -> Tokenizer:

@@ -1,7 +1,8 @@
 """`retrieval-attn bench peers`: this package and an installed llama.cpp on the same GGUF file, in turn.
 
 Each round runs `llama-bench`, then a process of `bench session` that uses the public API: reading, time per token at
-that depth, peak memory. The table has the median of the rounds and the ratio, ours over llama.cpp's.
+that depth, peak memory. The table has the median of the rounds and the ratio, ours over llama.cpp's, and the peak
+memory of a process that imports this package and does nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn_eval.flags import as_tokens, check_at_least, new_folder, parse_lengths
 
-__all__ = ["Measured", "add_arguments", "llama_bench", "ours", "run", "table"]
+__all__ = ["Measured", "add_arguments", "import_gib", "llama_bench", "ours", "run", "table"]
 
 PROGRAM = "llama-bench"
 MISSING = (
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from retrieval_attn_eval.runs import environment, write_atomically
 
     on_gpu = choose_device(args.device).type == "cuda"
+    imports = import_gib()
     threads = args.threads or len(os.sched_getaffinity(0))
     found: dict[int, dict[str, list[Measured]]] = {length: {"llama.cpp": [], "ours": []} for length in lengths}
     for number in range(args.n):
@@ -89,9 +91,10 @@ def run(args: argparse.Namespace) -> int:
                 )  # fmt: skip
             rows = {str(at): {name: [asdict(one) for one in runs] for name, runs in both.items()}
                     for at, both in found.items()}  # fmt: skip
-            about = environment() | {"settings": {**vars(args), "threads": threads, "on_gpu": on_gpu}, "rows": rows}
+            settings = {**vars(args), "threads": threads, "on_gpu": on_gpu}
+            about = environment() | {"settings": settings, "import_gib": imports, "rows": rows}
             write_atomically(folder / "peers.json", json.dumps(about, indent=1, default=str) + "\n")
-    text = table(found)
+    text = table(found, imports)
     write_atomically(folder / "peers.md", text + "\n")
     print(f"{text}\n\nwritten to {folder}")
     return 0
@@ -108,8 +111,31 @@ def llama_bench(program: str, args: argparse.Namespace, length: int, threads: in
     return Measured(read["avg_ns"] / 1e9, token["avg_ns"] / 1e6 / args.tokens, peak / 2**30)
 
 
+def import_gib() -> float:
+    """Return the peak resident memory of a process that imports `retrieval_attn`, in GiB. Raises PeerError."""
+    said, wrong, code, peak = _ran([sys.executable, "-c", "from retrieval_attn import LLM"])
+    if code:
+        raise PeerError(f"importing retrieval_attn ended with status {code}: {_last_line(wrong, said)}")
+    return peak / 2**30
+
+
 def _result(command: Sequence[str]) -> tuple[dict[str, Any], int]:
     """The one row that llama-bench prints, and its peak resident memory in bytes."""
+    said, wrong, code, peak = _ran(command)
+    try:
+        (row,) = json.loads(said)
+        return {"avg_ns": float(row["avg_ns"])}, peak
+    except (ValueError, KeyError, TypeError):
+        raise PeerError(f"{command[0]} ended with status {code}: {_last_line(wrong, said)}") from None
+
+
+def _last_line(*texts: str) -> str:
+    """Return the last line of the first text that has any, at most 300 characters."""
+    return next((text.strip() for text in texts if text.strip()), "no output").splitlines()[-1][:300]
+
+
+def _ran(command: Sequence[str]) -> tuple[str, str, int, int]:
+    """Run a program; return its output, its errors, its status and its peak resident memory in bytes."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = subprocess.Popen(command, stdout=out, stderr=err)
         try:
@@ -121,12 +147,7 @@ def _result(command: Sequence[str]) -> tuple[dict[str, Any], int]:
         out.seek(0)
         err.seek(0)
         said, wrong = out.read().decode("utf-8", "replace"), err.read().decode("utf-8", "replace")
-    try:
-        (row,) = json.loads(said)
-        return {"avg_ns": float(row["avg_ns"])}, usage.ru_maxrss * 1024
-    except (ValueError, KeyError, TypeError):
-        last = (wrong.strip() or said.strip() or "no output").splitlines()[-1]
-        raise PeerError(f"{command[0]} ended with status {child.returncode}: {last[:300]}") from None
+    return said, wrong, child.returncode, usage.ru_maxrss * 1024
 
 
 def ours(_program: str, args: argparse.Namespace, length: int, threads: int, *, on_gpu: bool) -> Measured:
@@ -143,8 +164,8 @@ def ours(_program: str, args: argparse.Namespace, length: int, threads: int, *, 
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode or not (results / "session.json").is_file():
-            last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-            raise PeerError(f"bench session ended with status {done.returncode}: {last[:300]}")
+            last = _last_line(done.stderr, done.stdout)
+            raise PeerError(f"bench session ended with status {done.returncode}: {last}")
         (process,) = json.loads((results / "session.json").read_text(encoding="utf-8"))["processes"]
     rows = {row["key"]: row for row in process["rows"]}
     token = rows["answer/exact/ms_per_token"]
@@ -154,14 +175,20 @@ def ours(_program: str, args: argparse.Namespace, length: int, threads: int, *, 
     )  # fmt: skip
 
 
-def table(found: Mapping[int, Mapping[str, Sequence[Measured]]]) -> str:
-    """Return the medians of each program, with the ratio of ours over llama.cpp's, as Markdown."""
+def table(found: Mapping[int, Mapping[str, Sequence[Measured]]], imports: float) -> str:
+    """Return the medians of each program, with the ratio of ours over llama.cpp's, as Markdown.
+
+    imports: peak memory of a process that only imports this package, in GiB.
+    """
     lines = ["| context | measure | llama.cpp | ours | ratio |", "|---:|:---|---:|---:|---:|"]
     for length, both in found.items():
         for name, unit, digits in (("read_seconds", "read, s", 2), ("token_ms", "token, ms", 2),
                                    ("host_gib", "peak host memory, GiB", 2)):  # fmt: skip
             theirs, own = (median(getattr(one, name) for one in both[who]) for who in ("llama.cpp", "ours"))
             lines.append(f"| {length:,} | {unit} | {theirs:.{digits}f} | {own:.{digits}f} | {own / theirs:.2f} |")
+        theirs, own = (median(one.host_gib for one in both[who]) for who in ("llama.cpp", "ours"))
+        more = own - imports
+        lines.append(f"| {length:,} | beyond bare imports, GiB | {theirs:.2f} | {more:.2f} | {more / theirs:.2f} |")
     rounds = len(next(iter(found.values()))["ours"])
     return "\n".join([
         *lines,
@@ -169,5 +196,6 @@ def table(found: Mapping[int, Mapping[str, Sequence[Measured]]]) -> str:
         f"Median of {rounds} rounds in turn on one GGUF file; ratio: ours over llama.cpp's, below 1 is better for "
         "us. llama.cpp: full attention over an f16 KV cache by llama-bench's own loop over random "
         "tokens. Ours: retrieval through the public API with default settings on prose; the second answer to a "
-        "question, without its first token.",
+        "question, without its first token. "
+        f"Bare imports of this package: {imports:.2f} GiB, of which llama.cpp has none.",
     ])  # fmt: skip

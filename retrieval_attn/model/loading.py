@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.gpu.memory import expand_segments
-from retrieval_attn.memory.heap import trim_heap
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason, require_reachable, require_sizes
 from retrieval_attn.model.expert_loading import can_hold_floats, float_options, reads_floats
@@ -92,7 +94,7 @@ def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
             found = factory.from_pretrained(str(name_or_path), **{"trust_remote_code": False, **options})
         else:
             found = _from_gguf(factory, read(gguf), **options)
-            trim_heap()  # vocabularies are many small objects
+            _trim_heap()
     except (RetrievalAttentionError, ImportError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # damaged files make transformers and its readers raise nearly everything
@@ -110,6 +112,13 @@ def load(factory: Any, name_or_path: str | Path, **options: Any) -> Any:
     if isinstance(found, PreTrainedConfig):
         require_sizes(found, name_or_path)
     return found
+
+
+def _trim_heap() -> None:
+    """Return freed memory to the system: vocabularies are many small objects, which glibc keeps in its heap."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _from_gguf(factory: Any, file: GgufFile, **options: Any) -> Any:

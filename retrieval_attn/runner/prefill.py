@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
-from retrieval_attn.memory.heap import HeapTrimmer
 from retrieval_attn.memory.host_room import require_host_room
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
@@ -59,8 +58,6 @@ MIN_CHUNK = 256
 """Chunks are not made smaller than this when memory does not suffice: attention and matrix products starve."""
 HOST_CHUNK = 512
 """Most tokens of a chunk on a CPU: products of more rows are no faster, and activations take memory by the token."""
-TRIMMED_TOKENS = 1024
-"""Tokens of a pass from which on freed activations return to the system after each layer."""
 _ORIGINAL = "_retrieval_attn_original_forward"
 
 
@@ -195,7 +192,6 @@ class _PrefillStream:
     def __init__(self, model: nn.Module, chunk: int) -> None:
         self._chunk = chunk
         self.states = HiddenStates(model)
-        self.heap = HeapTrimmer()
 
     def chunk_for(self, hidden_states: Tensor) -> int:
         """Return the tokens of a chunk of `hidden_states`, at most HOST_CHUNK on a CPU."""
@@ -317,8 +313,6 @@ class _ChunkedLayer:
             result = self._walk(cache, layer, hidden_states, args, kwargs)
             if cache.on_end is not None:
                 cache.on_end()  # behind the dearest chunk, what ends the layer would come on top
-            if tokens >= TRIMMED_TOKENS and self._stream.states.computed_on(hidden_states).type == "cpu":
-                self._stream.heap.trim_if_grown()  # before an index is built: its memory would come on top
             layer.end_pass()
         except RuntimeError as error:
             if not out_of_memory(error):

@@ -1,16 +1,14 @@
-"""Memory of a CPU while a prompt is read: activations of a chunk, windows of sliding layers, the heap."""
+"""Memory of a CPU while a prompt is read: activations of a chunk, windows of sliding layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.sliding import CROP_ROOM, SlidingLayer
 from retrieval_attn.config import Config
-from retrieval_attn.memory import heap
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.prefill import HOST_CHUNK
 from tests.memory.live_bytes import LiveBytes
@@ -45,14 +43,3 @@ def test_sliding_windows_keep_no_room_of_a_prompt() -> None:
     for layer in sliding:
         assert layer.window is not None
         assert layer.window.buffers[0].shape[2] <= layer.keep + CROP_ROOM
-
-
-def test_the_heap_is_trimmed_when_the_process_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, trims = iter([100, 119, 120, 104, 123, 124, 100]), []
-    monkeypatch.setattr(heap, "resident_bytes", lambda: next(sizes))
-    monkeypatch.setattr(heap, "trim_heap", lambda: trims.append(True))
-    trimmer, found = heap.HeapTrimmer(growth=20), []
-    for _ in range(5):
-        trimmer.trim_if_grown()
-        found.append(len(trims))
-    assert found == [0, 0, 1, 1, 2]  # 120 is 20 more than 100; a trim leaves 104, and 124 is 20 more

@@ -128,7 +128,7 @@ class BackgroundSave:
     def _rest(self) -> None:
         """Between two parts of an array, wait while questions are read, and while rows decode as long as the part took.
 
-        A write takes the memory's bandwidth and Python's lock: first tokens of questions on 100K took .77 s beside one,
+        A write takes the memory's bandwidth and Python's lock: first tokens of questions on 100K took .77 s next to one,
         and .35 s alone (docs/archive/numbers.md).
         """
         now = time.monotonic()

@@ -19,7 +19,7 @@ from retrieval_attn.gpu.memory import shared_bytes
 MIN_ROWS = 16
 """Rows of the smallest tile that a matrix instruction takes; a group of query heads is padded to it."""
 OTHER_SHARED = 1024
-"""Bytes of shared memory that a block takes beside its tiles: reductions over tokens, the runtime's own."""
+"""Bytes of shared memory that a block takes in addition to its tiles: reductions over tokens, the runtime's own."""
 
 
 @triton.jit

@@ -435,7 +435,7 @@ def scaled_rows(rows):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def fit_numbers(numbers, halves):
-    """What codes of numbers (n, d) float32, n > 0, centred, are chosen by.
+    """Fit codes to numbers (n, d) float32, n > 0, centred.
 
     halves: half the levels of each way to store a number. Returns a sample (at most 2 * FITTED_KEYS, d); how far each
     number reaches (d,) and its deviation (d,), float32; and the mean squared error (ways + 1, d) of each way, then of

@@ -128,8 +128,8 @@ class BackgroundSave:
     def _rest(self) -> None:
         """Between two parts of an array, wait while questions are read, and while rows decode as long as the part took.
 
-        A write takes the memory's bandwidth and Python's lock: first tokens of questions on 100K took .77 s next to one,
-        and .35 s alone (docs/archive/numbers.md).
+        A write takes the memory's bandwidth and Python's lock: first tokens of questions on 100K took .77 s with one
+        and .35 s without (docs/archive/numbers.md).
         """
         now = time.monotonic()
         until = now + (min(now - self._resumed, LOOK_SECONDS) if foreground.is_recent else 0.0)

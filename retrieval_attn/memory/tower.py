@@ -52,7 +52,7 @@ def tower_shape(config: Any, source: Any, width: int, parameters: int) -> TowerS
     hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
     inner = getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio)
     side = vision.patch_size
-    merged = int(getattr(vision, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", 1))
+    merged = int(getattr(vision, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None) or 1)
     tokens_of = merged * merged
     if config.model_type == "gemma3":
         patches = (vision.image_size // side) ** 2

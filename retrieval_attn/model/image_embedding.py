@@ -92,8 +92,7 @@ class PausingForward:
 def tower_layers(module: nn.Module) -> Sequence[nn.Module]:
     """Return the layers of the vision tower of `module`, a model with its text decoder."""
     tower = next(part for name, part in module.named_children() if name in ("vision_tower", "visual"))
-    lists = [part for part in tower.modules() if isinstance(part, nn.ModuleList)]
-    return list(max(lists, key=len))
+    return max((list(part) for part in tower.modules() if isinstance(part, nn.ModuleList)), key=len)
 
 
 class ImageEncoder:

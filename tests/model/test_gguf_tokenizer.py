@@ -84,7 +84,12 @@ def test_texts_of_an_array_are_decoded_when_read() -> None:
 def test_the_tokenizer_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would copy it by way of JSON, which for 262,144 tokens takes seconds and hundreds of MB."""
     made: list[Any] = []
-    monkeypatch.setattr(gguf_tokenizer, "Tokenizer", lambda model: made.append(Tokenizer(model)) or made[-1])
+
+    def noted(model: Any) -> Any:
+        made.append(Tokenizer(model))
+        return made[-1]
+
+    monkeypatch.setattr(gguf_tokenizer, "Tokenizer", noted)
     assert tokenizer(**pieces(0, prefix=True)).backend_tokenizer is made[0]
 
 

@@ -122,7 +122,8 @@ def learn_head_spaces(sides: Sides, keys: npt.NDArray[np.float32], sizes: Sequen
         sample, reach, deviation, errors = fit_numbers(own, HALVES)
         splits_of = [best_split(errors, size) for size in sizes]
         facts = mean, deviation, sample, reach
-        found.append([CodeSpace(*_space(query_side, key_side, *facts, *split), *split) for split in splits_of])
+        made = [(*_space(query_side, key_side, *facts, *split), *split) for split in splits_of]
+        found.append([CodeSpace._make(one) for one in made])
     return found
 
 

@@ -301,6 +301,7 @@ class _ChunkedLayer:
         if layer is next(item for item in cache.layers if isinstance(item, CacheLayer)):
             model = self._stream.model
             batch, tokens = hidden_states.shape[:2]
+            cache.require_room(tokens)  # its chunks do not know of each other
             cache.index.decide(tokens, batch)
             on_host = self._stream.states.ferry is not None
             require_host_room(model.config, cache.index.config, tokens, batch, hidden_on_host=on_host)

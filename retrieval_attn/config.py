@@ -56,7 +56,7 @@ class Config:
         context takes its keys' bytes on the GPU, and while it answers twice as much again for each question.
     index_options: keyword arguments of that index; unknown ones are refused by the index.
     prefill_chunk: tokens of a prompt that go through a decoder layer at once (layer-major prefill). index="auto" takes
-        fewer for a prompt where that makes room for codes on the device. A CPU takes at most 512.
+        fewer for a prompt where that makes room for codes on the device. A CPU takes at most 2048.
     question_attention: "exact": the tokens of a follow-up turn attend to the whole context exactly (the context's keys
         visit the device block by block), unless they are 8 or fewer. "retrieval": they go through retrieval like
         generated tokens.

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from retrieval_attn.errors import ConfigError
 
@@ -29,7 +29,7 @@ Quantization = Literal["int8", "int4"]
 GraphMode = bool | Literal["auto"]
 QuestionAttention = Literal["exact", "retrieval"]
 FullAttention = Literal["auto", "always", "never", "exact"]
-FULL_ATTENTION = ("auto", "always", "never", "exact")
+FULL_ATTENTION: tuple[FullAttention, ...] = get_args(FullAttention)
 TailMode = bool | Literal["auto"]
 Place = Literal["auto", "device", "host"]
 SPILL_TOKENS = 512

@@ -1,4 +1,4 @@
-"""Combinations of parameters of which ordinary tests run those that cover all pairs of values."""
+"""Combinations of parameters: ordinary tests run those that cover all pairs of values."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Card(NamedTuple):
 CARDS = (Card(86, 99 * KIB, 82), Card(89, 99 * KIB, 128), Card(120, 99 * KIB, 170), Card(90, 227 * KIB, 132))
 """RTX 3090, RTX 4090, RTX 5090 and H100."""
 HEAD_DIMS = 64, 128, 256
-WIDE_DIM = 512
+WIDEST_DIM = 512
 """Gemma 4's, in 16 bits: float32 heads of it do not fit a consumer card's shared memory."""
 KV_HEADS = 8
 
@@ -227,7 +227,7 @@ def kernels_triton(_: Card) -> None:
     """Attention to windows."""
     kernels = _module("decode.kernels_triton")
     kernels._count_kernel[(1,)](_empty(1, dtype=torch.int32), num_warps=1)
-    grid = [*product(HEAD_DIMS, (BF16, F32), ((1, 1, 33), (8, 4, 1), (32, 1, 33))), (WIDE_DIM, BF16, (8, 4, 33))]
+    grid = [*product(HEAD_DIMS, (BF16, F32), ((1, 1, 33), (8, 4, 1), (32, 1, 33))), (WIDEST_DIM, BF16, (8, 4, 33))]
     for dim, dtype, (group, rows, splits) in grid:
         q_heads = KV_HEADS * group
         query, new = _empty(rows, q_heads, 1, dim, dtype=dtype), _empty(rows, KV_HEADS, 1, dim, dtype=dtype)
@@ -327,7 +327,10 @@ def delta_triton(_: Card) -> None:
 def shared_triton(_: Card) -> None:
     """Attention to pages that rows share."""
     queries = (4, 1), (8, 4), (4, 16), (8, 16)  # of a key-value head, and rows: tiles of 16 to 128
-    grid = [*product(HEAD_DIMS, queries, ("bf16", "f32", "int8")), *product((WIDE_DIM,), queries[:1], ("bf16", "int8"))]
+    grid = [
+        *product(HEAD_DIMS, queries, ("bf16", "f32", "int8")),
+        *product((WIDEST_DIM,), queries[:1], ("bf16", "int8")),
+    ]
     for dim, (group, rows), kind in grid:
         dtype, pages = F32 if kind == "f32" else BF16, 64
         key = _empty(KV_HEADS, pages, PAGE_TOKENS, dim, dtype=torch.int8 if kind == "int8" else dtype)

@@ -1,10 +1,9 @@
 """Prefill a prompt in a thread, chunk by chunk, between decode steps of the running batch.
 
 A chunk is a prompt chunk in one layer, the end of a layer's pass over several of them, or an image in one layer of the
-vision tower, which comes first. Chunks of one layer that are
-granted together are one forward. Between two chunks the thread
-blocks at a gate and holds only the prompt's hidden states, so that decode steps run meanwhile. The result equals that
-of `Context.read`.
+vision tower, which comes first. Chunks of one layer that are granted together are one forward. Between two chunks the
+thread blocks at a gate and holds only the prompt's hidden states, so that decode steps run meanwhile. The result equals
+that of `Context.read`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from retrieval_attn.index.base import (
 )
 from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count
 from retrieval_attn.index.formats import Format, to_float32
-from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_head_spaces
+from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_spaces
 from retrieval_attn.index.keys import StoredKeys
 from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection
 from retrieval_attn.index.sketch.rows import sum_of_squares
@@ -340,7 +340,7 @@ class DeviceIndex(KeyIndex, DeviceSearch):
         rows = np.concatenate([rows, np.eye(dim, dtype=np.float32) * lengths[:, None, None]], axis=1)
         known = sample if sample.shape[1] else np.tile(np.eye(dim, dtype=np.float32), (heads, 1, 1))
         sizes = options.layout.bytes_for(dim), options.layout.finer_for(dim)
-        spaces = learn_head_spaces(learn_projection(rows, known, dim), known, [size for size in sizes if size])
+        spaces = learn_spaces(learn_projection(rows, known, dim), known, [size for size in sizes if size])
         return [(space, more[0] if more else None) for space, *more in spaces]
 
     def insert(self, keys: npt.NDArray[Any]) -> None:

@@ -228,7 +228,7 @@ class ImageReader:
 
         size, cell = self._processor.size, self._cell
         most = (size.get("longest_edge") or size["height"], size.get("longest_edge") or size["width"])
-        shaped = np.broadcast_to(np.zeros((), np.uint8), (3, height, width))  # of which only the shape is read
+        shaped = np.broadcast_to(np.zeros((), np.uint8), (3, height, width))  # only its shape is read
         rows, columns = get_resize_output_image_size(shaped, most, (cell, cell), ChannelDimension.FIRST)
         if not rows or not columns:
             raise InputDataError(

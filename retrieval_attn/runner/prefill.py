@@ -58,7 +58,7 @@ MIN_CHUNK = 256
 """Chunks are not made smaller than this when memory does not suffice: attention and matrix products starve."""
 HOST_CHUNK = 2048
 """Most tokens of a chunk on a CPU, where activations take memory by the token. 8,192 tokens of Gemma 3 270M: 15 s and
-1.40 GiB, in chunks of 512 18 s and 1.28 GiB, in one 16 s and 1.72 GiB (docs/archive/log.md)."""
+1.38 GiB, in chunks of 512 18 s and 1.28 GiB, in one 16 s and 1.72 GiB (docs/archive/log.md)."""
 _ORIGINAL = "_retrieval_attn_original_forward"
 
 

@@ -122,7 +122,7 @@ def test_a_second_question_reuses_the_image(served: Served) -> None:
 
 
 def test_images_of_few_pixels_are_read_or_refused(served: Served) -> None:
-    """Of one part, of which transformers' Mistral 3 reads none, and of a shape of which nothing is left."""
+    """An image of one part, which transformers' Mistral 3 cannot read, and a shape that would vanish."""
     for width, height in ((1, 1), (9, 9), (28, 28), (1, 50), (50, 3)):
         end, _ = served.answer(ASKED + "What is it?", [picture(31, width, height)])
         assert end.error is None and len(end.tokens) == STEPS

@@ -23,10 +23,11 @@ from retrieval_attn.gpu.codes import codes as device_codes
 from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, SearchScratch, size_class
-from retrieval_attn.index.kernels.key_codes import CodeSpace, learn_spaces
+from retrieval_attn.index.kernels.key_codes import CodeSpace
 from retrieval_attn.index.sketch.index import learn_projection
 from tests.gpu.test_code_search import on
 from tests.gpu.test_decode_kernels import INTERPRETED
+from tests.index.building import learn_spaces
 
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=() if INTERPRETED else pytest.mark.cuda)])

@@ -27,13 +27,14 @@ from retrieval_attn.gpu.codes.search import (
     size_class,
 )
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.kernels.key_codes import CodeSpace, encode, learn_spaces
+from retrieval_attn.index.kernels.key_codes import CodeSpace, encode
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
 from retrieval_attn.index.sketch.index import learn_projection
 from retrieval_attn.offload.codes import CodeMemory, HeadCodes
 from retrieval_attn.offload.managed import host_rows
 from retrieval_attn_eval.bench.synthetic import synthetic_head
 from tests.gpu.test_decode_kernels import INTERPRETED
+from tests.index.building import learn_spaces
 
 SIZES = [(64, 32), (128, 64), (16, 8), (80, 40), (64, 64), (128, 48)]
 

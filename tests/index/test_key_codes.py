@@ -10,9 +10,9 @@ import pytest
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.formats import Format
-from retrieval_attn.index.kernels.key_codes import CodeSpace, best_split, code_scores, encode, learn_spaces, splits
+from retrieval_attn.index.kernels.key_codes import CodeSpace, best_split, code_scores, encode, splits
 from retrieval_attn.index.sketch.index import learn_projection
-from tests.index.building import built
+from tests.index.building import built, learn_spaces
 
 
 def head(dim: int, key_bytes: int, falls: float = 0.2, count: int = 3000) -> tuple[CodeSpace, np.ndarray[Any, Any]]:

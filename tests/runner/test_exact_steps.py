@@ -131,6 +131,19 @@ def trusting(steps: ExactSteps, token: torch.Tensor, position: torch.Tensor, mas
     return DecodeSteps.step(steps, token, position, mask)
 
 
+def greedy_tokens(
+    model: Any, cache: RetrievalCache, ids: torch.Tensor, *, exact: bool
+) -> tuple[list[int], DecodeSteps | None]:
+    """80 greedy tokens behind ids (1, 700), and the steps that verified them; exact: by `exact_steps`."""
+    cache.batch.attends_to_all = exact
+    state = prompt_of(model, cache, ids)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(780)])
+    steps = exact_steps(model, cache, ids, 80, None) if exact else None
+    with using_retrieval(model, 512):
+        text = run(model, cache, state, TokenChoice(criteria), steps=steps, graph=False)
+    return text.sequences[0, 700:].tolist(), steps
+
+
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_every_model(name: str) -> None:
     """Tokens and caches of all kinds of models, over several evictions of the window; hybrids without drafts."""
@@ -139,13 +152,9 @@ def test_every_model(name: str) -> None:
     drafts = True
     for options in (POOR, ALL):
         cache = RetrievalCache(model, ra.Config(**options, prefill_chunk=512))
-        cache.batch.attends_to_all = exact = options is POOR
-        state = prompt_of(model, cache, ids)
-        criteria = StoppingCriteriaList([MaxLengthCriteria(780)])
-        steps = exact_steps(model, cache, ids, 80, None) if exact else None
-        with using_retrieval(model, 512):
-            text = run(model, cache, state, TokenChoice(criteria), steps=steps, graph=False)
-        found.append((cache, text.sequences[0, 700:].tolist()))
+        exact = options is POOR
+        tokens, steps = greedy_tokens(model, cache, ids, exact=exact)
+        found.append((cache, tokens))
         if exact:
             drafts = can_draft(cache)
             assert isinstance(steps, ExactSteps) == drafts
@@ -311,13 +320,9 @@ def test_on_a_gpu(name: str) -> None:
     found, steps = list[list[int]](), None
     for options in (POOR, ALL):
         cache = RetrievalCache(model, ra.Config(**options, prefill_chunk=512, index="sketch"))
-        cache.batch.attends_to_all = exact = options is POOR
-        state = prompt_of(model, cache, ids)
-        criteria = StoppingCriteriaList([MaxLengthCriteria(780)])
-        steps = exact_steps(model, cache, ids, 80, None) if exact else None
-        with using_retrieval(model, 512):
-            text = run(model, cache, state, TokenChoice(criteria), steps=steps, graph=False)
-        found.append(text.sequences[0, 700:].tolist())
+        exact = options is POOR
+        tokens, steps = greedy_tokens(model, cache, ids, exact=exact)
+        found.append(tokens)
         assert steps is None or (isinstance(steps, ExactSteps) and steps.drafts.length.drafted > 40)
     assert found[0] == found[1]
 

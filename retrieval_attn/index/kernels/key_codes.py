@@ -101,20 +101,15 @@ def best_split(errors: npt.NDArray[np.float64], key_bytes: int) -> Split:
 
 
 Sides = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-"""A and B of a head, both (head_dim, head_dim), or of several, (heads, head_dim, head_dim)."""
+"""A and B, both (heads, head_dim, head_dim)."""
 
 
-def learn_spaces(sides: Sides, keys: npt.NDArray[np.float32], sizes: Sequence[int]) -> list[CodeSpace]:
-    """A space of each of some bytes per key for keys like `keys` (n, head_dim), n > 0, under A and B of `sides`.
+def learn_spaces(sides: Sides, keys: npt.NDArray[np.float32], sizes: Sequence[int]) -> list[list[CodeSpace]]:
+    """A space of each of some bytes per key for keys like `keys` (heads, n, head_dim), n > 0, under A and B of `sides`.
 
     Steps are those of `blocks.SHARES` with the least squared error on a sample. The split is the one that misses least
     of one half of it by steps of the other: queries ask for all numbers alike, as A makes them.
     """
-    return learn_head_spaces((sides[0][None], sides[1][None]), keys[None], sizes)[0]
-
-
-def learn_head_spaces(sides: Sides, keys: npt.NDArray[np.float32], sizes: Sequence[int]) -> list[list[CodeSpace]]:
-    """`learn_spaces` of several heads, keys (heads, n, head_dim): few calls, each of which lets other threads run."""
     means = keys.mean(axis=1, dtype=np.float64).astype(np.float32)
     numbers = (keys - means[:, None]) @ sides[1].swapaxes(1, 2)
     found = []

@@ -224,19 +224,21 @@ class Segment:
         spec: IndexSpec,
         start: int,
         stop: int,
-        queries: npt.NDArray[np.float32] | None,
+        queries: npt.NDArray[np.float32] | base.QueryMoment | None,
         lists: npt.NDArray[np.int32] | None = None,
         each: Each = map,
         coder: HeadCoders | None = None,
     ) -> None:
-        """Index tokens [start, stop) of every head; queries (kv_heads, group, m, head_dim) and lists (kv_heads,
-        group, m, kk) or None. each: as `map`, for the heads. coder: see `SequenceKV.build_index`.
+        """Index tokens [start, stop) of every head; queries (kv_heads, group, m, head_dim), their moment or None;
+        lists (kv_heads, group, m, kk) or None. each: as `map`, for the heads. coder: see `SequenceKV.build_index`.
         """
         keys, _ = self.read(start, stop)
+        moment, rows = (queries, None) if isinstance(queries, base.QueryMoment) else (None, queries)
 
         def learn(first: int) -> list[Any]:
             heads = slice(first, first + LEARNED_TOGETHER)
-            return spec.learn(keys[heads], self.fmt, None if queries is None else queries[heads])
+            some = moment.heads(heads) if moment else None if rows is None else rows[heads]
+            return spec.learn(keys[heads], self.fmt, some)
 
         learned = [one for heads in each(learn, range(0, len(keys), LEARNED_TOGETHER)) for one in heads]
 
@@ -244,7 +246,7 @@ class Segment:
             return spec.build(
                 keys[head],
                 self.fmt,
-                None if queries is None else queries[head],
+                None if rows is None else rows[head],
                 lists=None if lists is None else lists[head],
                 coder=None if coder is None else coder.for_head(head),
                 learned=learned[head],

@@ -24,7 +24,7 @@ from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment, Span
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.auto import notes
-from retrieval_attn.index.base import HeldMemory
+from retrieval_attn.index.base import HeldMemory, QueryMoment
 from retrieval_attn.index.flat import scans_exactly
 from retrieval_attn.index.formats import Format, check_queries, check_rows
 from retrieval_attn.index.spec import IndexSpec
@@ -282,24 +282,25 @@ class SequenceKV:
         self,
         start: int,
         stop: int,
-        queries: npt.NDArray[np.float32] | None = None,
+        queries: npt.NDArray[np.float32] | QueryMoment | None = None,
         lists: npt.NDArray[np.int32] | None = None,
         each: Each | None = None,
         coder: HeadCoders | None = None,
     ) -> None:
         """Build this path's kind of index over tokens [start, stop), one per key-value head and segment.
 
-        queries: (q_heads, m, head_dim) float32 sample for kinds that train, or None. lists: (q_heads, m, kk) int32,
-        the best tokens of each, counted from `start`, best first, for kinds that take them; used where the range lies
-        in one segment. each: does what `map` does, in threads say, for the heads of a segment; it then looks after
-        Numba's threads. coder: makes codes on a device, for kinds that keep some there. Replaces earlier indexes of the
-        segments touched, for their forks too (answers stay right), but for sealed ones. Adds to `index_seconds`.
+        queries: (q_heads, m, head_dim) float32 sample for kinds that train, its moments by kv head, or None. lists:
+        (q_heads, m, kk) int32, the best tokens of each, counted from `start`, best first, for kinds that take them;
+        used where the range lies in one segment. each: does what `map` does, in threads say, for the heads of a
+        segment; it then looks after Numba's threads. coder: makes codes on a device, for kinds that keep some there.
+        Replaces earlier indexes of the segments touched, for their forks too (answers stay right), but for sealed ones.
+        Adds to `index_seconds`.
         """
         began = time.perf_counter()
         parts = self.parts(start, stop)
-        grouped = (
-            None if queries is None else _by_kv_head(check_queries("training queries", queries, 3), self.num_kv_heads)
-        )
+        grouped = queries
+        if isinstance(queries, np.ndarray):
+            grouped = _by_kv_head(check_queries("training queries", queries, 3), self.num_kv_heads)
         by_head = None if lists is None or len(parts) > 1 else _by_kv_head(lists, self.num_kv_heads)
         with kernel_threads(self.threads) if each is None else contextlib.nullcontext():
             for segment, low, high, _ in (part for part in parts if not part.segment.sealed):

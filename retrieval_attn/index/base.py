@@ -110,12 +110,14 @@ class TrainingNeeds:
     max_queries: maximum training queries of each query head, 0 for a kind that does not train; more than TRAIN_QUERIES
     for a kind that finds more in long contexts the more queries it saw. list_length: entries of a training list, 0 if
     the kind takes none. lists_from: fewest keys for which lists are used. only_lists: lists replace the queries.
+    only_moment: so does their `QueryMoment`, where queries lie on a device.
     """
 
     max_queries: int = 0
     list_length: int = 0
     lists_from: int = 1
     only_lists: bool = False
+    only_moment: bool = False
 
     def queries(self, tokens: int) -> int:
         """Return the number of queries per query head to sample from a context of `tokens` tokens."""
@@ -155,6 +157,21 @@ def train_positions(n: int, count: int, seed: int = 0) -> npt.NDArray[np.int64]:
     rest = np.setdiff1d(np.arange(n), late, assume_unique=True)
     early = rng.choice(rest, count - tail, replace=False)
     return np.sort(np.concatenate([late, early]).astype(np.int64))
+
+
+class QueryMoment(NamedTuple):
+    """Second moments of the training queries of some key-value heads; queries that are not finite are left out.
+
+    product (heads, head_dim, head_dim) float64: the mean of q q^T, 0 without a query. known (heads,) float64: how many
+    there are.
+    """
+
+    product: npt.NDArray[np.float64]
+    known: npt.NDArray[np.float64]
+
+    def heads(self, which: slice) -> QueryMoment:
+        """Return those of some heads."""
+        return QueryMoment(self.product[which], self.known[which])
 
 
 class Training(NamedTuple):
@@ -204,12 +221,13 @@ class KeyIndex(ABC):
 
     @classmethod
     def learn(
-        cls, keys: npt.NDArray[Any], fmt: Format, options: Any, queries: npt.NDArray[np.float32] | None
+        cls, keys: npt.NDArray[Any], fmt: Format, options: Any, queries: npt.NDArray[np.float32] | QueryMoment | None
     ) -> list[Any]:
         """Learn what `build` needs (`Training.learned`) of several heads at once; by default nothing.
 
-        keys (heads, n, head_dim); queries (heads, group, m, head_dim) or None. Numpy's calls then take long, and other
-        threads run meanwhile: head by head they are short, and each of them holds up the thread that drives a GPU.
+        keys (heads, n, head_dim); queries (heads, group, m, head_dim), their moment or None. Numpy's calls
+        then take long, and other threads run meanwhile: head by head they are short, and each of them holds up the
+        thread that drives a GPU.
         """
         return [None] * len(keys)
 

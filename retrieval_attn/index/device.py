@@ -33,6 +33,7 @@ from retrieval_attn.index.base import (
     HostBytes,
     IndexMemory,
     KeyIndex,
+    QueryMoment,
     State,
     StateValue,
     Training,
@@ -43,8 +44,7 @@ from retrieval_attn.index.flat import SCAN_SHARE, check_rescore, rescore_count
 from retrieval_attn.index.formats import Format, to_float32
 from retrieval_attn.index.kernels.key_codes import CodeSpace, code_scores, encode, learn_spaces
 from retrieval_attn.index.keys import StoredKeys
-from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection
-from retrieval_attn.index.sketch.rows import sum_of_squares
+from retrieval_attn.index.sketch.index import RESCORE, check_key_bytes, learn_projection, second_moment
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.scans import called_search, candidate_search, compile_candidate_search, exact_search
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
@@ -291,7 +291,7 @@ class DeviceIndex(KeyIndex, DeviceSearch):
 
     kind: ClassVar[str] = "device"
     Options: ClassVar[type[Any]] = DeviceOptions
-    training: ClassVar[TrainingNeeds] = TrainingNeeds(TRAIN_QUERIES)
+    training: ClassVar[TrainingNeeds] = TrainingNeeds(TRAIN_QUERIES, only_moment=True)
 
     def __init__(
         self, keys: StoredKeys, codes: KeyCodes, spaces: tuple[CodeSpace, CodeSpace | None], rescore: int
@@ -318,29 +318,22 @@ class DeviceIndex(KeyIndex, DeviceSearch):
 
     @classmethod
     def learn(
-        cls, keys: npt.NDArray[Any], fmt: Format, options: Laid, queries: npt.NDArray[np.float32] | None
+        cls, keys: npt.NDArray[Any], fmt: Format, options: Laid, queries: npt.NDArray[np.float32] | QueryMoment | None
     ) -> list[tuple[CodeSpace, CodeSpace | None]]:
         """Spaces of codes, and of finer ones, of each head. Raises NotFiniteError."""
         heads, dim = len(keys), fmt.dim_of(keys)
-        rows = np.zeros((heads, 0, dim), np.float32) if queries is None else queries.reshape(heads, -1, dim)
-        energy = np.array([sum_of_squares(own) for own in rows])
-        if not np.isfinite(energy).all():
-            finite = [own[np.isfinite(own).all(axis=1)] for own in rows]
-            return [
-                one
-                for head, own in enumerate(finite)
-                for one in cls.learn(keys[head : head + 1], fmt, options, own[None, None])
-            ]
+        moment = queries if isinstance(queries, QueryMoment) else _moment(queries, heads, dim)
         sample = to_float32(keys[:, :: max(1, keys.shape[1] // LEARNED_KEYS)], fmt)
         if not np.isfinite(sample).all():
             raise NotFiniteError(NOT_FINITE)
         # head_dim queries more, which ask for all numbers alike: what few queries did not ask for may be asked for
-        energy = energy / rows.shape[1] if rows.shape[1] else np.ones(heads)
-        lengths = np.minimum(np.sqrt(energy), np.finfo(np.float32).max).astype(np.float32)
-        rows = np.concatenate([rows, np.eye(dim, dtype=np.float32) * lengths[:, None, None]], axis=1)
+        energy = np.where(moment.known, np.trace(moment.product, axis1=1, axis2=2), 1.0)
+        alike = np.eye(dim) * np.minimum(energy, float(np.finfo(np.float32).max) ** 2)[:, None, None]
+        count = moment.known[:, None, None]
+        asked = (moment.product * count + alike) / (count + dim)
         known = sample if sample.shape[1] else np.tile(np.eye(dim, dtype=np.float32), (heads, 1, 1))
         sizes = options.layout.bytes_for(dim), options.layout.finer_for(dim)
-        spaces = learn_spaces(learn_projection(rows, known, dim), known, [size for size in sizes if size])
+        spaces = learn_spaces(learn_projection(asked, known, dim), known, [size for size in sizes if size])
         return [(space, more[0] if more else None) for space, *more in spaces]
 
     def insert(self, keys: npt.NDArray[Any]) -> None:
@@ -453,6 +446,17 @@ def _space_and_rows(state: State, keys: int, head_dim: int) -> tuple[CodeSpace, 
     if rows.shape != (keys, space.key_bytes):
         return None
     return space, rows
+
+
+def _moment(queries: npt.NDArray[np.float32] | None, heads: int, dim: int) -> QueryMoment:
+    """The moment of queries (heads, group, m, dim); of none without any."""
+    rows = np.zeros((heads, 0, dim), np.float32) if queries is None else queries.reshape(heads, -1, dim)
+    finite = np.asarray(np.isfinite(rows).all(axis=2))
+    if finite.all() and rows.shape[1]:
+        return QueryMoment(second_moment(rows), np.full(heads, float(rows.shape[1])))
+    own = [one[which] for one, which in zip(rows, finite, strict=True)]
+    products = [second_moment(one[None])[0] if len(one) else np.zeros((dim, dim)) for one in own]
+    return QueryMoment(np.array(products), finite.sum(axis=1).astype(np.float64))
 
 
 def _coder(given: Coder | None) -> Coder:

@@ -22,6 +22,7 @@ from retrieval_attn.index.base import (
     HostBytes,
     KeyIndex,
     KindFacts,
+    QueryMoment,
     Training,
 )
 from retrieval_attn.index.formats import Format
@@ -139,7 +140,9 @@ class IndexSpec:
         """Build the index over keys (n, head_dim); see `KeyIndex.build` and `Training`."""
         return self.cls.build(keys, fmt, self.options, Training(queries, lists, coder, learned))
 
-    def learn(self, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | None) -> list[Any]:
+    def learn(
+        self, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | QueryMoment | None
+    ) -> list[Any]:
         """See `KeyIndex.learn`."""
         return self.cls.learn(keys, fmt, self.options, queries)
 

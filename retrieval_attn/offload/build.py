@@ -22,8 +22,10 @@ from retrieval_attn.cpu.budgets import Sample, allocated, measured_errors
 from retrieval_attn.cpu.host_attend import HostPartial, attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.knn import nearest_keys
+from retrieval_attn.index.base import QueryMoment
 from retrieval_attn.index.threads import builder_threads, single_blas, usable_cores
 from retrieval_attn.offload.codes import DeviceCoder
+from retrieval_attn.offload.queries import moments
 from retrieval_attn.offload.staging import CopyChunk, brought_together, staging
 from retrieval_attn.offload.threads import ThreadPool
 
@@ -33,11 +35,20 @@ CODERS = 8
 """Threads that learn how keys are coded and have the device do it, by an index of that kind; half the cores at most."""
 
 
+HOST_DTYPES: dict[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int32: np.int32,
+}
+"""Of training data."""
+
+
 @dataclass
 class _IndexJob:
     """Build the index of a path over tokens [start, stop), or extend it up to stop.
 
-    queries, lists: to train on, on the device until `IndexBuild.fetch`. keys: (kv_heads, stop - start, head_dim) of
+    queries, lists: to train on, on the device until `IndexBuild.fetch`. moment: of the queries, in their place for a
+    kind that needs no more, as fields of QueryMoment. keys: (kv_heads, stop - start, head_dim) of
     these tokens where they still lie on the device, for a kind that has them coded there.
     """
 
@@ -47,6 +58,7 @@ class _IndexJob:
     extend: bool
     queries: Tensor | np.ndarray | None = None
     lists: Tensor | np.ndarray | None = None
+    moment: tuple[Tensor, ...] | QueryMoment | None = None
     keys: Tensor | None = None
 
 
@@ -74,7 +86,9 @@ class IndexBuild:
     @property
     def fetches(self) -> bool:
         """Whether `fetch` has anything to bring."""
-        return any(isinstance(part, Tensor) for job in self._jobs for part in (job.queries, job.lists))
+        return any(
+            isinstance(part, Tensor) for job in self._jobs for part in (job.queries, job.lists, *(job.moment or ()))
+        )
 
     def extend(self, host: SequenceKV, stop: int) -> None:
         """The index of `host` takes in the tokens up to `stop`."""
@@ -95,6 +109,8 @@ class IndexBuild:
             job.queries, job.lists = queries, self._lists(host, queries, keys, start, stop)
             if job.lists is not None and host.spec.cls.training.only_lists:
                 job.queries = None  # the lists say it all
+            elif host.spec.cls.training.only_moment and self._overlaps:
+                job.queries, job.moment = None, moments(queries, host.num_kv_heads)
         if host.spec.keeps_device_keys and self._overlaps and whole:
             job.keys, self.keeps_keys = keys()[:, start:stop], True
         self._jobs.append(job)
@@ -134,11 +150,14 @@ class IndexBuild:
                 job.queries = self._fetched(job.queries.float(), ready)
             if isinstance(job.lists, Tensor):
                 job.lists = self._fetched(job.lists, ready)
+            if job.moment is not None and not isinstance(job.moment, QueryMoment):
+                product, count = (self._fetched(part, ready) for part in job.moment)
+                job.moment = QueryMoment(product, count)
 
     def _fetched(self, tensor: Tensor, ready: torch.cuda.Event | None) -> np.ndarray:
         if self._device.type != "cuda":
             return tensor.cpu().numpy()
-        array = np.empty(tensor.shape, np.float32 if tensor.dtype == torch.float32 else np.int32)
+        array = np.empty(tensor.shape, HOST_DTYPES[tensor.dtype])
         flat, out = tensor.reshape(-1), array.reshape(-1)
         ring = staging(self._device)
         step = ring.size // tensor.element_size()
@@ -171,7 +190,9 @@ class IndexBuild:
             if self._overlaps:
                 each = functools.partial(self._each, _coders() if stays else _heads(self._threads))
             with contextlib.nullcontext() if coder is None or keys is None else coder.lent(keys, ready):
-                job.host.build_index(job.start, job.stop, job.queries, job.lists, each, coder)
+                assert not isinstance(job.moment, tuple) or isinstance(job.moment, QueryMoment), "fetch comes first"
+                sample = job.queries if job.moment is None else job.moment
+                job.host.build_index(job.start, job.stop, sample, job.lists, each, coder)
 
     def _each(self, pool: ThreadPool, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
         """build(head) for all heads by the pool, each with the threads that are left to it."""

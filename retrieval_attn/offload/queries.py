@@ -113,6 +113,21 @@ class TrainingQueries:
         return turn
 
 
+def moments(queries: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """`QueryMoment` of queries (q_heads, m, head_dim) float32, on their device: product and count, float64.
+
+    Head by head in float64, so that no square overflows: a head's rows take twice what they take in float32.
+    """
+    rows = queries.reshape(kv_heads, -1, queries.shape[2])
+    finite = rows.isfinite().all(dim=2, keepdim=True)
+    count = finite.sum(dim=(1, 2)).double()
+    product = torch.empty(kv_heads, rows.shape[2], rows.shape[2], dtype=torch.float64, device=queries.device)
+    for own, known, out in zip(rows, finite, product, strict=True):
+        wide = own.double().masked_fill(~known, 0.0)
+        torch.mm(wide.T, wide, out=out)
+    return product / count.clamp(min=1)[:, None, None], count
+
+
 SHARED_TURNS, SHARED_QUERIES = 4, 2048
 """Of a pass's two samples, and of models with two kinds of layers; at most 25 MB with heads of 128."""
 _turns: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[tuple[object, ...], RotationTables]]

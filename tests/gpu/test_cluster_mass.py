@@ -24,7 +24,7 @@ from retrieval_attn.gpu.codes import search as code_search
 from retrieval_attn.gpu.codes.codes import DeviceCodes
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QuestionSearch, SearchScratch, size_class
 from retrieval_attn.index.kernels.key_codes import CodeSpace
-from retrieval_attn.index.sketch.index import learn_projection
+from retrieval_attn.index.sketch.index import learn_projection, second_moment
 from tests.gpu.test_code_search import on
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.index.building import learn_spaces
@@ -59,7 +59,7 @@ def head(dim: int, count: int, seed: int, key_bytes: int) -> tuple[CodeSpace, np
     rng = np.random.default_rng(seed)
     keys = (rng.standard_normal((count, dim)) * np.linspace(1.5, 0.2, dim) + 0.5).astype(np.float32)
     queries = rng.standard_normal((200, dim)).astype(np.float32)
-    return learn_spaces(learn_projection(queries, keys, dim), keys, (key_bytes,))[0], keys
+    return learn_spaces(learn_projection(second_moment(queries), keys, dim), keys, (key_bytes,))[0], keys
 
 
 class Case:

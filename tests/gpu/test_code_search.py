@@ -29,7 +29,7 @@ from retrieval_attn.gpu.codes.search import (
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, encode
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
-from retrieval_attn.index.sketch.index import learn_projection
+from retrieval_attn.index.sketch.index import learn_projection, second_moment
 from retrieval_attn.offload.codes import CodeMemory, HeadCodes
 from retrieval_attn.offload.managed import host_rows
 from retrieval_attn_eval.bench.synthetic import synthetic_head
@@ -59,7 +59,7 @@ def made(dim: int, key_bytes: int, count: int, seed: int = 0) -> tuple[CodeSpace
     rng = np.random.default_rng(seed)
     keys = (rng.standard_normal((count, dim)) * np.linspace(3, 0.2, dim) + 1).astype(np.float32)
     queries = rng.standard_normal((200, dim)).astype(np.float32)
-    return learn_spaces(learn_projection(queries, keys, dim), keys, (key_bytes,))[0], keys
+    return learn_spaces(learn_projection(second_moment(queries), keys, dim), keys, (key_bytes,))[0], keys
 
 
 def on(
@@ -101,7 +101,7 @@ def test_scores_are_as_large_as_exact_ones(device: str, dim: int, key_bytes: int
     Without the variance of what they do not store it is too small by .1 to .3.
     """
     head = synthetic_head(4000, head_dim=dim, group=2, level=level, train=1000, decode=16)
-    sides = learn_projection(head.train_rotated.reshape(-1, dim), head.keys, dim)
+    sides = learn_projection(second_moment(head.train_rotated.reshape(-1, dim)), head.keys, dim)
     [space] = learn_spaces(sides, head.keys, (key_bytes,))
     codes, rows = on(device, space, head.keys), torch.from_numpy(head.decode.reshape(-1, dim)).to(device)
     exact = rows @ torch.from_numpy(head.keys).to(device).T

@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from retrieval_attn.errors import InputDataError
+from retrieval_attn.index.base import QueryMoment
 from retrieval_attn.index.device import DeviceIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, best_split, code_scores, encode, splits
-from retrieval_attn.index.sketch.index import learn_projection
+from retrieval_attn.index.sketch.index import learn_projection, second_moment
+from retrieval_attn.offload.queries import moments
 from tests.index.building import built, learn_spaces
 
 
@@ -20,7 +23,7 @@ def head(dim: int, key_bytes: int, falls: float = 0.2, count: int = 3000) -> tup
     rng = np.random.default_rng(dim + key_bytes)
     keys = (rng.standard_normal((count, dim)) * np.geomspace(3, falls, dim) + 1).astype(np.float32)
     queries = rng.standard_normal((500, dim)).astype(np.float32)
-    return learn_spaces(learn_projection(queries, keys, dim), keys, (key_bytes,))[0], keys
+    return learn_spaces(learn_projection(second_moment(queries), keys, dim), keys, (key_bytes,))[0], keys
 
 
 @pytest.mark.parametrize("dim,key_bytes", [(128, 64), (128, 48), (64, 32), (80, 24), (16, 8), (12, 5), (8, 8), (8, 20)])
@@ -87,7 +90,7 @@ def test_more_bytes_miss_less() -> None:
     rng = np.random.default_rng(3)
     keys = (rng.standard_normal((4000, 64)) * np.geomspace(3, 0.5, 64)).astype(np.float32)
     queries = rng.standard_normal((500, 64)).astype(np.float32)
-    sides = learn_projection(queries, keys, 64)
+    sides = learn_projection(second_moment(queries), keys, 64)
     missed = []
     for key_bytes in (8, 16, 24, 32, 64):
         [space] = learn_spaces(sides, keys, (key_bytes,))
@@ -111,6 +114,27 @@ def test_heads_learn_together_what_they_learn_alone(bad: float | None) -> None:
         for mine, own in zip(space[:4], alone[:4], strict=True):
             np.testing.assert_array_equal(mine, own)
     assert not np.array_equal(together[0][0].key_side, together[2][0].key_side)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25])
+def test_a_moment_teaches_what_its_queries_do(scale: float) -> None:
+    """Queries of a device are known by their moment; some are not finite, and squares of large ones exceed float32."""
+    rng = np.random.default_rng(8)
+    keys = (rng.standard_normal((3, 3000, 32)) * np.geomspace(3, 0.3, 32)).astype(np.float32)
+    queries = (rng.standard_normal((6, 100, 32)) * np.geomspace(0.5, 2, 32) * scale).astype(np.float32)
+    queries[2, :7, 3], queries[5, 9] = np.inf, np.nan
+    options = DeviceIndex.Options(key_bytes=16)
+    product, count = (part.numpy() for part in moments(torch.from_numpy(queries), 3))
+    assert count.tolist() == [200, 193, 199]
+    by_moment = DeviceIndex.learn(keys, Format.FLOAT32, options, QueryMoment(product, count))
+    by_rows = DeviceIndex.learn(keys, Format.FLOAT32, options, queries.reshape(3, 2, 100, 32))
+    for (space, _), (other, _) in zip(by_moment, by_rows, strict=True):
+        assert space[4:] == other[4:]
+        for mine, own in ((space.query_side, other.query_side), (space.key_side, other.key_side)):
+            np.testing.assert_allclose(
+                np.abs(mine), np.abs(own), rtol=0, atol=1e-3 * np.abs(own).max()
+            )  # signs are free
+    assert np.abs(by_moment[0][0].key_side - by_moment[2][0].key_side).max() > 0.05 * np.abs(space.key_side).max()
 
 
 @pytest.mark.parametrize("name,value", [("thin", 6), ("narrow", 3), ("wide", -1), ("thin", 400), ("shift", None)])

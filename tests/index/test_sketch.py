@@ -9,7 +9,7 @@ import pytest
 from retrieval_attn.errors import ConfigError, InputDataError, ShapeError
 from retrieval_attn.index import FlatIndex, Format, SketchIndex
 from retrieval_attn.index.formats import from_float32, to_float32
-from retrieval_attn.index.sketch.index import learn_projection
+from retrieval_attn.index.sketch.index import learn_projection, second_moment
 from tests.cpu.reference import recall, strided
 from tests.index.building import built
 
@@ -38,7 +38,7 @@ def test_projection_has_the_least_error() -> None:
     centred = keys.astype(np.float64) - keys.mean(axis=0, dtype=np.float64)
     exact = rows.astype(np.float64) @ centred.T
     for rank in (4, RANK):
-        query_side, key_side = learn_projection(rows, keys, rank)
+        query_side, key_side = learn_projection(second_moment(rows), keys, rank)
         assert query_side.shape == key_side.shape == (rank, DIM)
         mine = float(
             ((rows @ query_side.T).astype(np.float64) @ (centred @ key_side.T.astype(np.float64)).T - exact).std()
@@ -47,7 +47,7 @@ def test_projection_has_the_least_error() -> None:
         left = np.linalg.svd(exact, compute_uv=False)[rank:]
         best = float(np.sqrt((left**2).sum() / exact.size))
         assert mine <= 1.01 * best + 1e-6
-    query_side, key_side = learn_projection(rows, keys, DIM)
+    query_side, key_side = learn_projection(second_moment(rows), keys, DIM)
     np.testing.assert_allclose(query_side.T.astype(np.float64) @ key_side, np.eye(DIM), atol=1e-2)
 
 
@@ -156,4 +156,4 @@ def test_a_projection_is_that_of_sums_in_float64(size: float) -> None:
         return float(np.square((found - wanted) / size).mean())
 
     best = missed(leading.T @ inverse, leading.T @ root)
-    assert missed(*learn_projection(queries, keys, 8)) == pytest.approx(best, rel=1e-6)
+    assert missed(*learn_projection(second_moment(queries), keys, 8)) == pytest.approx(best, rel=1e-6)

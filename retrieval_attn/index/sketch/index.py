@@ -88,14 +88,14 @@ LATE_SHARE = 8
 
 
 def learn_projection(
-    queries: npt.NDArray[np.float32], keys: npt.NDArray[np.float32], rank: int
+    moment: npt.NDArray[np.float64], keys: npt.NDArray[np.float32], rank: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """A and B, both (..., rank, d) float32: q . (k - mean) ~ (A q) . (B (k - mean)) with the least squared error.
 
-    queries (..., m, d), keys (..., n, d), of any number of heads, finite and at least one row each.
+    moment (..., d, d): the `second_moment` of the queries. keys (..., n, d), n > 0, of any number of heads, finite.
     """
-    covariance = _second_moment(keys, centred=True)
-    values, vectors = np.linalg.eigh(_second_moment(queries))
+    covariance = second_moment(keys, centred=True)
+    values, vectors = np.linalg.eigh(moment)
     least = FLOOR * np.maximum(values.mean(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
     lengths, back = np.sqrt(np.maximum(values, least))[..., None, :], vectors.swapaxes(-1, -2)
     root, inverse = vectors * lengths @ back, vectors / lengths @ back
@@ -104,7 +104,7 @@ def learn_projection(
     return (leading @ inverse).astype(np.float32), (leading @ root).astype(np.float32)
 
 
-def _second_moment(rows: npt.NDArray[np.float32], *, centred: bool = False) -> npt.NDArray[np.float64]:
+def second_moment(rows: npt.NDArray[np.float32], *, centred: bool = False) -> npt.NDArray[np.float64]:
     """Mean of the products of all pairs of numbers of a row (..., n, d), (..., d, d). centred: of their distances from
     the mean row.
 
@@ -183,7 +183,7 @@ class SketchIndex(KeyIndex):
                 "keys of a sketch must be finite, got NaN or infinity; remove these keys or use index='flat'"
             )
         known = sample if len(sample) else np.eye(dim, dtype=np.float32)
-        sides = learn_projection(rows, known, dim)
+        sides = learn_projection(second_moment(rows), known, dim)
         variances = (known.astype(np.float64) @ sides[1].T.astype(np.float64)).var(axis=0)
         wide, narrow = allocate(variances, options.budget(dim))
         query_side, key_side = (_cut(side, wide + narrow) for side in sides)

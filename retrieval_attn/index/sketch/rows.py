@@ -161,16 +161,6 @@ def rounding_errors(numbers, step, halves):
     return errors * step.astype(np.float64) ** 2 / len(numbers)
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
-def sum_of_squares(rows):
-    """Sum the squares of rows (n, d) float32, as float64; NaN or infinite if an element is not finite."""
-    total = 0.0
-    for i in range(len(rows)):
-        for j in range(rows.shape[1]):
-            total += np.float64(rows[i, j]) ** 2
-    return total
-
-
 @njit(nogil=True, cache=True)
 def write_blocks(numbers, blocks, mean, step):
     """Code numbers (n, rank) float32 as the first n rows of the blocks; beyond a range they are clipped."""

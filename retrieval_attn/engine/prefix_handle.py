@@ -38,6 +38,7 @@ from retrieval_attn.model.images import is_image_id
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
 from retrieval_attn.offload.codes import HeadCodes, copy_codes, load_codes, offload_codes
+from retrieval_attn.offload.threads import TurnLock
 from retrieval_attn.saving.layers import mapped_bytes, require_savable
 
 __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "joined_parts", "text_mark"]
@@ -60,7 +61,7 @@ class PrefixEntry:
         self._maps = opened is not None and first
         self.saved: UnsavedText | None = None
         self.saved_use, self.unsavable = 0.0, False
-        self._whole, self._lock = sizes, threading.Lock()
+        self._whole, self._lock = sizes, TurnLock()
         self._codes = head_codes_of(cache)
         self._own: list[HeadCodes] = []  # those that no ancestor has
         for one in self._codes:
@@ -102,7 +103,7 @@ class PrefixEntry:
         copy_codes(self._own)
         self._segments.copy_to_host()
         for window in windows_of(self._cache):
-            with self._lock:  # one by one: a question may wait for it
+            with self._lock.later():  # one by one: a question may wait for it
                 window.copy_to_host()
         self._windows_copied = True
 

@@ -29,7 +29,7 @@ from retrieval_attn.index.kernels.key_codes import CodeSpace, splits
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.managed import CodesOnHost, host_rows, reads_host
 from retrieval_attn.offload.staging import pinned, stored_on, unpack
-from retrieval_attn.offload.threads import ThreadPool
+from retrieval_attn.offload.threads import ThreadPool, TurnLock
 from retrieval_attn.store.mapped import populate
 
 SENT_AT_ONCE = 1 << 17
@@ -332,9 +332,9 @@ class HeadCodes:
         if not self.copy_to_host():
             return
         # what holds the old object keeps its memory: a step that reads the codes is not disturbed
-        space = there.space
-        sides = {name: getattr(space, name).new_empty(0) for name in space._fields[:4]}
-        away = DeviceCodes(space._replace(**sides), there.codes.new_empty(0, there.codes.shape[1]), there.finer)
+        side, codes = _nothing(there.device, there.codes.shape[1])
+        space = there.space._replace(**dict.fromkeys(there.space._fields[:4], side))
+        away = DeviceCodes(space, codes, there.finer)
         away.length = there.length
         self._device = away
 
@@ -460,6 +460,12 @@ class HeadCodes:
         return found
 
 
+@functools.cache
+def _nothing(device: torch.device, key_bytes: int) -> tuple[Tensor, Tensor]:
+    """A side of a space and codes that take no memory: one pair for all heads, whose own would be five operations."""
+    return torch.empty(0, device=device), torch.empty(0, key_bytes, dtype=torch.uint8, device=device)
+
+
 def offload_codes(codes: Iterable[HeadCodes]) -> None:
     """Copy codes to host memory, once, and free them on the device until `HeadCodes.device` or `load_codes`.
 
@@ -475,7 +481,7 @@ def offload_codes(codes: Iterable[HeadCodes]) -> None:
 def copy_codes(codes: Sequence[HeadCodes]) -> None:
     """Copy codes to host memory, once, so that `offload_codes` need not; some heads at a time, for others that load."""
     for start in range(0, len(codes), SLAB_HEADS):
-        with _offloading:
+        with _offloading.later():
             for one in codes[start : start + SLAB_HEADS]:
                 one.settle()
                 one.copy_to_host()
@@ -507,7 +513,7 @@ def load_codes(codes: Iterable[HeadCodes]) -> None:
 
 SLAB_HEADS = 8
 """Heads whose loaded codes share one allocation."""
-_offloading = threading.RLock()
+_offloading = TurnLock()
 _landing = threading.Lock()
 
 

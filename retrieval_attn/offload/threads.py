@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -42,6 +43,40 @@ def take_turns_often() -> None:
     before.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+
+
+class TurnLock:
+    """A reentrant lock; `with lock.later()` lets all others go first.
+
+    A thread that releases a plain lock and takes it again at once, piece after piece of long work, keeps it: those that
+    wait are woken, and find it taken.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._changed = threading.Condition()
+        self._waiting = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._waiting += 1
+        try:
+            self._lock.acquire()
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """Hold the lock, once nobody else waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+        with self._lock:
+            yield
 
 
 BUSY_SECONDS = 0.1

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from retrieval_attn.offload.staging import Staging, pinned
-from retrieval_attn.offload.threads import SWITCH_SECONDS, ThreadPool
+from retrieval_attn.offload.threads import SWITCH_SECONDS, ThreadPool, TurnLock
 from retrieval_attn.offload.traffic import traffic
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -31,6 +31,26 @@ def workers(patience: float = 10.0) -> list[str]:
         if not names or time.monotonic() > until:
             return names
         time.sleep(0.02)
+
+
+def test_long_work_lets_others_take_the_lock_between_pieces() -> None:
+    """With a plain lock the thread that releases it has it again before one that waits has run."""
+    lock, order = TurnLock(), list[str]()
+
+    def asks() -> None:
+        with lock, lock:  # reentrant
+            order.append("question")
+
+    for _ in range(20):
+        with lock.later():
+            other = threading.Thread(target=asks)
+            other.start()
+            while not lock._waiting:
+                time.sleep(0.001)
+        with lock.later():
+            order.append("next piece")
+        other.join()
+    assert order == ["question", "next piece"] * 20
 
 
 @pytest.mark.parametrize("before,after", [(0.005, SWITCH_SECONDS), (SWITCH_SECONDS / 10, SWITCH_SECONDS / 10)])

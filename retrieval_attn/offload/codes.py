@@ -333,7 +333,7 @@ class HeadCodes:
             return
         # what holds the old object keeps its memory: a step that reads the codes is not disturbed
         side, codes = _nothing(there.device, there.codes.shape[1])
-        space = there.space._replace(**dict.fromkeys(there.space._fields[:4], side))
+        space = there.space._replace(query_projection=side, key_projection=side, shift=side, estimate=side)
         away = DeviceCodes(space, codes, there.finer)
         away.length = there.length
         self._device = away

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retrieval_attn.engine.limits import KEEP_SESSION_SECONDS
-from retrieval_attn.errors import ConfigError
+from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 from retrieval_attn.imports import FIRST_IMPORT
 
 if TYPE_CHECKING:
@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
     from retrieval_attn.engine.engine import Engine
     from retrieval_attn.llm import LLM
+    from retrieval_attn.store import ContextStore
 
-__all__ = ["EngineSpec", "Facts", "GENERATION_CONFIGS", "Settings"]
+__all__ = ["EngineSpec", "Facts", "GENERATION_CONFIGS", "Settings", "open_newest"]
 
 log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+"""Between two looks whether all graphs are captured."""
 
 
 @dataclass(frozen=True)
@@ -149,21 +153,23 @@ class EngineSpec:
         limits = default_limits(llm.model, llm.config).sharing(self.prefix_cache_device_bytes)
         if self.rows is not None:
             limits = replace(limits, rows=self.rows)
+        store = ContextStore(self.store)
         engine = Engine(
             llm,
             limits=limits,
             prefix_cache_bytes=self.prefix_cache_bytes,
             prefix_cache_disk_bytes=self.prefix_cache_disk_bytes,
-            store=ContextStore(self.store),
+            store=store,
             paged_prefix_tokens=self.paged_prefix_tokens,
             cache_generated=self.cache_generated,
             keep_session_seconds=self.keep_session_seconds,
         )
         started = time.perf_counter()
-        threading.Thread(target=engine.clean_store, name="retrieval_attn-gc", daemon=True).start()
         if self.warm_tokens:
             engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False, background=True)
         ready = time.perf_counter()
+        opens = llm.model.device.type == "cuda"  # elsewhere a context is mapped from its files, and that is all
+        threading.Thread(target=_tend, args=(engine, store, opens), name="retrieval_attn-gc", daemon=True).start()
         log.info(
             "ready after %.1f s: imports %.1f, model %.1f, engine %.1f, first graphs %.1f",
             ready - FIRST_IMPORT, began - FIRST_IMPORT, loaded - began, started - loaded, ready - started,
@@ -197,3 +203,35 @@ class EngineSpec:
                 "start with --generation-config none."
             ) from error
         return found
+
+
+def _tend(engine: Engine, store: ContextStore, opens: bool) -> None:
+    """Clean the store; then have the newest saved context opened, if it is to be."""
+    engine.clean_store()
+    if opens:
+        open_newest(engine, store)
+
+
+def open_newest(engine: Engine, store: ContextStore) -> str | None:
+    """Ask the context that was saved last for a token, once all graphs are captured, and return its name.
+
+    Its codes and windows then lie on the GPU, and threads make its int8 rows: without, the first questions of a new
+    process wait for the files, and their tokens for the CPU. The context is evicted like any idle text. None: there is
+    none, or it cannot be opened, which its first question tells.
+    """
+    from retrieval_attn.engine.request import Request
+
+    newest = max((one for one in store.list() if not one.is_automatic), key=lambda one: one.saved_at, default=None)
+    if newest is None:
+        return None
+    try:
+        while engine.warming is not None:
+            time.sleep(LOOK_SECONDS)
+        began = time.perf_counter()
+        # the first token comes from reading, the second from a step, which asks for the rows
+        engine.submit(Request(((0,),), 2, context=newest.name, priority="batch")).result()
+    except RetrievalAttentionError as error:
+        log.info("the saved context %r was not opened ahead: %s", newest.name, error)
+        return None
+    log.info("opened the saved context %r ahead in %.1f s", newest.name, time.perf_counter() - began)
+    return newest.name

@@ -29,6 +29,7 @@ from retrieval_attn.errors import (
 from retrieval_attn.gpu.attention.window import WindowCache
 from retrieval_attn.saving import save as late_check
 from retrieval_attn.saving.layers import mapped_bytes
+from retrieval_attn.server.settings import open_newest
 from retrieval_attn.store import ContextStore
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.engine.audit import check_engine
@@ -58,6 +59,30 @@ def ids(count: int, seed: int) -> tuple[int, ...]:
 
 def read(llm: Any, count: int, seed: int) -> ra.Context:
     return ra.Context(llm.model, llm.tokenizer, llm.config).read(ids(count, seed), progress=False)
+
+
+def test_the_newest_context_is_opened_ahead(store: ContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question on it then opens nothing."""
+    llm = llm_of()
+    saved = read(llm, 300, 1)
+    for name, context in (("old", read(llm, 200, 2)), ("new", saved)):
+        context.save(name, store=store)
+    alone = saved.ask(QUESTION, max_new_tokens=8).tokens
+    with Engine(llm, store=store) as engine:
+        assert open_newest(engine, store) == "new"
+        monkeypatch.setattr(saved_text.SavedText, "open", lambda self: pytest.fail("it is open"))
+        found = engine.ask_saved("new", QUESTION, max_tokens=8).result()
+        assert found.tokens == tuple(alone) and found.cached_tokens == saved.num_tokens
+        check_engine(engine)
+
+
+def test_no_context_is_opened_ahead_where_none_can_be(store: ContextStore, caplog: pytest.LogCaptureFixture) -> None:
+    llm, other = llm_of(), llm_of(build_model("llama", seed=3))
+    with caplog.at_level("INFO", "retrieval_attn"), Engine(llm, store=store) as engine:
+        assert open_newest(engine, store) is None
+        read(other, 100, 3).save("others", store=store)
+        assert open_newest(engine, store) is None
+        assert "'others'" in caplog.text and engine.stats["rows"] == 0
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """AttentionSource: one way for the queries of a layer to reach some of its keys, and the plan that chooses the ways.
 
 The keys of a layer are in GPU pages, in sinks and window, on the host with or without codes on the device, or being
-uploaded. Each such place is a source. A source's `covers` is the one place that decides which tokens it attends to;
-`SourcePlan` asks the registered kinds in order until all tokens are covered. The layer's attention is one merge of the
-partials of its sources.
+uploaded. Each such place is a source. In an eager forward a source's `covers` is the one place that decides which
+tokens it attends to; `SourcePlan` asks the registered kinds in order until all tokens are covered. The layer's
+attention is one merge of the partials of its sources. Captured steps plan by `HostStep.plan` (`runner/graph/host.py`).
 """
 
 from __future__ import annotations

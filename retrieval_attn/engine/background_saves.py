@@ -49,7 +49,7 @@ SAVED_SHARE = 0.25
 """Share of the host memory for idle texts that is free or can be freed at once, because the disk has the texts."""
 WAIT_SECONDS = 0.002
 LOOK_SECONDS = 0.05
-"""Time between two looks of a write that waits for another one at whether it was cancelled."""
+"""Polling interval for cancellation while a write is queued, in seconds."""
 RECLAIM_SECONDS = 5.0
 """Time without further writes after memory was needed at once."""
 WRITE_SECONDS = 0.25
@@ -113,19 +113,19 @@ class BackgroundSave:
     def write(self) -> None:
         """Write the context and commit its name. Raises StoreError, and SaveCancelled."""
         try:
-            self._look()
+            self._raise_if_cancelled()
             self._resumed = time.monotonic()
             saver = with_device_memory(self._saver, self._wait)
-            saver.saved, saver.wait, saver.on_piece = self.saved, self._wait, self._rest
-            self.text.set_durable(saver.run(self._look))
+            saver.saved, saver.wait, saver.on_piece = self.saved, self._wait, self._yield_to_requests
+            self.text.set_durable(saver.run(self._raise_if_cancelled))
         finally:
             self._lease.release()
 
     def _wait(self, seconds: float) -> None:
         self.cancelled.wait(seconds)
-        self._look()
+        self._raise_if_cancelled()
 
-    def _rest(self) -> None:
+    def _yield_to_requests(self) -> None:
         """Between two parts of an array, wait while questions are read, and while rows decode as long as the part took.
 
         A write takes the memory's bandwidth and Python's lock: first tokens of questions on 100K took .77 s with one
@@ -135,10 +135,10 @@ class BackgroundSave:
         until = now + (min(now - self._resumed, LOOK_SECONDS) if foreground.is_recent else 0.0)
         while (now := time.monotonic()) < until or (questions.is_recent and now < self._resumed + QUESTION_SECONDS):
             self.cancelled.wait(WAIT_SECONDS)
-            self._look()
+            self._raise_if_cancelled()
         self._resumed = now
 
-    def _look(self) -> None:
+    def _raise_if_cancelled(self) -> None:
         if self.cancelled.is_set():
             raise SaveCancelled
 
@@ -367,7 +367,8 @@ class DiskTier:
     def evict(
         self, need: Sizes, limit: Sizes, waiting: Callable[[], Mapping[Node, int]], free: int, lacking: int = 0
     ) -> None:
-        """Evict texts of which the disk has a copy or needs none until `need` bytes are free; save the next ones.
+        """Evict entries that are saved, or cheaper to prefill again than to write, until `need` bytes are free; then
+        save the next victims.
 
         A text that the disk should have stays until it is written, if that takes less time than its prefill; where a
         request waits for the memory, only if it takes at most WRITE_SECONDS.
@@ -376,7 +377,7 @@ class DiskTier:
             need: bytes of each kind that are lacking.
             limit: bytes that all entries together may have.
             waiting: returns nodes that waiting requests continue, with positions in the queue.
-            free: bytes of host memory that are free. With these, the next texts to evict that are saved should have
+            free: bytes of free host memory. Entries are saved until it and the next victims that are saved have
                 SAVED_SHARE of the limit.
             lacking: bytes of host memory that a request waits for.
         """

@@ -43,13 +43,14 @@ SENT_BYTES = 8 << 20
 rate when several threads send some."""
 
 Loan = tuple[Tensor, torch.cuda.Event | None]
-"""Keys that lie on the device, and what has to be over before they may be read."""
+"""Keys on the device, and the event after which they may be read."""
 
 
 class CodeMemory(NamedTuple):
-    """Memory for the codes of one head, (tokens, bytes) uint8: on the device, or like that of finer ones on the host.
+    """Memory for the codes of one head.
 
-    on: the device that reads codes on the host; None: they lie on the one that does.
+    codes: (tokens, key_bytes) uint8, on the GPU or in page-locked host memory. finer: the same for finer codes, always
+    on the host. on: GPU that reads codes on the host; None if `codes` is on the GPU.
     """
 
     codes: Tensor
@@ -101,8 +102,8 @@ class DeviceCoder:
 
     @contextlib.contextmanager
     def lent(self, keys: Tensor, ready: torch.cuda.Event | None) -> Iterator[None]:
-        """Meanwhile the first keys that a head is given are those of keys (heads, tokens, head_dim), as soon as `ready`
-        is over.
+        """Within the context, encode the first keys of each head from keys (heads, tokens, head_dim) on the device,
+        after the event `ready`, instead of uploading them.
         """
         self._lent = keys, ready
         try:
@@ -154,10 +155,7 @@ class DeviceCoder:
 
 
 class SentCodes:
-    """Saved codes on their way to their devices: threads copy them out of their files, of all layers at once.
-
-    One thread does the rest of a layer's work in the time that this takes; several that do would wait for each other.
-    """
+    """Upload of saved codes of all layers by threads: `flush` starts the copies, `wait` blocks until they end."""
 
     def __init__(self, heads: int = 16) -> None:
         """heads: how many have room together, at most."""
@@ -278,41 +276,41 @@ class HeadCodes:
         self, device: DeviceCodes, fmt: Format, space: CodeSpace, lent: Loan | None = None,
         sent: SentCodes | None = None,
     ) -> None:  # fmt: skip
-        """space: of the codes, in host memory. lent: see `DeviceCoder.lent`, of this head. sent: where codes are, and
-        their space, until they have come.
+        """space: of the codes, in host memory. lent: see `DeviceCoder.lent`, of this head. sent: pending upload of
+        codes and space; None once complete.
         """
         self._device, self._fmt, self._space, self._lent, self._sent = device, fmt, space, lent, sent
         self._copy: np.ndarray[Any, Any] | None = None  # in host memory, of codes that were offloaded once
-        self._loaded: DeviceCodes | None = None  # on their way back
-        self._coming: Future[None] | None = None  # done when they are there
+        self._loading: DeviceCodes | None = None  # being loaded
+        self._load_future: Future[None] | None = None  # done when they are loaded
         self.owner: weakref.ref[Any] | None = None
 
     @property
     def offloaded(self) -> bool:
-        """Whether the codes are in host memory until the next use, and are not on their way back."""
-        return self._loaded is None and _is_away(self._device)
+        """Whether the codes are in host memory until the next use, and are not being loaded."""
+        return self._loading is None and _is_offloaded(self._device)
 
     @property
     def device(self) -> DeviceCodes:
         """The codes as tensors on the device; offloaded ones are copied back."""
-        self._land()
-        while _is_away(codes := self._device):
+        self._finish_load()
+        while _is_offloaded(codes := self._device):
             load_codes([self])
-            self._land()
+            self._finish_load()
         return codes
 
-    def _land(self) -> None:
-        """Wait for codes that are on their way back, and use them. Any thread. Raises what their copy raised."""
-        if (coming := self._coming) is None:
+    def _finish_load(self) -> None:
+        """Wait for codes that are being loaded, and use them. Any thread. Raises what their copy raised."""
+        if (future := self._load_future) is None:
             return
         try:
-            coming.result()
+            future.result()
         except BaseException:
-            self._loaded = self._coming = None  # they stay offloaded
+            self._loading = self._load_future = None  # they stay offloaded
             raise
         with _landing:
-            if self._loaded is not None:
-                self._device, self._loaded, self._coming = self._loaded, None, None
+            if self._loading is not None:
+                self._device, self._loading, self._load_future = self._loading, None, None
 
     @property
     def copied_nbytes(self) -> int:
@@ -320,8 +318,8 @@ class HeadCodes:
         return 0 if self._copy is None else self._copy.nbytes
 
     def settle(self) -> None:
-        """Wait until codes of a saved context, or offloaded ones, have come."""
-        self._land()
+        """Wait until codes of a saved context, or offloaded ones, are on the device."""
+        self._finish_load()
         if self._sent is not None:
             self._sent.wait()
             self._sent = None
@@ -332,7 +330,7 @@ class HeadCodes:
         if not self.copy_to_host():
             return
         # what holds the old object keeps its memory: a step that reads the codes is not disturbed
-        side, codes = _nothing(there.device, there.codes.shape[1])
+        side, codes = _empty_tensors(there.device, there.codes.shape[1])
         space = there.space._replace(query_projection=side, key_projection=side, shift=side, estimate=side)
         away = DeviceCodes(space, codes, there.finer)
         away.length = there.length
@@ -341,7 +339,7 @@ class HeadCodes:
     def copy_to_host(self) -> bool:
         """Make the copy that offloading needs, if there is none. Return whether the codes can be offloaded."""
         there = self._device
-        if there.on_host or _is_away(there) or not there.length:
+        if there.on_host or _is_offloaded(there) or not there.length:
             return False
         if self._copy is None or len(self._copy) != there.length:
             self._copy = self.rows().codes.copy()
@@ -352,7 +350,7 @@ class HeadCodes:
         loaded = DeviceCodes(space, memory, self._device.finer)
         loaded.length = self._device.length
         with _landing:
-            self._loaded, self._coming = loaded, coming
+            self._loading, self._load_future = loaded, coming
 
     def load(self, memory: Tensor) -> None:
         """Copy the codes to memory (capacity, key_bytes), by the current stream."""
@@ -372,7 +370,7 @@ class HeadCodes:
 
     @property
     def device_nbytes(self) -> int:
-        there = self._device if (loaded := self._loaded) is None else loaded
+        there = self._device if (loaded := self._loading) is None else loaded
         return 0 if there.on_host else there.codes.nbytes
 
     @property
@@ -381,9 +379,9 @@ class HeadCodes:
         return finer + (self._device.codes.nbytes if self._device.on_host else 0)
 
     def fill(self, rows: CodeRows) -> None:
-        """These are the codes of the first keys, which were coded before; of as many as were expected at most.
+        """Copy saved codes of the first n keys into the allocated memory, n <= capacity.
 
-        Within `side_stream` of the device, which has them when that ends.
+        Call it within `side_stream` of the device; complete when that exits.
         """
         self.copy(rows)
         self._lent = None
@@ -452,6 +450,7 @@ class HeadCodes:
             self._copy = None
 
     def find(self, queries: np.ndarray[Any, Any], count: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return int32 (m, room) ids below `stop` of the best `count` keys of queries (m, head_dim), -1: none."""
         where = self.device.device
         with side_stream(where):
             found: np.ndarray[Any, Any] = (
@@ -461,8 +460,8 @@ class HeadCodes:
 
 
 @functools.cache
-def _nothing(device: torch.device, key_bytes: int) -> tuple[Tensor, Tensor]:
-    """A side of a space and codes that take no memory: one pair for all heads, whose own would be five operations."""
+def _empty_tensors(device: torch.device, key_bytes: int) -> tuple[Tensor, Tensor]:
+    """Return an empty side of a space and empty codes: one pair for all heads, whose own would be five operations."""
     return torch.empty(0, device=device), torch.empty(0, key_bytes, dtype=torch.uint8, device=device)
 
 
@@ -517,7 +516,7 @@ _offloading = TurnLock()
 _landing = threading.Lock()
 
 
-def _is_away(codes: DeviceCodes) -> bool:
+def _is_offloaded(codes: DeviceCodes) -> bool:
     """Return whether this stands for codes that are offloaded."""
     return not codes.on_host and len(codes.codes) < codes.length
 

@@ -115,9 +115,13 @@ class PackedExperts(ExpertMatrices):
     def matrices(self, first: int, count: int) -> Tensor:
         """Return a copy of the matrices of experts [first, first + count), bfloat16 (count, out, in)."""
         _, out, columns = self.shape
+        return self.weights_of(first, count).matrix.view(count, out, columns)
+
+    def weights_of(self, first: int, count: int) -> PackedWeights:
+        """Return the weights of experts [first, first + count), without a copy."""
+        out = self.shape.out
         words = self.weights.words[first * out // TILE_ROWS : (first + count) * out // TILE_ROWS]
-        scales = self.weights.scales[:, first * out : (first + count) * out]
-        return self.weights._replace(words=words, scales=scales).matrix.view(count, out, columns)
+        return self.weights._replace(words=words, scales=self.weights.scales[:, first * out : (first + count) * out])
 
 
 def packed_shapes(shape: ExpertShape, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from retrieval_attn.gpu.expert_blocks import ADDRESS_UNIT, BlockLayout, PlacedExperts
 from retrieval_attn.gpu.memory import DEEP_TILE_BYTES, shared_bytes
-from retrieval_attn.gpu.packed import STRIP, PackedWeights
+from retrieval_attn.gpu.packed import STRIP, TILE_ROWS, PackedWeights
 from retrieval_attn.gpu.packed_experts import PackedExperts
 from retrieval_attn.gpu.products import MAX_ROWS, Attending, Gated, Norm, Projected, Rotation
 from retrieval_attn.gpu.products_triton import begin, largest, normed, overlap, pair, projected, turned
@@ -84,6 +85,17 @@ def _in_order(x, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def _scale_and_zero(both):
+    """float32: two halves of words, bfloat16; or half a power of two by its exponent, a byte, for E2M1."""
+    if both.dtype == tl.uint8:
+        scale = (both.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 0.5
+        zero = -8 * scale
+    else:
+        scale, zero = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+    return scale, zero
+
+
+@triton.jit
 def _products(
     words, scales, numbers, norm, magic, rows, dim, ahead, eps,
     GROUP: tl.constexpr, ONE: tl.constexpr, HAS_NORM: tl.constexpr, FROM_ONE: tl.constexpr, WHOLE: tl.constexpr,
@@ -124,7 +136,7 @@ def _products(
             x = tl.load(row + (start + place)[:, None, :], mask=inside, other=None if WHOLE else 0.0)
         x = _in_order(x, M, W, P)
         both = tl.load(scales + ((start + group % W * 128 + group // W * (128 // P)) // GROUP * ahead)[:, None])
-        scale, zero = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+        scale, zero = _scale_and_zero(both)
         total += tl.dot(weights, x, input_precision="ieee") * scale[:, :, None]
         total += tl.dot(ones, x, input_precision="ieee") * (zero - 136 * scale)[:, :, None]
     out = tl.sum(total, axis=0)
@@ -239,12 +251,16 @@ def _add_kernel(
 
 @triton.jit(do_not_specialize=["pairs", "magic"])
 def _experts_kernel(
-    numbers, chosen, words, scales, bias, out, magic, pairs, each, dim, long, ahead, width,
+    numbers, chosen, words, scales, table, counts, bias, out, magic, pairs, each, dim, long, ahead, width,
+    tile_scales, behind,
     GROUP: tl.constexpr, ONE: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
     M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, FLOATS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, UNIT: tl.constexpr, SCALE_UNIT: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """One program per T tiles of an expert's matrix and per pair of a token and an expert.
+
+    UNIT: words that addresses in `table` count, from `words` on; 0: experts follow each other. SCALE_UNIT: the same in
+    scales, which begin `behind` an expert's address, tile_scales for each tile. COUNTED: add pairs to `counts`.
 
     All pairs of an expert are multiplied by the program of the first of them (of the first of each M), so that weights
     are read once; programs of the other pairs end at once. Which pairs these are is found from the router's numbers
@@ -254,8 +270,15 @@ def _experts_kernel(
     begin(OVERLAP)
     number = tl.load(chosen + pair)
     expert = number.to(tl.int64)
-    tile = expert * (width // 8) + tl.program_id(0) * T + tl.arange(0, T)
-    own_words, own_scales = words + tile[:, None] * long, scales + (expert * width + place)[None, :]
+    if UNIT:
+        base, tile = tl.load(table + expert), tl.program_id(0) * T + tl.arange(0, T)
+        own_words = words + base * UNIT + tile[:, None] * long
+        own_scales = scales + behind + base * SCALE_UNIT + (place // 8 * tile_scales + place % 8)[None, :]
+    else:
+        tile = expert * (width // 8) + tl.program_id(0) * T + tl.arange(0, T)
+        own_words, own_scales = words + tile[:, None] * long, scales + (expert * width + place)[None, :]
+    if COUNTED:
+        tl.atomic_add(counts + expert, 1, mask=tl.program_id(0) == 0)
     slot = tl.arange(0, M)
     if ONE:
         a = _products(
@@ -347,17 +370,54 @@ def add_product(residual: Tensor | None, numbers: Tensor, weights: PackedWeights
 
 def expert_products(numbers: Tensor, chosen: Tensor, experts: PackedExperts, bias: Tensor | None) -> Tensor:
     """See `PackedExperts.products`."""
-    numbers, weights = numbers.contiguous(), experts.weights
+    words, scales = experts.weights.words, experts.weights.scales.view(torch.int32)
+    stored = _Stored(words, scales, words, words, experts.weights.scales.stride(0) // 2)
+    return _launch_experts(numbers, chosen, experts, bias, stored)
+
+
+def placed_products(
+    numbers: Tensor, chosen: Tensor, experts: PlacedExperts, bias: Tensor | None, *, counted: bool
+) -> Tensor:
+    """See `PlacedExperts.products`."""
+    layout, table, size = experts.weights.layout, experts.weights.table, experts.weights.layout.scale_dtype.itemsize
+    stored = _Stored(
+        table.view(torch.int32), table.view(layout.scale_dtype), table, experts.weights.counts, 8, 8 * layout.groups,
+        layout.word_bytes // size, ADDRESS_UNIT // 4, ADDRESS_UNIT // size, counted,
+    )  # fmt: skip
+    return _launch_experts(numbers, chosen, experts, bias, stored)
+
+
+class _Stored(NamedTuple):
+    """Arguments of `_experts_kernel` that say where experts are."""
+
+    words: Tensor
+    scales: Tensor
+    table: Tensor
+    counts: Tensor
+    ahead: int
+    tile_scales: int = 0
+    behind: int = 0
+    unit: int = 0
+    scale_unit: int = 0
+    counted: bool = False
+
+
+def _launch_experts(
+    numbers: Tensor, chosen: Tensor, experts: PackedExperts | PlacedExperts, bias: Tensor | None, stored: _Stored
+) -> Tensor:
+    numbers = numbers.contiguous()
+    weights = experts.weights if isinstance(experts, PackedExperts) else experts.weights.layout
     (_, width, dim), tokens, pairs = experts.shape, len(chosen), chosen.numel()
     out = numbers.new_empty(pairs, width)
     if not pairs:
         return out
     options = _options(tokens, numbers, weights, width, ADD)
     _experts_kernel[(width // 8 // options["T"], pairs)](
-        numbers, chosen.contiguous(), weights.words, weights.scales.view(torch.int32),
+        numbers, chosen.contiguous(), stored.words, stored.scales, stored.table, stored.counts,
         numbers if bias is None else bias, out, MAGIC, pairs, pairs // len(numbers), dim, weights.strips * STRIP,
-        weights.scales.stride(0) // 2, width, HAS_BIAS=bias is not None, FLOATS=weights.floats,
-        PAIRS=1 if tokens == 1 else max(FEWEST_PAIRS, triton.next_power_of_2(pairs)), **options,
+        stored.ahead, width, stored.tile_scales, stored.behind, HAS_BIAS=bias is not None, FLOATS=weights.floats,
+        PAIRS=1 if tokens == 1 else max(FEWEST_PAIRS, triton.next_power_of_2(pairs)), UNIT=stored.unit,
+        SCALE_UNIT=stored.scale_unit, COUNTED=stored.counted, **options,
     )  # fmt: skip
     return out
 
@@ -379,7 +439,7 @@ SMALL_STRIPS = 4
 
 
 def _options(
-    rows: int, numbers: Tensor, weights: PackedWeights, width: int, cuts: tuple[Tiling, Tiling, Tiling]
+    rows: int, numbers: Tensor, weights: PackedWeights | BlockLayout, width: int, cuts: tuple[Tiling, Tiling, Tiling]
 ) -> dict[str, Any]:
     """How a product of at most `rows` of numbers (n, dim) is cut: tiles and strips that divide both sizes.
 
@@ -402,7 +462,8 @@ TILES = 4
 
 @triton.jit
 def _unpack_kernel(
-    words, scales, out, tiles, strips, columns, ahead, GROUP: tl.constexpr, FLOATS: tl.constexpr, T: tl.constexpr
+    words, scales, out, tiles, strips, columns, ahead, tile_scales, GROUP: tl.constexpr, FLOATS: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """One program per strip of T tiles: a word's thread has one row and eight columns in two of each eight."""
     tile = tl.program_id(0) * T + tl.arange(0, T)
@@ -413,8 +474,9 @@ def _unpack_kernel(
     )
     row = tile[:, None] * 8 + (at // 16)[None, :]
     first = tl.program_id(1) * 128 + at % 4 * 32 + at // 4 % 4 * 2  # of a word's columns
-    both = tl.load(scales + (first // GROUP * ahead)[None, :] + row, mask=inside, other=0)
-    scale, zero = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+    own = tile[:, None].to(tl.int64) * tile_scales + (at // 16)[None, :]
+    both = tl.load(scales + (first // GROUP * ahead)[None, :] + own, mask=inside, other=0)
+    scale, zero = _scale_and_zero(both)
     bits = which // 2 * 4 + which % 2 * 16  # of columns 0, 1, 8, 9, 16, 17, 24, 25
     numbers = _numbers((word[:, :, None] >> bits[None, None, :]) & 15, FLOATS) & 31
     weights = (numbers - 8).to(tl.float32) * scale[:, :, None] + zero[:, :, None]
@@ -425,10 +487,22 @@ def _unpack_kernel(
 
 def matrix(weights: PackedWeights) -> Tensor:
     """See `PackedWeights.matrix`."""
-    (rows, columns), words, scales = weights.shape, weights.words, weights.scales
-    out = words.new_empty(rows, columns, dtype=torch.bfloat16)
-    _unpack_kernel[(triton.cdiv(len(words), TILES), weights.strips)](
-        words, scales.view(torch.int32), out, len(words), weights.strips, columns, scales.stride(0) // 2,
-        GROUP=weights.group, FLOATS=weights.floats, T=TILES, num_warps=4,
-    )  # fmt: skip
+    out = weights.words.new_empty(*weights.shape, dtype=torch.bfloat16)
+    scales = weights.scales.view(torch.int32)
+    _unpack(weights, weights.words, scales, out, weights.scales.stride(0) // 2, TILE_ROWS)
     return out
+
+
+def widen_block(layout: BlockLayout, block: Tensor, out: Tensor) -> None:
+    """Write the matrix in a block to `out`, bfloat16 (out, in)."""
+    words, scales = layout.parts(block)
+    _unpack(layout, words, scales, out, TILE_ROWS, TILE_ROWS * layout.groups)
+
+
+def _unpack(
+    form: PackedWeights | BlockLayout, words: Tensor, scales: Tensor, out: Tensor, ahead: int, tile_scales: int
+) -> None:
+    _unpack_kernel[(triton.cdiv(len(words), TILES), form.strips)](
+        words, scales, out, len(words), form.strips, out.shape[1], ahead, tile_scales, GROUP=form.group,
+        FLOATS=form.floats, T=TILES, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Experts of a model in GPU memory and, if they exceed it, in host memory: allocation, prefill buffer and moves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from retrieval_attn.errors import MemoryPlanError
+from retrieval_attn.gpu.expert_blocks import BlockLayout, ExpertBlocks, Layer, LayerBuffer, PlacedExperts, fill_blocks
+from retrieval_attn.gpu.packed_experts import ExpertShape, PackedExperts, pack_experts
+from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.model.placement import mark_host_table
+from retrieval_attn.offload.managed import as_device
+from retrieval_attn.offload.page_lock import lock_array
+
+log = logging.getLogger(__name__)
+BUFFER = "_retrieval_attn_expert_buffer"
+"""Name of the model's buffer for experts of one layer in prefill."""
+MOST_MOVES = 64
+"""Experts that move after a prompt, at most: 64 of GPT-OSS-120B's are 1.7 GB over the bus, both ways."""
+
+
+def empty_blocks(layout: BlockLayout, device: torch.device, on_host: int) -> ExpertBlocks:
+    """Allocate blocks for experts, the last `on_host` of them in host memory.
+
+    Raises MemoryPlanError if the system refuses page-locked memory.
+    """
+    host = aligned_empty((on_host, layout.nbytes), np.uint8)
+    rows = torch.from_numpy(host)
+    if device.type == "cuda" and (reason := lock_array(host)):
+        raise MemoryPlanError(
+            f"{host.nbytes / 2**20:.1f} MiB of host memory must be page-locked for the GPU to read experts in place, "
+            f"but locking failed ({reason}); raise the limit that `ulimit -l` shows"
+        )
+    mark_host_table(rows)
+    card = torch.empty(layout.shape.experts - on_host, layout.nbytes, dtype=torch.uint8, device=device)
+    seen = as_device(rows, device) if device.type == "cuda" else rows
+    return ExpertBlocks.of(layout, card, rows, seen)
+
+
+def pack_placed(
+    matrices: Iterable[Sequence[Tensor]],
+    shape: ExpertShape,
+    group: int,
+    device: torch.device,
+    on_host: int,
+    *,
+    floats: bool,
+) -> PackedExperts | PlacedExperts:
+    """Pack experts as `pack_experts` does; on_host: the last ones, which are stored in host memory."""
+    if not on_host:
+        return pack_experts(matrices, shape, group, device, floats=floats)
+    return fill_blocks(matrices, empty_blocks(BlockLayout(shape, group, floats), device, on_host))
+
+
+def place_packed(experts: PackedExperts, on_host: int) -> PlacedExperts:
+    """Return a copy of packed experts in blocks, the last `on_host` of them in host memory."""
+    weights, shape = experts.weights, experts.shape
+    blocks = empty_blocks(BlockLayout(shape, weights.group, weights.floats), experts.device, on_host)
+    for expert in range(shape.experts):
+        blocks.block(expert).copy_(blocks.layout.block(experts.weights_of(expert, 1)))
+    return PlacedExperts(blocks, shape.experts)
+
+
+def join_layers(model: nn.Module, layers: Sequence[Layer]) -> LayerBuffer | None:
+    """Give a model the buffer that its layers' experts in host memory share; None: it has none.
+
+    layers: matrices of each module of experts.
+    """
+    own = [layer for layer in layers if any(len(one.host) for one in layer)]
+    if not own:
+        return None
+    buffer = LayerBuffer(own)
+    model.register_buffer(BUFFER, buffer.bytes, persistent=False)
+    setattr(model, _SHARED, buffer)
+    slots = [len(layer[0].card) for layer in own]
+    log.info(
+        "experts: %d of %d in each of %d layers in GPU memory, the rest in %.1f GiB of host memory",
+        min(slots), own[0][0].layout.shape.experts, len(own),
+        sum(one.host.nbytes for layer in own for one in layer) / 2**30,
+    )  # fmt: skip
+    return buffer
+
+
+_SHARED = "_retrieval_attn_expert_layers"
+
+
+def move_hottest(model: Any, most: int = MOST_MOVES) -> int:
+    """Move the experts that a model's tokens visited most to GPU memory, at most `most`; return how many moved.
+
+    Captured steps stay valid. Call it between requests: it waits for the GPU. 0 for a model without experts in host
+    memory.
+    """
+    buffer = vars(model).get(_SHARED)
+    if buffer is None:
+        return 0
+    moved: int = buffer.move_hottest(most)
+    log.info("experts: %d moved to GPU memory", moved)
+    return moved

@@ -39,6 +39,7 @@ from retrieval_attn.runner.decode import (
 )
 from retrieval_attn.runner.drafted_steps import DraftedSteps
 from retrieval_attn.runner.exact_steps import ExactSteps, exact_steps
+from retrieval_attn.runner.experts import move_experts
 from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
 from retrieval_attn.runner.prefill import abandon, finish_prefill
 from retrieval_attn.runner.progress import ReadingBar
@@ -148,6 +149,7 @@ class AnswerLoop:
                     read_done()
                 bar.wait()
                 finish_prefill(cache, bar.show)
+            move_experts(self.model)
             with using_retrieval(self.model, cache.config.prefill_chunk):
                 answering = attach_full_kv(self.model, cache)
                 make_ready(self.model, cache if answering is None else answering)

@@ -134,6 +134,7 @@ class LLM:
                 tensor_parallel=tensor_parallel,
                 quantization=quantization,
                 yarn=yarn,
+                host_experts=0 if needed is None or needed.shape.routed is None else needed.shape.routed.on_host,
             )
             loaded = time.perf_counter()
         log.info(

@@ -10,8 +10,9 @@ of bfloat16 as there, or for MXFP4 one byte each, the exponent of a power of two
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ from retrieval_attn.gpu.packed_experts import ExpertMatrices, ExpertShape, pack_
 
 ADDRESS_UNIT = 16
 """Bytes that the table of addresses counts in."""
+CERTAIN = 6.0
+"""Difference of two counts, in square roots of the larger one, by which an expert moves: the largest of 128 equally
+likely experts' counts exceeds the smallest by about 5.
+"""
 BLOCK_ALIGNMENT = 64
 """Bytes that a block's size is a multiple of."""
 _EXPONENT_ZERO = 1
@@ -131,6 +136,10 @@ class ExpertBlocks:
         table.copy_(torch.tensor([made.address(made.block(expert)) for expert in range(count)]))
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertBlocks:
+        """Return itself: copies of a model share the blocks."""
+        return self
+
     @property
     def shape(self) -> tuple[int, int]:
         """(experts * out, in)."""
@@ -169,7 +178,7 @@ class ExpertBlocks:
 
 
 class PlacedExperts(ExpertMatrices):
-    """Matrices of 4 bits in blocks. buffer: shared by the layers of a model, once it is loaded."""
+    """Matrices of 4 bits in blocks."""
 
     weights: ExpertBlocks
 
@@ -241,6 +250,10 @@ class LayerBuffer:
         width = max(sum(own.layout.nbytes for own in layer) for layer in layers)
         self.bytes = torch.empty(slots, width, dtype=torch.uint8, device=layers[0][0].device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerBuffer:
+        """Return itself: copies of a model share the buffer."""
+        return self
+
     @contextmanager
     def filled(self, layer: Layer, experts: Iterable[int]) -> Iterator[LayerBuffer]:
         """Copy these experts of a layer, unless they are there or in GPU memory; they stay until the block ends."""
@@ -273,22 +286,22 @@ class LayerBuffer:
         sizes = [own.layout.nbytes for own in layer]
         return list(self.bytes[slot, : sum(sizes)].split(sizes))
 
-    def move_hottest(self, most: int) -> int:
+    def move_hottest(self, most: int, settle: Callable[[], object]) -> int:
         """Move at most `most` experts that were visited more often than some in GPU memory there, each in exchange for
         one of these; return how many moved. Counts are halved.
 
         Steps of other threads may run meanwhile: before bytes are overwritten, their address has changed and the work
-        that may have read it is over.
+        that may have read it is over. settle: blocks until the GPU has executed all launches, of any thread.
         """
         with self._turn:
             swaps = self._swaps()[: min(most, len(self.bytes))]
             if swaps:
-                self._exchange(swaps)
+                self._exchange(swaps, settle)
             return len(swaps)
 
     def _swaps(self) -> list[tuple[Layer, int, int]]:
         """Layer, expert in GPU memory and expert in host memory, largest difference of counts first."""
-        counts = [layer[0].counts.tolist() for layer in self.layers]
+        counts = torch.stack([layer[0].counts for layer in self.layers]).tolist()
         found = []
         for layer, visits in zip(self.layers, counts, strict=True):
             experts = range(len(visits))
@@ -297,38 +310,33 @@ class LayerBuffer:
             found += [
                 (visits[hot] - visits[cold], layer, cold, hot)
                 for cold, hot in zip(inside, outside, strict=False)
-                if visits[hot] > visits[cold]
+                if visits[hot] - visits[cold] > CERTAIN * math.sqrt(visits[hot])
             ]
             layer[0].counts.bitwise_right_shift_(1)
         found.sort(key=lambda one: -one[0])
         return [one[1:] for one in found]
 
-    def _exchange(self, swaps: Sequence[tuple[Layer, int, int]]) -> None:
+    def _exchange(self, swaps: Sequence[tuple[Layer, int, int]], settle: Callable[[], object]) -> None:
         self._layer, self._slots = None, {}
         blocks = [
             (own, cold, hot, room)
             for slot, (layer, cold, hot) in enumerate(swaps)
             for own, room in zip(layer, self._rooms(layer, slot), strict=True)
         ]
-        self._settle()
+        settle()
         for own, _, hot, room in blocks:
             room.copy_(own.block(hot), non_blocking=True)
             own.redirect(hot, room)
-        self._settle()
+        settle()
         for own, cold, hot, _ in blocks:
             own.block(hot).copy_(own.block(cold), non_blocking=True)
             own.redirect(cold, own.block(hot))
-        self._settle()
+        settle()
         for own, cold, hot, room in blocks:
             own.block(cold).copy_(room, non_blocking=True)
             own.redirect(hot, own.block(cold))
             own.places[cold], own.places[hot] = own.places[hot], own.places[cold]
-        self._settle()
-
-    def _settle(self) -> None:
-        """Wait until the GPU has executed all launches."""
-        if self.bytes.is_cuda:
-            torch.cuda.synchronize(self.bytes.device)
+        settle()
 
 
 def fill_blocks(matrices: Iterable[Sequence[Tensor]], blocks: ExpertBlocks) -> PlacedExperts:

@@ -18,6 +18,7 @@ from retrieval_attn.memory.device import (
     state_bytes,
 )
 from retrieval_attn.memory.host import HostSize
+from retrieval_attn.memory.routed import BUS_BANDWIDTH
 from retrieval_attn.memory.shape import ModelShape
 from retrieval_attn.memory.units import GIB, show_bytes
 
@@ -95,13 +96,14 @@ class DeviceReads:
     """Bytes of GPU memory that a step reads on the GPU that reads most.
 
     reader: shape of the part of the model on it. plain: weights, sliding windows and states. window: sinks and windows.
-    kv: all keys and values of the context.
+    kv: all keys and values of the context. bus: of host memory, experts.
     """
 
     reader: ModelShape
     plain: int
     window: int
     kv: int
+    bus: int
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,11 @@ class Arithmetic:
     @property
     def host_size(self) -> HostSize:
         return HostSize(self.shape, self.options, self.batch)
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory at the peak of prefill."""
+        return sum(item.bytes for item in self.device())
 
     def device(self) -> tuple[Item, ...]:
         shape, n, size = self.part, self.context, self.device_size
@@ -204,10 +211,11 @@ class Arithmetic:
             Item("index", size.index_bytes(n), f"{self.options.index.removesuffix('-auto')}: {size.index_text(n)}"),
             Item("clusters", size.cluster_bytes(n), "tail: a byte per key and head, and sums"),
             Item("input embedding", shape.host_table_bytes, "a row of it for each token crosses to the GPU"),
+            *([] if shape.routed is None else [Item("experts", shape.routed.host_bytes, shape.routed.text)]),
             Item("prefill: hidden states", n * self.hidden_on_host, "page-locked, while reading"),
             Item("process and staging", self.processes * HOST_RESERVE, "assumed"),
         )
-        often_empty = "clusters", "input embedding", "prefill: hidden states"
+        often_empty = "clusters", "input embedding", "experts", "prefill: hidden states"
         return tuple(item for item in items if item.bytes or item.name not in often_empty)
 
     @property
@@ -236,7 +244,7 @@ class Arithmetic:
         for size in choices(self.device_size):
             tokens = most_context(size, device_limit, self.options.prefill_chunk)
             beside = self._hidden_on_host(size)
-            room = host_limit - self.processes * HOST_RESERVE - self.shape.host_table_bytes
+            room = host_limit - self.processes * HOST_RESERVE - self.shape.host_weight_bytes
             held = self.host_size.most_tokens(room, beside)
             most = max(most, tokens if held is None else min(tokens, held))
         return most
@@ -258,8 +266,9 @@ class Arithmetic:
         quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
         quantized = quantized_weights + round(tokens_kv * part.kv_elements * Q8_BITS / 8) + rest
         reads = self._device_reads()
-        floor = (reads.plain + reads.kv) / DEVICE_BANDWIDTH
-        ours = (reads.plain + reads.window) / DEVICE_BANDWIDTH + self._host_read() / HOST_BANDWIDTH
+        bus = reads.bus / BUS_BANDWIDTH
+        floor = bus + (reads.plain + reads.kv) / DEVICE_BANDWIDTH
+        ours = bus + (reads.plain + reads.window) / DEVICE_BANDWIDTH + self._host_read() / HOST_BANDWIDTH
         return FullAttention(
             fits=plain <= device_limit,
             fits_int8=int8 <= device_limit,
@@ -280,7 +289,7 @@ class Arithmetic:
         reads, size = self._device_reads(), self.device_size
         if not reads.reader.full_layers:
             return ()
-        step = LAYER_SECONDS * reads.reader.layers
+        step = LAYER_SECONDS * reads.reader.layers + reads.bus / BUS_BANDWIDTH
         search = SEARCH_SECONDS * reads.reader.full_layers
         codes = size.context * size.coded_token_bytes
         found = []
@@ -294,12 +303,14 @@ class Arithmetic:
     def _device_reads(self) -> DeviceReads:
         # GPUs that share heads read at once, those that share layers in turn
         reader = self.part if self.processes > 1 else self.shape
-        held = reader.weight_bytes + reader.host_table_bytes
-        weights = held * reader.active_parameters // reader.parameters
+        held, bus = reader.weight_bytes + reader.host_table_bytes, 0
+        if reader.routed is not None and reader.routed.on_host:
+            held, bus = held - reader.routed.device_bytes + reader.routed.packed_bytes, reader.routed.bus_bytes
+        weights = max(0, held * reader.active_parameters // reader.parameters - bus)
         read = DeviceSize(reader, self.options, self.context, self.batch, self.device_size.layout)
         plain = weights + read.sliding_bytes + self.batch * reader.states_bytes
         kv = self.batch * self.context * reader.full_layers * reader.kv_layer_bytes
-        return DeviceReads(reader, plain, read.window_bytes, kv)
+        return DeviceReads(reader, plain, read.window_bytes, kv, bus)
 
     def _host_read(self) -> int:
         """Host bytes per token with a flat index: each key once per KV head, values of retrieved keys."""

@@ -19,6 +19,7 @@ from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.memory.arithmetic import HOST_RESERVE, Arithmetic, FullAttention, Item, SpeedEstimate
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
+from retrieval_attn.memory.routed import fewest_on_host, with_host_experts
 from retrieval_attn.memory.shape import ModelShape, embedding_place, model_shape, part_of, with_embedding
 from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes, show_tokens
 
@@ -168,6 +169,13 @@ def plan(
     case = _Case(shape, part_of(shape, count, split), (count, split), batch, device_limit, host_limit)
     decide = decide and case.may_decide(options)
     taken = case.decided(options, context) if decide else options
+    routed = shape.routed if count == 1 else None
+    if routed is not None and case.arithmetic(taken, context).device_bytes > device_limit:
+        case = case.with_experts(routed.count)
+        taken = case.decided(options, context) if decide else options
+        free = device_limit - case.arithmetic(taken, context).device_bytes
+        case = case.with_experts(fewest_on_host(routed, free))
+        shape = case.shape
     arithmetic = case.arithmetic(taken, context)
     device, host = arithmetic.device(), arithmetic.host()
     return Plan(
@@ -236,6 +244,11 @@ class _Case:
     device_limit: int
     host_limit: int
 
+    def with_experts(self, on_host: int) -> _Case:
+        """Return a copy with this number of each layer's experts in host memory."""
+        shape = with_host_experts(self.shape, on_host)
+        return replace(self, shape=shape, part=shape)
+
     def arithmetic(self, options: Config, context: int) -> Arithmetic:
         """By the options as they are, in the layout that fits best."""
         count, split = self.gpus
@@ -267,7 +280,7 @@ class _Case:
         host_free, beside = 0, 0
         if options.graph is not False:
             clusters = HostSize(self.shape, options.replace(index="device"), self.batch).cluster_bytes(context)
-            host_free = self.host_limit - HOST_RESERVE - self.shape.host_table_bytes - clusters
+            host_free = self.host_limit - HOST_RESERVE - self.shape.host_weight_bytes - clusters
         taken, _ = fitting_index(self.shape, options, context, free, self.batch, host_free=host_free)
         if taken is not options and host_free:
             beside = context * self.arithmetic(taken, context).hidden_on_host

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from retrieval_attn.config import Place
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError, UnsupportedModelError
+from retrieval_attn.memory.routed import RoutedExperts
 from retrieval_attn.memory.tower import TowerShape, tower_shape
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import heads_config, reason, require_reachable, require_sizes
@@ -42,7 +43,7 @@ class ModelShape:
     `state_chunk_bytes` (0: not known). hidden_movable: whether hidden states may lie on the host while a model of one
     device reads. host_table_bytes: of an input embedding in host memory, which weight_bytes does not count. kv_heads,
     key_dim, value_dim: of full layers; sliding_elements: numbers of keys and values per token of a sliding layer, 0 if
-    as many as of a full one. tower: of images; None: images are not served.
+    as many as of a full one. tower: of images; None: images are not served. routed: experts that may be in host memory.
     """
 
     name: str
@@ -76,6 +77,12 @@ class ModelShape:
     host_table_bytes: int = 0
     sliding_elements: int = 0
     tower: TowerShape | None = None
+    routed: RoutedExperts | None = None
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """Bytes of the input embedding and of experts in host memory."""
+        return self.host_table_bytes + (0 if self.routed is None else self.routed.host_bytes)
 
     @property
     def states_bytes(self) -> int:
@@ -141,7 +148,7 @@ def _key_of(config: PreTrainedConfig, dtype: Any) -> Hashable:
 
 
 def _of_config(source: Any, config: PreTrainedConfig, dtype: Any, quantization: str | None) -> ModelShape:
-    from retrieval_attn.memory.weights import named_bytes, quantized_bytes, stored_bytes, unpacked_note
+    from retrieval_attn.memory.weights import named_bytes, quantized_bytes, routed_experts, stored_bytes, unpacked_note
     from retrieval_attn.model.quantization import own_method
 
     require_sizes(config, source if isinstance(source, str | Path) else config.model_type)
@@ -169,6 +176,7 @@ def _of_config(source: Any, config: PreTrainedConfig, dtype: Any, quantization: 
     elif own is not None:
         weight_bytes, note = quantized_bytes(model, own, width, stored_bytes(source))
     shape = _shape(config, model, name, kind, width, parameters, weight_bytes, note)
+    shape = replace(shape, routed=routed_experts(model, config.get_text_config(decoder=True), quantization, own))
     return _with_tower(shape, config, model, source if isinstance(source, str | Path) else config.name_or_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import re
@@ -12,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from retrieval_attn.errors import ConfigError, InputDataError
-from retrieval_attn.gpu.packed_experts import packed_bytes
+from retrieval_attn.gpu.expert_blocks import BlockLayout
+from retrieval_attn.gpu.packed_experts import can_pack, packed_bytes
+from retrieval_attn.memory.routed import RoutedExperts
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason
-from retrieval_attn.model.expert_loading import FLOAT_GROUP, reads_floats
+from retrieval_attn.model.expert_loading import FLOAT_GROUP, FLOATS, reads_floats
 from retrieval_attn.model.experts import copied_bytes, expert_parameters, matrix_shape
 from retrieval_attn.model.gguf.blocks import block_names
 from retrieval_attn.model.gguf.file import read, resolve
-from retrieval_attn.model.layers import decoder_parts
+from retrieval_attn.model.grouped_loading import LIBRARY
+from retrieval_attn.model.layers import decoder_parts, expert_counts
 from retrieval_attn.model.quantization import GROUP, PACKAGE, options_in, weight_format
 
 # Group-wise scales and zero points per weight, at the usual group of 32 to 128 weights.
@@ -77,6 +81,38 @@ def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
     return size + largest, said
 
 
+def routed_experts(model: Any, text: Any, name: str | None, own: Any) -> RoutedExperts | None:
+    """Return the experts of a model (built on the meta device) that may be in host memory; None: none may.
+
+    Those in 4 bits, but for a GGUF file's. text: the decoder's config. name: of the format that weights are quantized
+    to when they are loaded. own: the checkpoint's quantization_config.
+    """
+    method = None if own is None else str(options_in(own).get("quant_method"))
+    floats = _is_floats(method)
+    if floats:
+        group = FLOAT_GROUP
+    elif name == "int4":
+        group = GROUP
+    elif own is not None and importlib.util.find_spec(LIBRARY) is None and method in ("awq", "gptq"):
+        options = options_in(own)
+        group = int(options.get("group_size") or options.get("q_group_size") or 128)
+    else:
+        return None
+    visited, _ = expert_counts(text)
+    counts, block, packed = [], 0, 0
+    for module in model.modules():
+        if names := expert_parameters(module):
+            shapes = [matrix_shape(module, own_name) for own_name in names]
+            if not all(can_pack(shape.out, shape.columns, group) for shape in shapes):
+                return None
+            counts.append(shapes[0].experts)
+            block = max(block, sum(BlockLayout(shape, group, floats).nbytes for shape in shapes))
+            packed += sum(packed_bytes(shape, group) for shape in shapes)
+    if not counts or len(set(counts)) > 1 or not visited:
+        return None
+    return RoutedExperts(len(counts), counts[0], visited, block, packed)
+
+
 def copy_note(copied: int) -> str:
     """Return the text about a copy of a matrix of `copied` bytes, to append to a description of weights."""
     return f", and a copy of one of {show_bytes(copied)}" if copied else ""
@@ -87,7 +123,7 @@ def quantized_bytes(model: Any, quantization: Any, width: int, stored: int | Non
     options = options_in(quantization)
     given = options.get("quant_method") or "unnamed"
     method = str(getattr(given, "value", given)).rpartition(".")[2].lower()
-    if reads_floats(method):
+    if _is_floats(method):
         return _float_bytes(model, width)
     if stored is not None:
         return stored, f"{method}, as stored in the folder"
@@ -104,6 +140,11 @@ def quantized_bytes(model: Any, quantization: Any, width: int, stored: int | Non
     linear = sum(weight.numel() for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in whole)
     size = round(linear * (bits + _SCALE_BITS) / 8) + (parameters - linear) * width
     return size, f"{method}: linear layers at {bits} bits and {_SCALE_BITS} for scales (an estimate)"
+
+
+def _is_floats(method: str | None) -> bool:
+    """Return True if experts of a checkpoint, or of a loaded model, are in MXFP4 and stay so."""
+    return reads_floats(method) or method == FLOATS
 
 
 def _float_bytes(model: Any, width: int) -> tuple[int, str]:

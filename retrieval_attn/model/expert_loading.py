@@ -53,22 +53,28 @@ def can_hold_floats(device: torch.device) -> bool:
     )
 
 
-def float_options(config: Any, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def float_options(
+    config: Any, options: Mapping[str, Any], device: torch.device, host_experts: int = 0
+) -> dict[str, Any]:
     """Return the options of from_pretrained that load such a checkpoint for a device: its config, changed in place.
 
-    options: of the config's own quantization_config.
+    options: of the config's own quantization_config. host_experts: of each layer, in host memory.
     """
-    replace_quantization(config, FLOATS, {**options, "device": str(device)})
+    replace_quantization(config, FLOATS, {**options, "device": str(device), "host_experts": host_experts})
     return {"config": config}
 
 
-def _float_parameter(device: torch.device, module: Any, name: str, tensors: dict[str, list[Tensor]]) -> Tensor:
+def _float_parameter(
+    device: torch.device, host_experts: int, module: Any, name: str, tensors: dict[str, list[Tensor]]
+) -> Tensor:
     """Return a parameter of experts from their blocks and scales in MXFP4."""
     (blocks,), (scales,) = tensors.values()
     leaf = name.rpartition(".")[2]
     packed, dtype = _is_packed(module, leaf), getattr(module, leaf).dtype
     place = device if packed else torch.device("cpu")
-    held = float_experts(blocks, scales, dtype=dtype, transposed=module.is_transposed, device=place)
+    held = float_experts(
+        blocks, scales, dtype=dtype, transposed=module.is_transposed, device=place, on_host=host_experts
+    )
     if packed:
         return held
     log.warning("%s: experts of these sizes are unpacked to %s", name, dtype)
@@ -81,7 +87,8 @@ class FloatsQuantizer(ReadQuantizer):
 
     def get_weight_conversions(self) -> list[Any]:
         """Return a conversion for each matrix of an expert."""
-        make = MakeParameter(partial(_float_parameter, torch.device(vars(self.quantization_config)["device"])))
+        own = vars(self.quantization_config)
+        make = MakeParameter(partial(_float_parameter, torch.device(own["device"]), own["host_experts"]))
         return [
             WeightConverter([f"{leaf}_blocks", f"{leaf}_scales"], rf"{leaf}$", [make], force_cpu=True)
             for leaf in ("gate_up_proj", "down_proj")
@@ -90,19 +97,19 @@ class FloatsQuantizer(ReadQuantizer):
 
 @register_quantization_config(METHOD)
 class ExpertsConfig(TorchAoConfig):
-    """torchao's config with experts in 4 bits. device: of the weights, a text."""
+    """torchao's config with experts in 4 bits. device: of the weights, a text. host_experts: see `float_options`."""
 
-    def __init__(self, *args: Any, device: str, **options: Any) -> None:
+    def __init__(self, *args: Any, device: str, host_experts: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)
         own: Any = self
-        own.quant_method, own.device = METHOD, device
+        own.quant_method, own.device, own.host_experts = METHOD, device, host_experts
 
 
 class ExpertsQuantize(ConversionOps):
     """Quantize experts; other weights by `own`, torchao's operation."""
 
-    def __init__(self, own: Any, device: torch.device) -> None:
-        self._own, self._make = own, MakeParameter(partial(_quantized_parameter, device))
+    def __init__(self, own: Any, device: torch.device, host_experts: int) -> None:
+        self._own, self._make = own, MakeParameter(partial(_quantized_parameter, device, host_experts))
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **given: Any
@@ -114,9 +121,11 @@ class ExpertsQuantize(ConversionOps):
         return found
 
 
-def _quantized_parameter(device: torch.device, module: Any, _: str, tensors: dict[str, list[Tensor]]) -> Tensor:
+def _quantized_parameter(
+    device: torch.device, host_experts: int, module: Any, _: str, tensors: dict[str, list[Tensor]]
+) -> Tensor:
     ((value, *_rest),) = tensors.values()
-    return quantized_experts(value, transposed=module.is_transposed, device=device)
+    return quantized_experts(value, transposed=module.is_transposed, device=device, on_host=host_experts)
 
 
 @register_quantizer(METHOD)
@@ -130,7 +139,8 @@ class ExpertsQuantizer(TorchAoHfQuantizer):
 
     def get_quantize_ops(self) -> Any:
         """Return the operation that quantizes a parameter."""
-        return ExpertsQuantize(super().get_quantize_ops(), torch.device(str(vars(self.quantization_config)["device"])))
+        own = vars(self.quantization_config)
+        return ExpertsQuantize(super().get_quantize_ops(), torch.device(str(own["device"])), own["host_experts"])
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """Join the matrices of a layer's experts in host memory: a GPU has those of one expert at a time."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,12 @@ from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from retrieval_attn.errors import ConfigError
+from retrieval_attn.gpu.expert_blocks import LayerBuffer, PlacedExperts
 from retrieval_attn.gpu.packed import PackedWeights
-from retrieval_attn.gpu.packed_experts import ExpertMatrices, ExpertShape, PackedExperts, can_pack, pack_experts
+from retrieval_attn.gpu.packed_experts import ExpertMatrices, ExpertShape, PackedExperts, can_pack
 from retrieval_attn.model.grouped import GroupedMatrix
 from retrieval_attn.model.layers import BATCHED, GROUPED, expert_counts, modules_of
+from retrieval_attn.model.placed_experts import join_layers, pack_placed
 from retrieval_attn.model.stored import Storage, StoredWeight
 
 PACKED = "retrieval_attn_packed"
@@ -76,7 +79,7 @@ class StoredExperts(ExpertMatrices):
         return found
 
 
-Experts = PackedExperts | StoredExperts
+Experts = PackedExperts | PlacedExperts | StoredExperts
 
 
 class ExpertWeights(Tensor):
@@ -102,15 +105,18 @@ class ExpertWeights(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Return the names of the tensors that hold the numbers, and the rest of what makes the weights."""
         experts, _, columns = self.held.shape
-        made = type(self.held), self.dtype, self.transposed, experts, columns, self.held.weights.floats
+        kind = self.held if isinstance(self.held, PlacedExperts) else type(self.held)
+        made = kind, self.dtype, self.transposed, experts, columns, self.held.weights.floats
         return list(self.held.tensors), made
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], made: Any, *_: Any) -> ExpertWeights:
         kind, dtype, transposed, experts, columns, floats = made
-        if kind is PackedExperts:
+        if isinstance(kind, PlacedExperts):
+            held: Experts = kind
+        elif kind is PackedExperts:
             weights = PackedWeights(parts["words"], parts["scales"], columns, floats=floats)
-            held: Experts = PackedExperts(weights, experts)
+            held = PackedExperts(weights, experts)
         else:
             own = parts["numbers"], parts.get("scales"), parts.get("offsets")
             held = StoredExperts(StoredWeight(*own, dtype=dtype, floats=floats), experts)
@@ -145,9 +151,9 @@ class ExpertWeights(Tensor):
         place, held = torch.device(device or self.held.device), self.held
         if isinstance(held, PackedExperts):
             held = held.to(place)
-        elif place.type != "cpu":
+        elif place.type != held.device.type:
             raise ConfigError(
-                f"These experts are packed for a CPU and cannot be moved to {place}; load the model with "
+                f"These experts are packed for {held.device} and cannot be moved to {place}; load the model with "
                 f"device={str(place)!r}."
             )
         return ExpertWeights(held, dtype=dtype or self.dtype, transposed=self.transposed)
@@ -208,22 +214,24 @@ def quantized_matrix(weight: Tensor, group: int, dtype: torch.dtype) -> GroupedM
     return GroupedMatrix(numbers.flatten(1)[:, :columns].contiguous(), scales, offsets)
 
 
-def quantized_experts(weight: Tensor, *, transposed: bool, device: torch.device) -> ExpertWeights:
-    """Return experts (experts, out, in), or (experts, in, out) if transposed, in 4 bits for a device."""
+def quantized_experts(weight: Tensor, *, transposed: bool, device: torch.device, on_host: int = 0) -> ExpertWeights:
+    """Return experts (experts, out, in), or (experts, in, out) if transposed, in 4 bits for a device.
+
+    on_host: the last ones, which a GPU reads in host memory.
+    """
     if device.type != "cpu":
-        return tiled_experts(weight, transposed=transposed, device=device)
+        return tiled_experts(weight, transposed=transposed, device=device, on_host=on_host)
     matrices, shape = _matrices(weight, transposed=transposed)
     found = stored_experts((quantized_matrix(one, 32, torch.float16) for one in matrices), shape, STORAGE)
     return ExpertWeights(found, dtype=weight.dtype, transposed=transposed)
 
 
-def tiled_experts(weight: Tensor, *, transposed: bool, device: torch.device) -> ExpertWeights:
+def tiled_experts(weight: Tensor, *, transposed: bool, device: torch.device, on_host: int = 0) -> ExpertWeights:
     """Return experts as `quantized_experts` for a GPU. One expert at a time is copied to the device."""
     matrices, shape = _matrices(weight, transposed=transposed)
     found = (quantized_matrix(one.to(device), GROUP, torch.bfloat16) for one in matrices)
-    return ExpertWeights(
-        pack_experts(found, shape, GROUP, device, floats=False), dtype=weight.dtype, transposed=transposed
-    )
+    held = pack_placed(found, shape, GROUP, device, on_host, floats=False)
+    return ExpertWeights(held, dtype=weight.dtype, transposed=transposed)
 
 
 def _matrices(weight: Tensor, *, transposed: bool) -> tuple[Iterator[Tensor], ExpertShape]:
@@ -233,36 +241,44 @@ def _matrices(weight: Tensor, *, transposed: bool) -> tuple[Iterator[Tensor], Ex
 
 
 def float_experts(
-    blocks: Tensor, scales: Tensor, *, dtype: torch.dtype, transposed: bool, device: torch.device
+    blocks: Tensor, scales: Tensor, *, dtype: torch.dtype, transposed: bool, device: torch.device, on_host: int = 0
 ) -> ExpertWeights:
     """Return experts of MXFP4 for a device, without a loss.
 
     blocks: uint8 (experts, out, groups, 16), a byte has two numbers of E2M1, the first one in its lower half. scales:
     uint8 (experts, out, groups), the exponents of powers of two, plus 127 (Open Compute Project, "Microscaling
-    Formats", 5.2). dtype, transposed: see `ExpertWeights`.
+    Formats", 5.2). dtype, transposed: see `ExpertWeights`. on_host: see `quantized_experts`.
     """
     if device.type != "cpu":
-        return ExpertWeights(float_tiles(blocks, scales, device), dtype=dtype, transposed=transposed)
+        return ExpertWeights(float_tiles(blocks, scales, device, on_host), dtype=dtype, transposed=transposed)
     found = stored_experts(map(_float_matrix, blocks, scales), _float_shape(blocks), FLOAT_STORAGE)
     return ExpertWeights(found, dtype=dtype, transposed=transposed)
 
 
-def float_tiles(blocks: Tensor, scales: Tensor, device: torch.device) -> PackedExperts:
+def float_tiles(
+    blocks: Tensor, scales: Tensor, device: torch.device, on_host: int = 0
+) -> PackedExperts | PlacedExperts:
     """Return experts of MXFP4 as a GPU multiplies them. One expert at a time is copied to the device."""
     parts = zip(blocks, scales, strict=True)
     matrices = (_float_matrix(own.to(device), powers.to(device)) for own, powers in parts)
-    return pack_experts(matrices, _float_shape(blocks), 2 * blocks.shape[-1], device, floats=True)
+    return pack_placed(matrices, _float_shape(blocks), 2 * blocks.shape[-1], device, on_host, floats=True)
 
 
 def grouped_experts(
-    matrices: Iterator[GroupedMatrix], shape: ExpertShape, group: int, *, dtype: torch.dtype, device: torch.device
+    matrices: Iterator[GroupedMatrix],
+    shape: ExpertShape,
+    group: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_host: int = 0,
 ) -> ExpertWeights:
     """Return experts of a checkpoint in 4 bits with `group` weights a scale, for a device.
 
-    A CPU stores each scale for 32 weights: group is a multiple.
+    A CPU stores each scale for 32 weights: group is a multiple. on_host: see `quantized_experts`.
     """
     if device.type != "cpu":
-        held: Experts = pack_experts(matrices, shape, group, device, floats=False)
+        held: Experts = pack_placed(matrices, shape, group, device, on_host, floats=False)
     else:
         times = group // GROUPED_STORAGE.group
         split = (
@@ -301,8 +317,20 @@ def stored_experts(matrices: Iterator[GroupedMatrix], shape: ExpertShape, storag
 
 def use_packed_experts(model: Any) -> None:
     """Let a model multiply its packed experts as they are stored; nothing changes without such experts."""
-    for module in filter(has_packed_experts, model.modules()):
+    modules = list(filter(has_packed_experts, model.modules()))
+    placed = []
+    for module in modules:
         module.config._experts_implementation = PACKED
+        layer = _Layer.of(module)
+        if layer is not None and isinstance(layer.up, PlacedExperts) and isinstance(layer.down, PlacedExperts):
+            placed.append((module, (layer.up.weights, layer.down.weights)))
+    buffer = join_layers(model, [blocks for _, blocks in placed])
+    for module, blocks in placed if buffer is not None else ():
+        setattr(module, _SHARED, (buffer, blocks))
+
+
+_SHARED = "_retrieval_attn_expert_buffer"
+"""Attribute of a module of experts in host memory: the model's buffer for copies, and the module's blocks."""
 
 
 def has_packed_experts(module: nn.Module) -> bool:
@@ -314,7 +342,9 @@ def load_expert_kernels(root: nn.Module, rows: int) -> None:
     """Compile and load what `rows` tokens launch for the packed experts in a module, by multiplying zeros."""
     for module in filter(has_packed_experts, modules_of(root)):
         layer, visited = _Layer.of(module), expert_counts(module.config)[0]  # type: ignore[arg-type]
-        if layer is not None and visited and isinstance(layer.up, PackedExperts) and layer.up.has_kernel:
+        if layer is None or not visited or isinstance(layer.up, StoredExperts):
+            continue
+        if layer.up.has_kernel:
             chosen = torch.arange(visited, device=layer.up.device).repeat(rows, 1)
             layer.multiplied(torch.zeros(rows, layer.up.shape[2], dtype=torch.bfloat16, device=chosen.device), chosen)
 
@@ -380,8 +410,11 @@ class _Layer(NamedTuple):
 
     def multiplied(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """Return what each of a token's experts makes of it, (tokens * visited, in), by shapes of the inputs alone."""
-        inner = self.activated(self.up.products(hidden, chosen, self.up_bias))
-        return self.down.products(inner, chosen, self.down_bias)
+        if isinstance(self.up, PlacedExperts):
+            inner = self.up.products(hidden, chosen, self.up_bias, counted=True)
+        else:
+            inner = self.up.products(hidden, chosen, self.up_bias)
+        return self.down.products(self.activated(inner), chosen, self.down_bias)
 
     def multiplied_in_turn(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Multiply many tokens by copies of a few experts at a time, and by weights (tokens, visited).
@@ -391,30 +424,47 @@ class _Layer(NamedTuple):
         flat, visited = chosen.reshape(-1), chosen.shape[1]
         order = flat.argsort(stable=True)
         experts, step, place = self.up.experts, self.up.shape.copied, 0
-        counts = torch.bincount(flat, minlength=experts).tolist()
+        visits = torch.bincount(flat, minlength=experts)
+        counts = visits.tolist()
         found = hidden.new_empty(len(flat), self.down.shape[1])
-        for first in range(0, experts, step):
-            own = counts[first : first + step]
-            if not any(own):
-                continue
-            pairs = order[place : place + sum(own)]
-            picked, place = flat[pairs], place + sum(own)
-            inner = _each_expert(hidden[pairs // visited], self.up, first, own)
-            inner = self.activated(inner if self.up_bias is None else inner + self.up_bias[picked])
-            product = _each_expert(inner, self.down, first, own)
-            product = product if self.down_bias is None else product + self.down_bias[picked]
-            found[pairs] = (product * weights.reshape(-1, 1)[pairs]).to(found.dtype)
+        if isinstance(self.up, PlacedExperts):
+            self.up.count(visits)
+        with self._buffered(counts) as buffer:
+            for first in range(0, experts, step):
+                own = counts[first : first + step]
+                if not any(own):
+                    continue
+                pairs = order[place : place + sum(own)]
+                picked, place = flat[pairs], place + sum(own)
+                inner = _each_expert(hidden[pairs // visited], self.up, first, own, buffer)
+                inner = self.activated(inner if self.up_bias is None else inner + self.up_bias[picked])
+                product = _each_expert(inner, self.down, first, own, buffer)
+                product = product if self.down_bias is None else product + self.down_bias[picked]
+                found[pairs] = (product * weights.reshape(-1, 1)[pairs]).to(found.dtype)
         return found
 
+    @contextmanager
+    def _buffered(self, counts: list[int]) -> Iterator[LayerBuffer | None]:
+        """Copy the visited experts in host memory to the model's buffer; None: none is there."""
+        buffer, layer = vars(self.module).get(_SHARED, (None, ()))
+        if buffer is None:
+            yield None
+            return
+        with buffer.filled(layer, (expert for expert, count in enumerate(counts) if count)):
+            yield buffer
 
-def _each_expert(numbers: Tensor, experts: Experts, first: int, counts: list[int]) -> Tensor:
+
+def _each_expert(
+    numbers: Tensor, experts: Experts, first: int, counts: list[int], buffer: LayerBuffer | None
+) -> Tensor:
     """Multiply numbers (n, in), those of an expert together, by experts from `first` on. counts: rows of each."""
     out = numbers.new_empty(len(numbers), experts.shape[1])
     ends = list(itertools.accumulate(counts))
-    if isinstance(experts, StoredExperts):  # experts that no token visits are not widened
+    if not isinstance(experts, PackedExperts):  # experts that no token visits are not widened
+        placed = (buffer,) if isinstance(experts, PlacedExperts) else ()
         for number, (count, end) in enumerate(zip(counts, ends, strict=True)):
             if count:
-                matrix = experts.matrices(first + number, 1)[0].to(numbers.dtype)
+                matrix = experts.matrices(first + number, 1, *placed)[0].to(numbers.dtype)
                 torch.mm(numbers[end - count : end], matrix.t(), out=out[end - count : end])
         return out
     matrices = experts.matrices(first, len(counts)).to(numbers.dtype)

@@ -41,10 +41,10 @@ def kernel_format(config: Any, quantization: str | None) -> str | None:
     return "int4" if quantization is None and reads_grouped(config) else quantization
 
 
-def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
+def grouped_options(config: Any, device: torch.device, host_experts: int = 0) -> dict[str, Any]:
     """Return the options of from_pretrained that load such a checkpoint for a device: its config, changed in place.
 
-    Raises ConfigError for what only the package reads.
+    host_experts: of each layer, in host memory. Raises ConfigError for what only the package reads.
     """
     options = options_in(quantization_of(config))
     method = own_method(config)
@@ -70,7 +70,7 @@ def grouped_options(config: Any, device: torch.device) -> dict[str, Any]:
                 f"`pip install {LIBRARY}`."
             )
     own = {"of": method, "layout": layout, "whole": device.type != "cuda", "device": str(device)}
-    replace_quantization(config, METHOD, {**options, **own})
+    replace_quantization(config, METHOD, {**options, **own, "host_experts": host_experts})
     return {"config": config, "output_loading_info": True}
 
 
@@ -128,7 +128,9 @@ def joined_experts(
     shape = matrix_shape(module, name)
     if tuple(first.numbers.shape) != shape[1:] or len(next(iter(experts.values()))) != shape[0]:
         raise InputDataError(f"{name} has experts of {tuple(first.numbers.shape)} in this checkpoint, not {shape[1:]}")
-    return grouped_experts(matrices(device), shape, first.group, dtype=whole.dtype, device=device)
+    return grouped_experts(
+        matrices(device), shape, first.group, dtype=whole.dtype, device=device, on_host=config.host_experts
+    )
 
 
 @register_quantizer(METHOD)

@@ -196,6 +196,7 @@ def load_model(
     tensor_parallel: bool = False,
     quantization: str | None = None,
     yarn: float | None = None,
+    host_experts: int = 0,
     **options: Any,
 ) -> Any:
     """A causal language model, of text or of text and images, in evaluation mode: on one device, or over several.
@@ -203,8 +204,8 @@ def load_model(
     device, dtype: see `choose_device` and `choose_dtype`. device_map: whole layers on several devices, as transformers
     takes it ("auto", "balanced", or a device for each module; needs accelerate). tensor_parallel: the heads shared by
     the processes of a torchrun, each on the GPU of its LOCAL_RANK. quantization: of the linear layers' weights, a name
-    of `model.quantization.FORMATS`; None: as the checkpoint has them. yarn: see `rope.with_yarn`. options: more for
-    from_pretrained.
+    of `model.quantization.FORMATS`; None: as the checkpoint has them. yarn: see `rope.with_yarn`. host_experts: of
+    each layer, in host memory if they are in 4 bits and the device is a GPU. options: more for from_pretrained.
     Raises InputDataError (no such model), ConfigError (no such device, both ways at once, no torchrun, a package that
     is not installed).
     """
@@ -220,15 +221,15 @@ def load_model(
     chosen = choose_dtype(chosen_dtype("int4" if floats else held_in, dtype, place), place)
     grouped = held_in != quantization and not tensor_parallel
     if grouped:
-        options |= grouped_options(model_config, place)
+        options |= grouped_options(model_config, place, host_experts)
     if floats and quantization is None:
-        options |= float_options(model_config, options_in(quantization_of(model_config)), place)
+        options |= float_options(model_config, options_in(quantization_of(model_config)), place, host_experts)
     if quantization is not None:
         if tensor_parallel:
             raise ConfigError(
                 f"quantization={quantization!r} does not work with tensor_parallel; use device_map, or leave it out."
             )
-        options["quantization_config"] = loading_config(quantization, model_config, place)
+        options["quantization_config"] = loading_config(quantization, model_config, place, host_experts)
     if not alone:
         options |= _spread(device, device_map, tensor_parallel)
     if gguf and tensor_parallel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +20,6 @@ from retrieval_attn.offload.page_lock import lock_array
 log = logging.getLogger(__name__)
 BUFFER = "_retrieval_attn_expert_buffer"
 """Name of the model's buffer for experts of one layer in prefill."""
-MOST_MOVES = 64
-"""Experts that move after a prompt, at most: 64 of GPT-OSS-120B's are 1.7 GB over the bus, both ways."""
 
 
 def empty_blocks(layout: BlockLayout, device: torch.device, on_host: int) -> ExpertBlocks:
@@ -90,15 +87,7 @@ def join_layers(model: nn.Module, layers: Sequence[Layer]) -> LayerBuffer | None
 _SHARED = "_retrieval_attn_expert_layers"
 
 
-def move_hottest(model: Any, most: int = MOST_MOVES) -> int:
-    """Move the experts that a model's tokens visited most to GPU memory, at most `most`; return how many moved.
-
-    Captured steps stay valid. Call it between requests: it waits for the GPU. 0 for a model without experts in host
-    memory.
-    """
-    buffer = vars(model).get(_SHARED)
-    if buffer is None:
-        return 0
-    moved: int = buffer.move_hottest(most)
-    log.info("experts: %d moved to GPU memory", moved)
-    return moved
+def expert_buffer(model: nn.Module) -> LayerBuffer | None:
+    """Return the buffer of a model with experts in host memory; None for other models."""
+    found: LayerBuffer | None = vars(model).get(_SHARED)
+    return found

@@ -109,11 +109,11 @@ def chosen_dtype(name: str | None, dtype: str, device: torch.device) -> str:
     return "bfloat16"
 
 
-def loading_config(name: str, config: Any, device: torch.device) -> Any:
+def loading_config(name: str, config: Any, device: torch.device, host_experts: int = 0) -> Any:
     """transformers' quantization_config for a name of FORMATS, for weights that will lie on `device`.
 
-    config: the checkpoint's. Raises ConfigError: an unknown name, a checkpoint that is
-    quantised already, a package that is not installed, a GPU that has no kernels for it.
+    config: the checkpoint's. host_experts: of each layer, in host memory. Raises ConfigError: an unknown name, a
+    checkpoint that is quantised already, a package that is not installed, a GPU that has no kernels for it.
     """
     weight_format(name)
     method = own_method(config)
@@ -126,7 +126,7 @@ def loading_config(name: str, config: Any, device: torch.device) -> Any:
 
     try:
         if name == "int4" and has_experts(config):
-            return ExpertsConfig(int4_config(device), device=str(device))
+            return ExpertsConfig(int4_config(device), device=str(device), host_experts=host_experts)
         return TorchAoConfig(_int8() if name == "int8" else int4_config(device))
     except ImportError as error:
         raise ConfigError(

@@ -6,6 +6,7 @@ Tiles are the form of a GPU, here in plain PyTorch; `tests/gpu/test_packed_exper
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -28,7 +29,9 @@ from transformers.cache_utils import DynamicCache
 
 import retrieval_attn as ra
 from retrieval_attn.gpu import packed_experts
+from retrieval_attn.gpu.expert_blocks import PlacedExperts
 from retrieval_attn.gpu.packed_experts import PackedExperts, packed_bytes
+from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model import experts as module
 from retrieval_attn.model.experts import (
     ExpertWeights,
@@ -49,7 +52,9 @@ from tests.runner.graph_cases import CONFIG, Decoded
 from tests.tiny_models import build_model, random_ids
 
 CPU = torch.device("cpu")
-FORMS = {"tiles": tiled_experts, "stored": quantized_experts}
+FORMS = {
+    "tiles": tiled_experts, "stored": quantized_experts, "placed": functools.partial(tiled_experts, on_host=3),
+}  # fmt: skip
 SIZES: dict[str, Any] = {"hidden_size": 96, "attn_implementation": "eager"}
 
 
@@ -360,6 +365,10 @@ def test_mxfp4_on_a_gpu_is_what_the_file_has(mxfp4: Path) -> None:
                 full = next(own for own, found in stored.named_parameters() if found is weight)
                 tiles = module.float_tiles(tensors[f"{full}_blocks"], tensors[f"{full}_scales"], CPU)
                 assert torch.equal(tiles.matrices(0, 4).float(), weight.held.matrices(0, 4))
+                placed = module.float_tiles(tensors[f"{full}_blocks"], tensors[f"{full}_scales"], CPU, on_host=3)
+                assert type(placed) is PlacedExperts and len(placed.weights.host) == 3
+                assert torch.equal(placed.matrices(0, 4), tiles.matrices(0, 4))
+    assert "mxfp4" in model_shape(stored.config).weights_note
     shape = ra.plan(str(mxfp4), context=100).shape
     assert "experts at 4 bits" in shape.weights_note
     assert 0 < shape.weight_bytes < shape.parameters * shape.dtype_bytes

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from retrieval_attn.memory.host_room import available_host_bytes as available_host_bytes
     from retrieval_attn.model.checkpoint import heads_config as heads_config
     from retrieval_attn.model.hooks import MaskSpec as MaskSpec
+    from retrieval_attn.model.random_experts import draw_experts as draw_experts
+    from retrieval_attn.model.random_experts import experts_on_meta as experts_on_meta
     from retrieval_attn.model.rotation import Rotation as Rotation
     from retrieval_attn.offload.queries import SPAN as SPAN
     from retrieval_attn.offload.staging import to_device as to_device
@@ -102,6 +104,7 @@ _EXPORTS = {
     "memory.host_room": "available_host_bytes",
     "model.checkpoint": "heads_config",
     "model.hooks": "MaskSpec",
+    "model.random_experts": "draw_experts experts_on_meta",
     "model.rotation": "Rotation",
     "offload.queries": "SPAN",
     "offload.staging": "to_device to_queries",

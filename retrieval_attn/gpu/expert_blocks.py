@@ -27,10 +27,12 @@ from retrieval_attn.gpu.packed_experts import ExpertMatrices, ExpertShape, pack_
 
 ADDRESS_UNIT = 16
 """Bytes that the table of addresses counts in."""
-CERTAIN = 6.0
+CERTAIN = 5.0
 """Difference of two counts, in square roots of the larger one, by which an expert moves: the largest of 128 equally
 likely experts' counts exceeds the smallest by about 5.
 """
+SAMPLE_BYTES = 64
+"""Bytes of a block that tell experts apart."""
 BLOCK_ALIGNMENT = 64
 """Bytes that a block's size is a multiple of."""
 _EXPONENT_ZERO = 1
@@ -115,7 +117,8 @@ class ExpertBlocks:
     card: uint8 (slots, nbytes), in GPU memory. host: uint8 (experts - slots, nbytes), page-locked host memory. seen:
     `host` as a tensor of the GPU. places: slot of each expert, those of `host` after those of `card`. table: int64
     (experts,), addresses of blocks in ADDRESS_UNIT bytes from the table's own. counts: int32 (experts,), tokens that
-    visited an expert.
+    visited an expert. kept: the same tensors by name, with version counters that moves do not change. sample: the first
+    bytes of each expert's block, in their order, whatever its place.
     """
 
     layout: BlockLayout
@@ -125,6 +128,8 @@ class ExpertBlocks:
     places: list[int]
     table: Tensor
     counts: Tensor
+    kept: dict[str, Tensor]
+    sample: Tensor | None = None
 
     @classmethod
     def of(cls, layout: BlockLayout, card: Tensor, host: Tensor, seen: Tensor) -> ExpertBlocks:
@@ -132,9 +137,15 @@ class ExpertBlocks:
         count = layout.shape.experts
         table = torch.zeros(count, dtype=torch.int64, device=card.device)
         counts = torch.zeros(count, dtype=torch.int32, device=card.device)
-        made = cls(layout, card, host, seen, list(range(count)), table, counts)
-        table.copy_(torch.tensor([made.address(made.block(expert)) for expert in range(count)]))
+        kept = {"card": card, "host": host, "table": table, "counts": counts}
+        made = cls(layout, card.data, host.data, seen, list(range(count)), table.data, counts.data, kept)
+        made.table.copy_(torch.tensor([made.address(made.block(expert)) for expert in range(count)]))
         return made
+
+    def take_sample(self) -> None:
+        """Set `sample`, once the blocks are filled."""
+        rows = torch.cat([self.card[:, :SAMPLE_BYTES].cpu(), self.host[:, :SAMPLE_BYTES].cpu()])
+        self.sample = rows[self.places].contiguous()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertBlocks:
         """Return itself: copies of a model share the blocks."""
@@ -185,8 +196,7 @@ class PlacedExperts(ExpertMatrices):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that hold the numbers, by name."""
-        own = self.weights
-        return {"card": own.card, "host": own.host, "table": own.table, "counts": own.counts}
+        return self.weights.kept
 
     @property
     def has_kernel(self) -> bool:

@@ -122,6 +122,12 @@ class ExpertWeights(Tensor):
             held = StoredExperts(StoredWeight(*own, dtype=dtype, floats=floats), experts)
         return ExpertWeights(held, dtype=dtype, transposed=transposed)
 
+    @property
+    def fixed_tensors(self) -> dict[str, Tensor] | None:
+        """The tensors that tell these weights from others if `held.tensors` change with the place of experts."""
+        sample = self.held.weights.sample if isinstance(self.held, PlacedExperts) else None
+        return None if sample is None else {"sample": sample}
+
     def __repr__(self) -> str:  # type: ignore[override]
         """Return the shape and how the numbers are stored."""
         return f"ExpertWeights({tuple(self.shape)}, {type(self.held).__name__}, dtype={self.dtype})"

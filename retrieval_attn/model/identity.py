@@ -90,7 +90,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors that hold a parameter's numbers: those of a quantised one are within it."""
-    if hasattr(tensor, "__tensor_flatten__"):
+    fixed = getattr(tensor, "fixed_tensors", None)
+    if fixed is not None:  # experts move between memories
+        for inner_name, part in fixed.items():
+            yield from _stored(f"{name}.{inner_name}", part)
+    elif hasattr(tensor, "__tensor_flatten__"):
         inner, _ = tensor.__tensor_flatten__()
         for part in inner:
             yield from _stored(f"{name}.{part}", getattr(tensor, part))

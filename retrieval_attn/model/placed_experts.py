@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -72,6 +73,8 @@ def join_layers(model: nn.Module, layers: Sequence[Layer]) -> LayerBuffer | None
     own = [layer for layer in layers if any(len(one.host) for one in layer)]
     if not own:
         return None
+    for blocks in itertools.chain.from_iterable(own):
+        blocks.take_sample()
     buffer = LayerBuffer(own)
     model.register_buffer(BUFFER, buffer.bytes, persistent=False)
     setattr(model, _SHARED, buffer)

@@ -17,9 +17,11 @@ from retrieval_attn.gpu.expert_blocks import ExpertBlocks, PlacedExperts
 from retrieval_attn.memory.routed import fewest_on_host
 from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.model.experts import has_packed_experts
+from retrieval_attn.model.identity import weights_digest
 from retrieval_attn.model.loading import load_model
 from retrieval_attn.model.placed_experts import BUFFER, expert_buffer
 from retrieval_attn.model.quantization import held_bytes
+from retrieval_attn.model.weights import weight_state
 from retrieval_attn.runner.experts import move_experts
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.model.test_models import ALL, TOLERANCE, worst
@@ -42,6 +44,22 @@ def visit(model: nn.Module, seed: int) -> None:
     for layer in blocks_of(model):
         generator = torch.Generator().manual_seed(seed)
         layer.counts.copy_(torch.randint(0, 10000, layer.counts.shape, generator=generator, dtype=torch.int32))
+
+
+def test_moves_change_no_weights() -> None:
+    """Neither for cached keys nor for saved contexts; another number in an expert does for these."""
+    model = pack(build("gpt_oss"), "placed")
+    state, digest = weight_state(model), weights_digest(model)
+    moved = 0
+    for seed in range(4):
+        visit(model, seed)
+        moved += move_experts(model)
+    assert moved and weight_state(model) == state and weights_digest(model) == digest
+    other = pack(build("gpt_oss"), "placed")
+    assert weights_digest(other) == digest
+    blocks_of(other)[1].block(3)[0] ^= 1
+    blocks_of(other)[1].take_sample()
+    assert weights_digest(other) != digest
 
 
 @pytest.mark.parametrize("name", FAMILIES)

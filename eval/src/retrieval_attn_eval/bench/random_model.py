@@ -1,16 +1,16 @@
-"""Llama models with random weights, of a published or a small shape: for times, which do not depend on the weights."""
+"""Models with random weights, of a published or a small shape: for times, which do not depend on the weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.testing import expand_segments
+from retrieval_attn.testing import draw_experts, expand_segments, experts_on_meta
 
-__all__ = ["RANDOM_SHAPES", "layers_text", "model_config", "random_config", "random_model"]
+__all__ = ["RANDOM_SHAPES", "has_float_experts", "layers_text", "model_config", "random_config", "random_model"]
 
 RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -45,6 +45,48 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1 << 20,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
+    # Experts in 4 bits, as `quantization="int4"` makes them, and attention in the model's dtype.
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+    },
+    # Experts in MXFP4.
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+    },
+    "tiny-experts": {
+        "model_type": "gpt_oss",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 131072,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -57,7 +99,7 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_config(shape: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> LlamaConfig:
+def random_config(shape: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> PreTrainedConfig:
     """The configuration of one of RANDOM_SHAPES. layers: only its first ones; None: all. Raises ConfigError."""
     if shape not in RANDOM_SHAPES:
         raise ConfigError(f"--shape {shape} is not known; use one of {', '.join(RANDOM_SHAPES)}.")
@@ -65,8 +107,15 @@ def random_config(shape: str, dtype: torch.dtype = torch.bfloat16, layers: int |
     if layers is not None and not 1 <= layers <= own:
         raise ConfigError(f"--layers must be 1 to the {own} layers of --shape {shape}, got {layers}.")
     fields = {**RANDOM_SHAPES[shape], "num_hidden_layers": layers or own}
+    kind: Any = CONFIG_MAPPING[fields.pop("model_type", "llama")]
     # tokens of a random model mean nothing: no end of sequence to stop at
-    return LlamaConfig(**fields, eos_token_id=None, bos_token_id=None, dtype=dtype)
+    made: PreTrainedConfig = kind(**fields, eos_token_id=None, bos_token_id=None, dtype=dtype)
+    return made
+
+
+def has_float_experts(shape: str) -> bool:
+    """Whether experts of a shape are in MXFP4."""
+    return RANDOM_SHAPES[shape].get("model_type") == "gpt_oss"
 
 
 def layers_text(shape: str, layers: int | None = None) -> str:
@@ -76,11 +125,16 @@ def layers_text(shape: str, layers: int | None = None) -> str:
 
 
 def random_model(
-    shape: str, dtype: torch.dtype, seed: int, device: str | torch.device = "cpu", layers: int | None = None
+    shape: str,
+    dtype: torch.dtype,
+    seed: int,
+    device: str | torch.device = "cpu",
+    layers: int | None = None,
+    host_experts: int = 0,
 ) -> Any:
-    """A Llama of one of RANDOM_SHAPES with random weights, in evaluation mode, made on `device`.
+    """A model of one of RANDOM_SHAPES with random weights, in evaluation mode, made on `device`.
 
-    layers: as in `random_config`. Raises ConfigError.
+    layers: as in `random_config`. host_experts: of each layer, in host memory. Raises ConfigError.
     """
     config = random_config(shape, dtype, layers)
     torch.manual_seed(seed)
@@ -89,13 +143,15 @@ def random_model(
     direct = torch.device(device).type == "cuda"
     expand_segments(torch.device(device))
     torch.set_default_dtype(dtype if direct else before)
+    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
-        with torch.device(device):
-            model: Any = LlamaForCausalLM(config)  # transformers' annotation of `to` takes no dtype
+        with torch.device(device), experts_on_meta(made):
+            model: Any = made(config)
     finally:
         torch.set_default_dtype(before)
     for weight in model.parameters():  # not model.to: rotary frequencies in 16 bits are wrong far from the start
         weight.data = weight.data.to(dtype)
+    draw_experts(model, torch.device(device), dtype, floats=has_float_experts(shape), on_host=host_experts)
     return model.eval()
 
 

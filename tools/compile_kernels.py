@@ -29,7 +29,9 @@ from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, EstimatedLogi
 from retrieval_attn.gpu.codes.streamer import BRING_WORDS
 from retrieval_attn.gpu.decode.kernels import HostResult, WindowBuffers
 from retrieval_attn.gpu.delta import Asked, DeltaRule, States
+from retrieval_attn.gpu.expert_blocks import BlockLayout, ExpertBlocks, PlacedExperts
 from retrieval_attn.gpu.packed import GROUPS, STRIP, TILE_ROWS, PackedWeights
+from retrieval_attn.gpu.packed_experts import ExpertShape, PackedExperts, packed_shapes
 from retrieval_attn.gpu.products import Attending, Gated, LinearWeights, Norm
 from retrieval_attn.gpu.shared.partials import PagedKeys, plan_shape
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, SharedPlan
@@ -309,6 +311,32 @@ def packed_triton(_: Card) -> None:
         kernels.matrix(packed(group)(sizes.hidden, sizes.hidden, False))
     for rows, bias in product((1, 4, 40), (False, True)):
         kernels.add_product(None, _empty(rows, MODELS[0].hidden, dtype=BF16), packed(64)(1024, MODELS[0].hidden, bias))
+    _experts()
+
+
+def _experts() -> None:
+    """Experts in one tensor and in blocks, of GPT-OSS's and Qwen3-30B-A3B's sizes."""
+    for shape, group, floats, visited in (
+        (ExpertShape(8, 5760, 2880), 32, True, 4), (ExpertShape(8, 2880, 2880), 32, True, 4),
+        (ExpertShape(8, 1536, 2048), 64, False, 8),
+    ):  # fmt: skip
+        words, scales = packed_shapes(shape, group)
+        whole = PackedExperts(
+            PackedWeights(
+                _empty(*words, dtype=torch.int32), _empty(*scales, dtype=BF16), shape.columns, floats=floats
+            ),
+            shape.experts,
+        )  # fmt: skip
+        layout = BlockLayout(shape, group, floats)
+        rows = _empty(shape.experts, layout.nbytes, dtype=torch.uint8)
+        placed = PlacedExperts(ExpertBlocks.of(layout, rows[:2], rows[2:], rows[2:]), shape.experts)
+        kernels, bias = _module("packed_triton"), _empty(shape.experts, shape.out, dtype=BF16)
+        kernels.widen_block(layout, rows[0], _empty(shape.out, shape.columns, dtype=BF16))
+        for tokens in (1, 4, 16):
+            given = _empty(tokens, shape.columns, dtype=BF16), _empty(tokens, visited, dtype=torch.int64)
+            kernels.expert_products(*given, whole, bias)
+            for counted in (False, True):
+                kernels.placed_products(*given, placed, bias, counted=counted)
 
 
 def delta_triton(_: Card) -> None:

@@ -1,4 +1,4 @@
-"""Experts in blocks of bytes: some in GPU memory, the rest in page-locked host memory that kernels read in place.
+"""Experts in blocks of bytes: some in GPU memory, the rest in host memory that kernels read in place.
 
 A block has an expert's words and scales. A table on the GPU has the address of each block, so captured steps read every
 expert where it is stored, without an exchange with the host, and stay valid if blocks move: an address changes before
@@ -114,11 +114,11 @@ class BlockLayout(NamedTuple):
 class ExpertBlocks:
     """Blocks of a matrix of all experts of a layer.
 
-    card: uint8 (slots, nbytes), in GPU memory. host: uint8 (experts - slots, nbytes), page-locked host memory. seen:
-    `host` as a tensor of the GPU. places: slot of each expert, those of `host` after those of `card`. table: int64
-    (experts,), addresses of blocks in ADDRESS_UNIT bytes from the table's own. counts: int32 (experts,), tokens that
-    visited an expert. kept: the same tensors by name, with version counters that moves do not change. sample: the first
-    bytes of each expert's block, in their order, whatever its place.
+    card: uint8 (slots, nbytes), in GPU memory. host: uint8 (experts - slots, nbytes), host memory that the GPU maps.
+    seen: `host` as a tensor of the GPU. places: slot of each expert, those of `host` after those of `card`. table:
+    int64 (experts,), addresses of blocks in ADDRESS_UNIT bytes from the table's own. counts: int32 (experts,), tokens
+    that visited an expert. kept: the same tensors by name, with version counters that moves do not change. sample: the
+    first bytes of each expert's block, in the order of experts.
     """
 
     layout: BlockLayout
@@ -138,7 +138,7 @@ class ExpertBlocks:
         table = torch.zeros(count, dtype=torch.int64, device=card.device)
         counts = torch.zeros(count, dtype=torch.int32, device=card.device)
         kept = {"card": card, "host": host, "table": table, "counts": counts}
-        made = cls(layout, card.data, host.data, seen, list(range(count)), table.data, counts.data, kept)
+        made = cls(layout, card.data, host.data, seen.data, list(range(count)), table.data, counts.data, kept)
         made.table.copy_(torch.tensor([made.address(made.block(expert)) for expert in range(count)]))
         return made
 
@@ -171,13 +171,17 @@ class ExpertBlocks:
         return self.places[expert] >= len(self.card)
 
     def block(self, expert: int) -> Tensor:
-        """Return the bytes of an expert where it is stored."""
+        """Return the bytes of an expert where it is stored, a tensor of the GPU."""
         place = self.places[expert]
-        return self.card[place] if place < len(self.card) else self.host[place - len(self.card)]
+        return self.card[place] if place < len(self.card) else self.seen[place - len(self.card)]
 
-    def seen_block(self, expert: int) -> Tensor:
-        """Return the bytes of an expert as a tensor of the GPU."""
-        return self.seen[self.places[expert] - len(self.card)] if self.is_on_host(expert) else self.block(expert)
+    def store(self, expert: int, block: Tensor) -> None:
+        """Store the bytes of an expert. The CPU writes host memory: a first write takes a page."""
+        place = self.places[expert]
+        if place < len(self.card):
+            self.card[place] = block
+        else:
+            self.host[place - len(self.card)] = block.cpu()
 
     def address(self, block: Tensor) -> int:
         """Return a block's entry of the table."""
@@ -234,7 +238,7 @@ class PlacedExperts(ExpertMatrices):
         found = own.table.new_empty(count, out, columns, dtype=torch.bfloat16)
         for into, expert in zip(found, range(first, first + count), strict=True):
             block = None if buffer is None else buffer.block(own, expert)
-            block = own.seen_block(expert) if block is None else block
+            block = own.block(expert) if block is None else block
             if kernels is None:
                 into.copy_(own.layout.weights(block).matrix)
             else:
@@ -276,7 +280,7 @@ class LayerBuffer:
                 if layer[0].is_on_host(expert) and expert not in self._slots:
                     slot = self._slots[expert] = len(self._slots)
                     for own, room in zip(layer, self._rooms(layer, slot), strict=True):
-                        room.copy_(own.block(expert), non_blocking=True)
+                        _copy(room, own.block(expert))
             try:
                 yield self
             finally:
@@ -335,18 +339,23 @@ class LayerBuffer:
         ]
         settle()
         for own, _, hot, room in blocks:
-            room.copy_(own.block(hot), non_blocking=True)
+            _copy(room, own.block(hot))
             own.redirect(hot, room)
         settle()
         for own, cold, hot, _ in blocks:
-            own.block(hot).copy_(own.block(cold), non_blocking=True)
+            _copy(own.block(hot), own.block(cold))
             own.redirect(cold, own.block(hot))
         settle()
         for own, cold, hot, room in blocks:
-            own.block(cold).copy_(room, non_blocking=True)
+            _copy(own.block(cold), room)
             own.redirect(hot, own.block(cold))
             own.places[cold], own.places[hot] = own.places[hot], own.places[cold]
         settle()
+
+
+def _copy(into: Tensor, block: Tensor) -> None:
+    """Copy a block by a kernel, which reads and writes host memory as others do; a driver's copy may move its pages."""
+    torch.bitwise_or(block.view(torch.int64), 0, out=into.view(torch.int64))
 
 
 def fill_blocks(matrices: Iterable[Sequence[Tensor]], blocks: ExpertBlocks) -> PlacedExperts:
@@ -355,5 +364,5 @@ def fill_blocks(matrices: Iterable[Sequence[Tensor]], blocks: ExpertBlocks) -> P
     alone = layout.shape._replace(experts=1)
     for expert, matrix in enumerate(matrices):
         one = pack_experts([matrix], alone, layout.group, device, floats=layout.floats)
-        blocks.block(expert).copy_(layout.block(one.weights))
+        blocks.store(expert, layout.block(one.weights))
     return PlacedExperts(blocks, layout.shape.experts)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from retrieval_attn.memory.shape import ModelShape
 
 BUS_BANDWIDTH = 50e9
-"""Bytes per second by which a kernel reads page-locked host memory: PCIe 5 of 16 lanes (an assumption)."""
+"""Bytes per second by which a kernel reads host memory: PCIe 5 of 16 lanes (an assumption)."""
 UNPLANNED = 1 << 28
 """Bytes of a GPU that experts leave, which a prefill would not have for its index (`memory/device_room.py`, MARGIN)."""
 
@@ -52,7 +52,7 @@ class RoutedExperts:
     def text(self) -> str:
         """Describe the experts in host memory."""
         read = f"{show_bytes(self.bus_bytes)} read per token if routing is uniform"
-        return f"{self.on_host} of {self.count} in each of {self.layers} layers, page-locked: {read}"
+        return f"{self.on_host} of {self.count} in each of {self.layers} layers: {read}"
 
 
 def with_host_experts(shape: ModelShape, on_host: int) -> ModelShape:

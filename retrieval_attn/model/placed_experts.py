@@ -6,17 +6,13 @@ import itertools
 import logging
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.errors import MemoryPlanError
 from retrieval_attn.gpu.expert_blocks import BlockLayout, ExpertBlocks, Layer, LayerBuffer, PlacedExperts, fill_blocks
 from retrieval_attn.gpu.packed_experts import ExpertShape, PackedExperts, pack_experts
-from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.model.placement import mark_host_table
-from retrieval_attn.offload.managed import as_device
-from retrieval_attn.offload.page_lock import lock_array
+from retrieval_attn.offload.managed import as_device, host_rows
 
 log = logging.getLogger(__name__)
 BUFFER = "_retrieval_attn_expert_buffer"
@@ -26,15 +22,9 @@ BUFFER = "_retrieval_attn_expert_buffer"
 def empty_blocks(layout: BlockLayout, device: torch.device, on_host: int) -> ExpertBlocks:
     """Allocate blocks for experts, the last `on_host` of them in host memory.
 
-    Raises MemoryPlanError if the system refuses page-locked memory.
+    Raises MemoryPlanError if the system refuses memory that the GPU reads.
     """
-    host = aligned_empty((on_host, layout.nbytes), np.uint8)
-    rows = torch.from_numpy(host)
-    if device.type == "cuda" and (reason := lock_array(host)):
-        raise MemoryPlanError(
-            f"{host.nbytes / 2**20:.1f} MiB of host memory must be page-locked for the GPU to read experts in place, "
-            f"but locking failed ({reason}); raise the limit that `ulimit -l` shows"
-        )
+    rows = host_rows(1, on_host, layout.nbytes, device)[0]
     mark_host_table(rows)
     card = torch.empty(layout.shape.experts - on_host, layout.nbytes, dtype=torch.uint8, device=device)
     seen = as_device(rows, device) if device.type == "cuda" else rows
@@ -61,7 +51,7 @@ def place_packed(experts: PackedExperts, on_host: int) -> PlacedExperts:
     weights, shape = experts.weights, experts.shape
     blocks = empty_blocks(BlockLayout(shape, weights.group, weights.floats), experts.device, on_host)
     for expert in range(shape.experts):
-        blocks.block(expert).copy_(blocks.layout.block(experts.weights_of(expert, 1)))
+        blocks.store(expert, blocks.layout.block(experts.weights_of(expert, 1)))
     return PlacedExperts(blocks, shape.experts)
 
 

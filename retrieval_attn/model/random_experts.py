@@ -77,7 +77,7 @@ def _drawn(
         blocks = empty_blocks(BlockLayout(shape, group, floats), device, on_host)
         block = blocks.layout.block(_random_weights(shape._replace(experts=1), group, device, floats=floats))
         blocks.card.copy_(block)
-        blocks.host.copy_(block)
+        blocks.host.copy_(block.cpu())
         return ExpertWeights(PlacedExperts(blocks, shape.experts), dtype=dtype, transposed=like.is_transposed)
     if device.type == "cpu":
         weight = torch.randn(shape, dtype=dtype) * DEVIATION

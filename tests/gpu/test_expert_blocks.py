@@ -101,7 +101,7 @@ def test_a_wrong_address_gives_other_products(pair: Pair) -> None:
     chosen = torch.tensor([[1, 4]], device=pair.whole.device)
     numbers = pair.numbers(1)
     expected = pair.whole.products(numbers, chosen, None)
-    pair.blocks.redirect(4, pair.blocks.seen_block(5))
+    pair.blocks.redirect(4, pair.blocks.block(5))
     found = pair.placed.products(numbers, chosen, None)
     torch.testing.assert_close(found[0], expected[0])
     other = pair.whole.products(numbers, torch.full_like(chosen, 5), None)[1]

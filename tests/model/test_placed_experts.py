@@ -182,7 +182,7 @@ def test_a_card_reads_experts_in_host_memory(name: str, tmp_path: Path) -> None:
     model = load_model(tmp_path, **options, host_experts=2)
     held = list(filter(has_packed_experts, model.modules()))
     assert held and all(type(one.down_proj.held) is PlacedExperts for one in held)
-    assert all(layer.host.is_pinned() and not layer.host.is_cuda for layer in blocks_of(model))
+    assert all(layer.seen.is_cuda and not layer.host.is_cuda for layer in blocks_of(model))
     whole = unpack(model)
     for tokens in (1, 5, 60, 200):
         ids = random_ids(2, tokens, seed=tokens).cuda()

@@ -39,11 +39,10 @@ from retrieval_attn.runner.decode import (
 )
 from retrieval_attn.runner.drafted_steps import DraftedSteps
 from retrieval_attn.runner.exact_steps import ExactSteps, exact_steps
-from retrieval_attn.runner.experts import move_experts
 from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
 from retrieval_attn.runner.prefill import abandon, finish_prefill
 from retrieval_attn.runner.progress import ReadingBar
-from retrieval_attn.runner.ready import compilation, make_ready, prepared
+from retrieval_attn.runner.ready import compilation, make_ready, move_experts, prepared
 from retrieval_attn.sampling.sampler import History, Sampler, TokenScore, require_known, token_scores
 from retrieval_attn.sampling.sampling_params import Sampling
 

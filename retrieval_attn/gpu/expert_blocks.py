@@ -250,6 +250,15 @@ Layer = tuple[ExpertBlocks, ...]
 """The matrices of a layer's experts, whose blocks have equal places."""
 
 
+class _Swap(NamedTuple):
+    """Exchange of expert `cold` in GPU memory and `hot` in host memory. gain: difference of their counts."""
+
+    gain: int
+    layer: Layer
+    cold: int
+    hot: int
+
+
 class LayerBuffer:
     """GPU memory for copies of one layer's experts, shared by all layers of a model. Threads take turns."""
 
@@ -313,29 +322,28 @@ class LayerBuffer:
                 self._exchange(swaps, settle)
             return len(swaps)
 
-    def _swaps(self) -> list[tuple[Layer, int, int]]:
-        """Layer, expert in GPU memory and expert in host memory, largest difference of counts first."""
+    def _swaps(self) -> list[_Swap]:
+        """Return the exchanges that counts suggest, largest difference first."""
         counts = torch.stack([layer[0].counts for layer in self.layers]).tolist()
-        found = []
+        found: list[_Swap] = []
         for layer, visits in zip(self.layers, counts, strict=True):
             experts = range(len(visits))
             inside = sorted((one for one in experts if not layer[0].is_on_host(one)), key=lambda one: visits[one])
             outside = sorted((one for one in experts if layer[0].is_on_host(one)), key=lambda one: -visits[one])
             found += [
-                (visits[hot] - visits[cold], layer, cold, hot)
+                _Swap(visits[hot] - visits[cold], layer, cold, hot)
                 for cold, hot in zip(inside, outside, strict=False)
                 if visits[hot] - visits[cold] > CERTAIN * math.sqrt(visits[hot])
             ]
             layer[0].counts.bitwise_right_shift_(1)
-        found.sort(key=lambda one: -one[0])
-        return [one[1:] for one in found]
+        return sorted(found, key=lambda one: -one.gain)
 
-    def _exchange(self, swaps: Sequence[tuple[Layer, int, int]], settle: Callable[[], object]) -> None:
+    def _exchange(self, swaps: Sequence[_Swap], settle: Callable[[], object]) -> None:
         self._layer, self._slots = None, {}
         blocks = [
-            (own, cold, hot, room)
-            for slot, (layer, cold, hot) in enumerate(swaps)
-            for own, room in zip(layer, self._rooms(layer, slot), strict=True)
+            (own, swap.cold, swap.hot, room)
+            for slot, swap in enumerate(swaps)
+            for own, room in zip(swap.layer, self._rooms(swap.layer, slot), strict=True)
         ]
         settle()
         for own, _, hot, room in blocks:

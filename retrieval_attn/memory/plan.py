@@ -19,8 +19,15 @@ from retrieval_attn.errors import ConfigError, MemoryPlanError
 from retrieval_attn.memory.arithmetic import HOST_RESERVE, Arithmetic, FullAttention, Item, SpeedEstimate
 from retrieval_attn.memory.device import DEVICE_RESERVE, DeviceSize, state_bytes
 from retrieval_attn.memory.host import HostSize
-from retrieval_attn.memory.routed import fewest_on_host, with_host_experts
-from retrieval_attn.memory.shape import ModelShape, embedding_place, model_shape, part_of, with_embedding
+from retrieval_attn.memory.routed import fewest_on_host
+from retrieval_attn.memory.shape import (
+    ModelShape,
+    embedding_place,
+    model_shape,
+    part_of,
+    with_embedding,
+    with_host_experts,
+)
 from retrieval_attn.memory.units import host_memory_bytes, parse_bytes, show_bytes, show_tokens
 
 WIDTH = 100

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from retrieval_attn.memory.units import show_bytes
-
-if TYPE_CHECKING:
-    from retrieval_attn.memory.shape import ModelShape
 
 BUS_BANDWIDTH = 50e9
 """Bytes per second by which a kernel reads host memory: PCIe 5 of 16 lanes (an assumption)."""
@@ -54,21 +50,11 @@ class RoutedExperts:
         read = f"{show_bytes(self.bus_bytes)} read per token if routing is uniform"
         return f"{self.on_host} of {self.count} in each of {self.layers} layers: {read}"
 
-
-def with_host_experts(shape: ModelShape, on_host: int) -> ModelShape:
-    """Return the shape with this number of each layer's experts in host memory."""
-    routed = shape.routed
-    if routed is None or routed.on_host == on_host:
-        return shape
-    moved = replace(routed, on_host=on_host)
-    note = f"{shape.weights_note.removesuffix(_note(routed))}{_note(moved)}"
-    held = shape.weight_bytes - routed.device_bytes + moved.device_bytes
-    return replace(shape, weight_bytes=held, weights_note=note, routed=moved)
-
-
-def _note(routed: RoutedExperts) -> str:
-    kept = f", {routed.count - routed.on_host} of {routed.count} experts of a layer and room for the rest of one layer"
-    return kept if routed.on_host else ""
+    @property
+    def note(self) -> str:
+        """Describe the experts in GPU memory, to append to a description of weights; "" if all are there."""
+        kept = self.count - self.on_host
+        return f", {kept} of {self.count} experts of a layer and room for the rest of one" if self.on_host else ""
 
 
 def fewest_on_host(routed: RoutedExperts, free: int) -> int:

@@ -461,6 +461,17 @@ def with_embedding(shape: ModelShape, place: Place, device_limit: int) -> ModelS
     )
 
 
+def with_host_experts(shape: ModelShape, on_host: int) -> ModelShape:
+    """Return the shape with this number of each layer's experts in host memory."""
+    routed = shape.routed
+    if routed is None or routed.on_host == on_host:
+        return shape
+    moved = replace(routed, on_host=on_host)
+    note = f"{shape.weights_note.removesuffix(routed.note)}{moved.note}"
+    held = shape.weight_bytes - routed.device_bytes + moved.device_bytes
+    return replace(shape, weight_bytes=held, weights_note=note, routed=moved)
+
+
 def _layers(shape: ModelShape, gpus: int) -> ModelShape:
     if gpus > shape.layers:
         raise ConfigError(f"{gpus} GPUs cannot share {shape.layers} layers; give gpus={shape.layers} or fewer.")

@@ -59,8 +59,10 @@ from retrieval_attn.gpu.shared.partials import empty_pages, plan_shape, shared_p
 from retrieval_attn.gpu.shared.plan import SharedPlan
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.checkpoint import heads_config
 from retrieval_attn.model.fused.layers import load_layer_kernels, load_question_kernels
+from retrieval_attn.model.placed_experts import expert_buffer
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.codes import load_coder, side_stream
 from retrieval_attn.offload.staging import TORCH_DTYPE, host_format, pack, unpack
@@ -77,6 +79,8 @@ from retrieval_attn.runner.graph_pool import acquire, release, waits_for
 THREADS = 3
 """Pieces of work at the same time. Compiling, and loading, run outside Python's lock for the most part."""
 logger = logging.getLogger(__name__)
+MOST_MOVES = 64
+"""Experts that move at once, at most: 64 of GPT-OSS-120B's are 0.9 GB over the bus in each direction."""
 
 
 class Preparation:
@@ -519,3 +523,24 @@ class LayerLaunches:
 
 def _at_once(function: Callable[..., None], *arguments: object) -> None:
     function(*arguments)
+
+
+def move_experts(model: Any, most: int = MOST_MOVES) -> int:
+    """Move the experts that tokens visited most to GPU memory, at most `most`; return how many moved.
+
+    Captured steps stay valid. Blocks until the GPU has executed all launches. 0 for a model without experts in host
+    memory.
+    """
+    inner = unwrapped(model)
+    buffer = expert_buffer(inner)
+    if buffer is None:
+        return 0
+    try:
+        runtime = runtime_for(inner)
+        settle = None if runtime is None else runtime.synchronize
+    except BackendError:  # no graphs: no thread captures or answers one
+        settle = torch.cuda.synchronize
+    moved = buffer.move_hottest(most, settle or (lambda: None))
+    if moved:
+        logger.info("experts: %d moved to GPU memory, in exchange for as many", moved)
+    return moved

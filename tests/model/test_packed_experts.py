@@ -52,7 +52,7 @@ from tests.runner.graph_cases import CONFIG, Decoded
 from tests.tiny_models import build_model, random_ids
 
 CPU = torch.device("cpu")
-FORMS = {
+FORMS: dict[str, Any] = {
     "tiles": tiled_experts, "stored": quantized_experts, "placed": functools.partial(tiled_experts, on_host=3),
 }  # fmt: skip
 SIZES: dict[str, Any] = {"hidden_size": 96, "attn_implementation": "eager"}

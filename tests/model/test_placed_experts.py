@@ -22,7 +22,7 @@ from retrieval_attn.model.loading import load_model
 from retrieval_attn.model.placed_experts import BUFFER, expert_buffer
 from retrieval_attn.model.quantization import held_bytes
 from retrieval_attn.model.weights import weight_state
-from retrieval_attn.runner.experts import move_experts
+from retrieval_attn.runner.ready import move_experts
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.model.test_models import ALL, TOLERANCE, worst
 from tests.model.test_packed_experts import FAMILIES, build, logits_of, pack, unpack

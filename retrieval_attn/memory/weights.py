@@ -84,17 +84,21 @@ def named_bytes(model: Any, name: str, width: int) -> tuple[int, str]:
 def routed_experts(model: Any, text: Any, name: str | None, own: Any) -> RoutedExperts | None:
     """Return the experts of a model (built on the meta device) that may be in host memory; None: none may.
 
-    Those in 4 bits, but for a GGUF file's. text: the decoder's config. name: of the format that weights are quantized
-    to when they are loaded. own: the checkpoint's quantization_config.
+    Those in 4 bits. text: the decoder's config. name: of the format that weights are quantized to when they are loaded.
+    own: the checkpoint's quantization_config.
     """
-    method = None if own is None else str(options_in(own).get("quant_method"))
+    options = {} if own is None else options_in(own)
+    method, stored = options.get("quant_method"), None
     floats = _is_floats(method)
-    if floats:
+    if method == "gguf":
+        if options["form"] != "tiles" or options["mixed"]:
+            return None
+        floats, group, stored = options["floats"], options["group"], options["experts"]
+    elif floats:
         group = FLOAT_GROUP
     elif name == "int4":
         group = GROUP
     elif own is not None and importlib.util.find_spec(LIBRARY) is None and method in ("awq", "gptq"):
-        options = options_in(own)
         group = int(options.get("group_size") or options.get("q_group_size") or 128)
     else:
         return None
@@ -108,7 +112,7 @@ def routed_experts(model: Any, text: Any, name: str | None, own: Any) -> RoutedE
             counts.append(shapes[0].experts)
             block = max(block, sum(BlockLayout(shape, group, floats).nbytes for shape in shapes))
             packed += sum(packed_bytes(shape, group) for shape in shapes)
-    if not counts or len(set(counts)) > 1 or not visited:
+    if not counts or len(set(counts)) > 1 or not visited or stored not in (None, 2 * len(counts)):
         return None
     return RoutedExperts(len(counts), counts[0], visited, block, packed)
 

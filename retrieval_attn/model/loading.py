@@ -135,7 +135,8 @@ def _from_gguf(factory: Any, file: GgufFile, **options: Any) -> Any:
     # blocks are unpacked where the weights will be, unless those are spread over devices
     device = place[""] if isinstance(place, dict) and list(place) == [""] else torch.device("cpu")
     form = config.quantization_config["form"] if own_method(config) == METHOD else None
-    weights = weights_of(file, config, dtype, torch.device(device), form=form)
+    host_experts = 0 if form is None else config.quantization_config.get("host_experts", 0)
+    weights = weights_of(file, config, dtype, torch.device(device), form=form, host_experts=host_experts)
     if form is not None:
         del config.quantization_config  # transformers has a loader of its own by this name
     made: Any = factory._model_mapping[type(config)]
@@ -215,6 +216,8 @@ def load_model(
     gguf = resolve(model_path(name_or_path), download=True) is not None
     if yarn is not None or gguf:
         options["config"] = model_config
+    if gguf and host_experts:
+        model_config.quantization_config["host_experts"] = host_experts
     expand_segments(place)
     held_in = kernel_format(model_config, quantization)
     floats = not tensor_parallel and reads_floats(own_method(model_config)) and can_hold_floats(place)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import retrieval_attn as ra
 from retrieval_attn.cli import main
 from retrieval_attn.errors import ConfigError, InputDataError, UnsupportedModelError
+from retrieval_attn.gpu.expert_blocks import PlacedExperts
 from retrieval_attn.gpu.packed_experts import PackedExperts
 from retrieval_attn.memory.plan import plan
 from retrieval_attn.model.experts import ExpertWeights, expert_parameters, has_packed_experts
@@ -321,14 +322,22 @@ def test_experts_of_4_bits_stay_packed_on_a_gpu(name: str, tmp_path: Path, monke
     model = write(tmp_path / "model.gguf", family)
     file = read(tmp_path / "model.gguf")
     config = config_of(file)
-    found = weights_of(file, config, torch.bfloat16, torch.device("cpu"), form=TILES)
+    found, placed = (
+        weights_of(file, config, torch.bfloat16, torch.device("cpu"), form=TILES, host_experts=count)
+        for count in (0, 3)
+    )
     kept = kept_experts(file, TILES)
+    routed = plan(tmp_path / "model.gguf", 1024).shape.routed
+    assert routed is not None and routed.layers == config.num_hidden_layers
     assert len(kept) == 2 * config.num_hidden_layers
     for parameter, exact in model.named_parameters():
         if parameter.endswith(("gate_up_proj", "down_proj")) and ".experts." in parameter:
             weight = found[parameter][...]
             assert type(weight) is ExpertWeights and isinstance(weight.held, PackedExperts)
             copies = weight.copies(0, len(weight)).float()
+            other = placed[parameter][...]
+            assert isinstance(other.held, PlacedExperts) and len(other.held.weights.host) == 3
+            assert torch.equal(other.copies(0, len(other)).float(), copies)
             assert copies.shape == exact.shape and copies.std() > 0
             if name == "gpt-oss":
                 assert torch.equal(copies, exact.to(torch.bfloat16).float())

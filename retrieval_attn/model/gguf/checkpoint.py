@@ -31,6 +31,7 @@ from retrieval_attn.model.gguf.blocks import (
 )
 from retrieval_attn.model.gguf.file import GgufFile, StoredTensor
 from retrieval_attn.model.grouped import GroupedMatrix, packed_bytes
+from retrieval_attn.model.placed_experts import pack_placed
 from retrieval_attn.model.quantization import own_method, require_package
 from retrieval_attn.model.stored import Storage, StoredWeight
 
@@ -167,11 +168,14 @@ def config_of(file: GgufFile) -> Any:
     kept = [(storage, stored.shape) for stored in file.tensors.values() if (storage := _storage(stored)) is not None]
     tiles, stored = (_expert_sizes(file, form) for form in (TILES, STORED))
     if packed or kept or tiles.weights or stored.weights:
+        experts = kept_experts(file, TILES)
+        floats = {block_format(parts[0]).storage.floats for parts in experts.values()}
         counts = [math.prod(shape) for shape in packed]
         config.quantization_config = {
             "quant_method": METHOD, "form": TILES, "weights": sum(counts) + tiles.weights,
             "largest": max([*counts, tiles.largest]),
             "bytes": sum(packed_bytes(rows, columns, GROUP) for rows, columns in packed) + tiles.nbytes,
+            "group": GROUP, "experts": len(experts), "floats": floats == {True}, "mixed": len(floats) > 1,
             STORED: {
                 "quant_method": METHOD, "form": STORED,
                 "weights": sum(math.prod(shape) for _, shape in kept) + stored.weights, "largest": 0,
@@ -462,18 +466,24 @@ class Weight:
 class _Experts:
     """Experts that stay in few bits, read when transformers' loader indexes them.
 
-    parts: gate and up, or down. interleaved: see `_Architecture`. weight: Weight of a part. form: TILES or STORED.
+    parts: gate and up, or down. interleaved: see `_Architecture`. host_experts: see `weights_of`. weight: Weight of a
+    part. form: TILES or STORED.
     """
 
-    def __init__(self, parts: list[StoredTensor], weights: list[Weight], form: str, *, interleaved: bool) -> None:
+    def __init__(
+        self, parts: list[StoredTensor], weights: list[Weight], form: str, *, interleaved: bool, host_experts: int
+    ) -> None:
         self._parts, self._weights, self._form, self._interleaved = parts, weights, form, interleaved
+        self._host_experts = host_experts
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return the weights, a parameter."""
         block, shape, device = block_format(self._parts[0]), _joined_shape(self._parts), self._weights[0].device
         held: Experts
         if self._form == TILES:
-            held = packed_experts.pack_experts(self._matrices(block), shape, GROUP, device, floats=block.storage.floats)
+            held = pack_placed(
+                self._matrices(block), shape, GROUP, device, self._host_experts, floats=block.storage.floats
+            )
         else:
             held = stored_experts(self._matrices(block), shape, block.storage)
         weight = ExpertWeights(held, dtype=self._weights[0].dtype, transposed=self._interleaved)
@@ -501,11 +511,12 @@ class _Joined:
 
 
 def weights_of(
-    file: GgufFile, config: Any, dtype: torch.dtype, device: torch.device, *, form: str | None
+    file: GgufFile, config: Any, dtype: torch.dtype, device: torch.device, *, form: str | None, host_experts: int = 0
 ) -> dict[str, Any]:
     """Return the weights in `file` by parameter of the model of `config`, unread: see `Weight`.
 
-    form: of matrices that stay in few bits, TILES or STORED; None: all are unpacked. See `settled`.
+    form: of matrices that stay in few bits, TILES or STORED; None: all are unpacked. See `settled`. host_experts: of
+    each layer, in host memory.
     Raises InputDataError and UnsupportedModelError as `Weight`, and for tensors that no parameter corresponds to.
     """
     known, text = _architecture(file), config.get_text_config(decoder=True)
@@ -527,7 +538,9 @@ def weights_of(
             )
         if stored.name in kept and form is not None:
             weights = [Weight(one, dtype, device) for one in kept[stored.name]]
-            found[name] = _Experts(kept[stored.name], weights, form, interleaved=known.interleaved)
+            found[name] = _Experts(
+                kept[stored.name], weights, form, interleaved=known.interleaved, host_experts=host_experts
+            )
         elif leaf == "ffn_gate_exps":
             other = stored.name.replace("gate", "up")
             if other not in file.tensors:

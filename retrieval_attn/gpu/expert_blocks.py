@@ -31,6 +31,8 @@ CERTAIN = 5.0
 """Difference of two counts, in square roots of the larger one, by which an expert moves: the largest of 128 equally
 likely experts' counts exceeds the smallest by about 5.
 """
+TURN_SECONDS = 0.01
+"""Seconds between looks at whether the thread that has the buffer moves experts."""
 SAMPLE_BYTES = 64
 """Bytes of a block that tell experts apart."""
 BLOCK_ALIGNMENT = 64
@@ -264,7 +266,7 @@ class LayerBuffer:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         """layers: all that will use it, in their order."""
-        self._turn = threading.RLock()
+        self._turn, self._moving = threading.RLock(), False
         self._layer: Layer | None = None
         self._slots: dict[int, int] = {}
         self._used: Any = None
@@ -278,9 +280,17 @@ class LayerBuffer:
         return self
 
     @contextmanager
-    def filled(self, layer: Layer, experts: Iterable[int]) -> Iterator[LayerBuffer]:
-        """Copy these experts of a layer, unless they are there or in GPU memory; they stay until the block ends."""
-        with self._turn:
+    def filled(self, layer: Layer, experts: Iterable[int]) -> Iterator[LayerBuffer | None]:
+        """Copy these experts of a layer, unless they are there or in GPU memory; they stay until the block ends.
+
+        None: experts are being moved by another thread, which may wait for one that this thread holds up; the kernel of
+        `products` reads them by their addresses meanwhile.
+        """
+        while not self._turn.acquire(timeout=TURN_SECONDS):
+            if self._moving:
+                yield None
+                return
+        try:
             if self.bytes.is_cuda and self._used is not None:
                 torch.cuda.current_stream(self.bytes.device).wait_event(self._used)
             if self._layer is not layer:
@@ -296,6 +306,8 @@ class LayerBuffer:
                 if self.bytes.is_cuda:
                     self._used = torch.cuda.Event()
                     self._used.record(torch.cuda.current_stream(self.bytes.device))
+        finally:
+            self._turn.release()
 
     def block(self, blocks: ExpertBlocks, expert: int) -> Tensor | None:
         """Return the copy of an expert's block; None: there is none."""
@@ -317,10 +329,14 @@ class LayerBuffer:
         that may have read it is over. settle: blocks until the GPU has executed all launches, of any thread.
         """
         with self._turn:
-            swaps = self._swaps()[: min(most, len(self.bytes))]
-            if swaps:
-                self._exchange(swaps, settle)
-            return len(swaps)
+            self._moving = True
+            try:
+                swaps = self._swaps()[: min(most, len(self.bytes))]
+                if swaps:
+                    self._exchange(swaps, settle)
+                return len(swaps)
+            finally:
+                self._moving = False
 
     def _swaps(self) -> list[_Swap]:
         """Return the exchanges that counts suggest, largest difference first."""

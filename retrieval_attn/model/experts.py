@@ -436,6 +436,8 @@ class _Layer(NamedTuple):
         if isinstance(self.up, PlacedExperts):
             self.up.count(visits)
         with self._buffered(counts) as buffer:
+            if buffer is None and isinstance(self.up, PlacedExperts):
+                return self._multiplied_in_place(hidden, chosen, weights)
             for first in range(0, experts, step):
                 own = counts[first : first + step]
                 if not any(own):
@@ -449,9 +451,14 @@ class _Layer(NamedTuple):
                 found[pairs] = (product * weights.reshape(-1, 1)[pairs]).to(found.dtype)
         return found
 
+    def _multiplied_in_place(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Multiply as `multiplied_in_turn` by the kernel of a few tokens, KERNEL_TOKENS at a time."""
+        given = zip(hidden.split(KERNEL_TOKENS), chosen.split(KERNEL_TOKENS), strict=True)
+        return torch.cat([self.multiplied(*part) for part in given]) * weights.reshape(-1, 1)
+
     @contextmanager
     def _buffered(self, counts: list[int]) -> Iterator[LayerBuffer | None]:
-        """Copy the visited experts in host memory to the model's buffer; None: none is there."""
+        """Copy the visited experts in host memory to the model's buffer; None: none is there, or they are moved."""
         buffer, layer = vars(self.module).get(_SHARED, (None, ()))
         if buffer is None:
             yield None

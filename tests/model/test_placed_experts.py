@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,29 @@ def test_a_layer_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ra.disable(model)
     assert 0 < len(copied) == len(set(copied))
     assert worst(logits[:, -1:], logits_of(model, random_ids(1, 512))[:, -1:]) <= TOLERANCE
+
+
+def test_a_read_goes_on_during_moves() -> None:
+    """The thread that moves experts may wait for the one that reads; products in place have the same logits."""
+    model, ids = pack(build("gpt_oss"), "placed"), random_ids(1, 150)
+    expected, buffer = logits_of(model, ids), expert_buffer(model)
+    assert buffer is not None
+    began, over = threading.Event(), threading.Event()
+
+    def settle() -> None:
+        began.set()
+        assert over.wait(60)
+
+    blocks_of(model)[0].counts.copy_(torch.tensor([0, 9000, 9000, 9000]))
+    mover = threading.Thread(target=buffer.move_hottest, args=(9, settle))
+    mover.start()
+    try:
+        assert began.wait(60)
+        assert worst(logits_of(model, ids), expected) <= TOLERANCE
+    finally:
+        over.set()
+        mover.join()
+    assert worst(logits_of(model, ids), expected) <= TOLERANCE and blocks_of(model)[0].is_on_host(0)
 
 
 def test_experts_move_once_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ def test_copies_are_those_of_one_tensor(pair: Pair) -> None:
         expected = pair.whole.matrices(first, count)
         assert torch.equal(pair.placed.matrices(first, count), expected)
         with LayerBuffer([layer]).filled(layer, range(first, first + count)) as buffer:
+            assert buffer is not None
             for expert in range(first, first + count):
                 assert (buffer.block(pair.blocks, expert) is not None) == (expert >= EXPERTS - ON_HOST)
             pair.settle()

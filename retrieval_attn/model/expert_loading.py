@@ -137,6 +137,11 @@ class ExpertsQuantizer(TorchAoHfQuantizer):
         packed = _is_packed(*get_module_from_name(model, param_name))
         return packed or super().param_needs_quantization(model, param_name, **options)
 
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Return the bytes of a number that are allocated ahead; 0 for experts that may be in host memory."""
+        placed = vars(self.quantization_config)["host_experts"] and _is_packed(*get_module_from_name(model, param_name))
+        return 0 if placed else super().param_element_size(model, param_name, param)
+
     def get_quantize_ops(self) -> Any:
         """Return the operation that quantizes a parameter."""
         own = vars(self.quantization_config)

@@ -35,6 +35,12 @@ class ReadQuantizer(HfQuantizer):
         """Return False."""
         return False
 
+    def param_element_size(self, *_: Any) -> float:
+        """Return 0 bytes: transformers allocates all weights' bytes at once before it loads them, in the dtype of the
+        model, which for weights of 4 bits may exceed the GPU.
+        """
+        return 0
+
     @property
     def is_trainable(self) -> bool:
         """False."""

@@ -17,11 +17,13 @@ from retrieval_attn.gpu import expert_blocks
 from retrieval_attn.gpu.expert_blocks import ExpertBlocks, PlacedExperts
 from retrieval_attn.memory.routed import fewest_on_host
 from retrieval_attn.memory.shape import model_shape
+from retrieval_attn.model.expert_loading import ExpertsConfig, ExpertsQuantizer, FloatsQuantizer
 from retrieval_attn.model.experts import has_packed_experts
 from retrieval_attn.model.identity import weights_digest
 from retrieval_attn.model.loading import load_model
 from retrieval_attn.model.placed_experts import BUFFER, expert_buffer
-from retrieval_attn.model.quantization import held_bytes
+from retrieval_attn.model.quantization import held_bytes, int4_config
+from retrieval_attn.model.quantizers import ReadConfig
 from retrieval_attn.model.weights import weight_state
 from retrieval_attn.runner.ready import move_experts
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
@@ -193,6 +195,24 @@ def test_other_experts_stay_in_gpu_memory(tmp_path: Path) -> None:
     quantized = model_shape(source, None, "int4").routed
     assert quantized is not None and quantized.count == 128
     assert fewest_on_host(quantized, 0) == 128 and fewest_on_host(quantized, 1 << 50) == 1
+
+
+def test_loading_allocates_no_experts_ahead() -> None:
+    """transformers would allocate all experts on the GPU, in 16 bits, before it loads the first one."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    model = build("qwen3_moe")
+    weights = dict(model.named_parameters())
+    expert = next(name for name in weights if name.endswith("down_proj") and "experts" in name)
+    device = torch.device("cpu")
+    sizes = {
+        count: ExpertsQuantizer(
+            ExpertsConfig(int4_config(device), device="cpu", host_experts=count), pre_quantized=False
+        ).param_element_size(model, expert, weights[expert])
+        for count in (0, 2)
+    }
+    assert sizes[0] > 0 and sizes[2] == 0
+    read = FloatsQuantizer(ReadConfig(device="cpu", host_experts=2), pre_quantized=True)
+    assert read.param_element_size(model, expert, weights[expert]) == 0
 
 
 @pytest.mark.cuda

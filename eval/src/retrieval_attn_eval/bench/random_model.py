@@ -60,7 +60,7 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "max_position_embeddings": 262144,
     },
-    # Experts in MXFP4.
+    # Experts in MXFP4. Published with 131,072 positions; random weights read longer texts as well.
     "gpt-oss-120b": {
         "model_type": "gpt_oss",
         "hidden_size": 2880,
@@ -72,7 +72,7 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
         "vocab_size": 201088,
-        "max_position_embeddings": 131072,
+        "max_position_embeddings": 262144,
     },
     "tiny-experts": {
         "model_type": "gpt_oss",

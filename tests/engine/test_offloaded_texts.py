@@ -94,7 +94,7 @@ def test_a_fork_waits_for_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(codes_module, "_load_some", slow)
     fork = entry.fork()
-    coming = [one._coming for one in codes]
+    coming = [one._load_future for one in codes]
     assert not any(one.offloaded for one in codes) and not any(one is None or one.done() for one in coming)
     assert sum(one.device_nbytes for one in codes) > 0, "their memory is taken"
     threading.Timer(0.1, released.set).start()

@@ -109,7 +109,7 @@ class UploadSource(AttentionSource[TokenRange]):
     def __init__(self, request: AttentionRequest, ranges: list[TokenRange]) -> None:
         super().__init__(request, ranges)
         held, window = request.held, request.held.window
-        self._tail = window.tail()
+        self._like = window.buffers
         self._start = ranges[0].start
         stop = None if request.exact else ranges[0].stop  # of a step the window has the rest
         self._cut = functools.partial(UploadSpan.of, start=self._start, stop=stop)
@@ -120,12 +120,12 @@ class UploadSource(AttentionSource[TokenRange]):
                 for _, low, high, first in one.host.parts(one.start, one.stop)
             ]
         self._spans = [(UploadSpan.of(one.host, one.stop, one.start), one.rows) for one in ranges]
-        used = slice(*window.span)
-        near = tuple(part[:, :, used] for part in window.buffers)
         is_near = len(ranges) == window.batch == 1 and not held.batch.forgotten.tokens and window.valid is None
         is_near = is_near and request.exact
         is_near = is_near and window.sink_len + window.tail_len == held.columns - self._start
-        self._near = near if is_near and near[0].dtype == TORCH_DTYPE[held.fmt] else None
+        is_near = is_near and window.buffers[0].dtype == TORCH_DTYPE[held.fmt]
+        used = slice(*window.span)
+        self._near = tuple(part[:, :, used] for part in window.buffers) if is_near else None
 
     @classmethod
     def covers(cls, request: AttentionRequest, tokens: TokenRange) -> TokenRange | None:
@@ -143,7 +143,7 @@ class UploadSource(AttentionSource[TokenRange]):
         found = self._walk(asked, self.scoring, self._cut, last=self.last)
         if len(query) == 1:
             return SourceResult(found[0] if len(found) == 1 else merge(found))
-        whole = empty_partial(query, self._tail[1].shape[3])
+        whole = empty_partial(query, self._like[1].shape[3])
         for done, (_, rows) in zip(found, groups, strict=True):
             whole.out[rows] = unstacked(done.out[0], len(rows))
             whole.lse[rows] = unstacked(done.lse[0], len(rows))
@@ -173,7 +173,7 @@ class UploadSource(AttentionSource[TokenRange]):
                 attend(query, key[:, :, span], value[:, :, span], scale=scale, softcap=softcap) for query, span in spans
             ]
         found: list[Partial | None] = [None] * len(asked)
-        for number, key, value in uploads.walk([one for one, _ in asked], self._tail[0].dtype, last=last, cut=cut):
+        for number, key, value in uploads.walk([one for one, _ in asked], self._like[0].dtype, last=last, cut=cut):
             part = attend(asked[number][1], key, value, scale=scale, softcap=softcap)
             before = found[number]
             found[number] = part if before is None else merge([before, part])
@@ -266,22 +266,22 @@ class ExactPass:
             raise CacheMismatchError(f"A pass announced {new.total} tokens and brought {new.filled}.")
         return self._held.host_work(*new.new, new.valid, make)
 
-    def finish(self, work: HostWork, model: nn.Module | None, module: nn.Module | None) -> None:
+    def finish(self, work: HostWork, model: nn.Module | None, module: nn.Module | None, *, slid: bool = False) -> None:
         """Store the pass in host memory, window, sinks and index by `work`, which continues while a GPU computes.
 
-        model, module: the model and its attention layer, as far as they are known: they move training queries.
+        model, module: the model and its attention layer, as far as they are known: they move training queries. slid:
+        see `LayerKV.take_pass`.
         """
         held, new = self._held, self.new
         work.start_copy()
-        held.take_pass(new, work)
+        held.take_pass(new, work, slid=slid)
         for host, (row, *_) in rows_by_path(held.hosts):
             start, stop = held.ranges[row]
             if stop <= start:
                 continue
             if not self._first and 2 * indexed_from(host, start) >= stop - start:
                 work.extend(host, stop)
-                turn = new.new_of(row, 0)
-                if DRIFT_SHARE * turn.shape[1] >= stop - start and drifted(host, turn):
+                if DRIFT_SHARE * new.count(row) >= stop - start and drifted(host, new.new_of(row, 0)):
                     self._cluster(work, host, (start, stop), self._moved(self._metric_sample, model, module, row), row)
                 else:
                     work.clusters.extend(host, (start, stop))

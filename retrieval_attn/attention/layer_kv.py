@@ -18,7 +18,7 @@ from retrieval_attn.attention.sequence import Batch, Forgotten, LayerUploads, re
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
 from retrieval_attn.errors import CacheMismatchError
-from retrieval_attn.gpu.attention.window import WindowCache, sinks_of
+from retrieval_attn.gpu.attention.window import Slide, WindowCache, sinks_of
 from retrieval_attn.index.base import MAX_KEYS
 from retrieval_attn.index.flat import FULL_ROOM, kept_tokens
 from retrieval_attn.index.formats import Format
@@ -77,7 +77,7 @@ class PassTokens:
         """held: tokens before the pass, all of them on the host."""
         self.total = total
         self._before = [(host, len(host)) for host in held.hosts]
-        self._like = held.window.tail()[0]
+        self._like = held.window.buffers[0]
         self.filled = 0
         self.valid: Tensor | None = None
         self._new: tuple[Tensor, Tensor] | None = None
@@ -100,6 +100,10 @@ class PassTokens:
     def new_of(self, row: int, which: int) -> Tensor:
         """The real new keys (which 0) or values (1) of a row (kv_heads, tokens, dim)."""
         return self.new[which][row][:, self.real(row, 0, self.filled)]
+
+    def count(self, row: int) -> int:
+        """Return how many new tokens of a row are real."""
+        return self.filled if self.valid is None else int(self.valid[row, : self.filled].sum())
 
     def rows_of(self, row: int, which: int) -> Tensor:
         """Return the real keys (which 0) or values (1) of a row, earlier and new: (kv_heads, tokens, dim).
@@ -252,20 +256,39 @@ class LayerKV:
             work.append(row, host, None if valid is None else valid[row].numpy())
         return work
 
-    def take_pass(self, done: PassTokens, work: HostWork) -> None:
-        """The tokens of a pass are on their way to the host by `work`: put the last of them into the window."""
+    def slide_of(self, tokens: slice) -> Slide | None:
+        """Return how the window moves when a pass of these tokens of a batch ends; None if it moves by itself."""
+        new = tokens.stop - tokens.start
+        recent, found = min(new, self._size.kept), None
+        if not self._size.grows and self.columns:
+            found = Slide(self.window, self._dropped_by(recent), tokens.stop - recent, tokens.stop)
+        return found if found is not None and found.is_plain else None
+
+    def _dropped_by(self, recent: int) -> int:
+        """Return the tokens that leave the tail when `recent` new ones come by a pass."""
+        return max(0, self.window.tail_len - (self._size.kept - recent))
+
+    def take_pass(self, done: PassTokens, work: HostWork, *, slid: bool = False) -> None:
+        """The tokens of a pass are on their way to the host by `work`: put the last of them into the window.
+
+        slid: the window has them already, see `slide_of`.
+        """
         first = done if self.columns == 0 else None
-        total = self.columns + done.total
-        recent = min(done.total, self._size.kept)
-        self.window.drop_oldest(self.window.tail_len - min(self.window.tail_len, self._size.kept - recent))
-        if self._size.grows:
-            self._size.fit(self.window, self.window.tail_len + recent)
-        span = slice(done.total - recent, done.total)
-        key, value = done.new
-        valid = None if done.valid is None else done.valid[:, span].to(key.device)
-        self.window.append(key[:, :, span], value[:, :, span], valid)
+        total = done.total + (self.host_columns if slid else self.columns)
+        if not slid:
+            self._take_recent(done)
         self.tail_start, self.host_columns = total - self.window.tail_len, total
         self.place_sinks(first, work)
+
+    def _take_recent(self, done: PassTokens) -> None:
+        recent = min(done.total, self._size.kept)
+        dropped = self._dropped_by(recent)
+        if self._size.grows:
+            self._size.fit(self.window, self.window.tail_len + recent - dropped)
+        span = slice(done.total - recent, done.total)
+        key, value = done.new if recent == done.total else (part[:, :, span] for part in done.new)
+        valid = None if done.valid is None else done.valid[:, span].to(key.device)
+        self.window.slide(dropped, key, value, valid)
 
     def place_sinks(self, first: PassTokens | None, work: HostWork | None = None) -> None:
         """The tail has moved: compute sinks and the range that retrieval covers per row, and load missing sinks.
@@ -399,7 +422,7 @@ class LayerKV:
         """
         if self.window.room < 1:
             self.spill()
-            self.window.make_room(1)
+        self.window.make_room(1)
         self.window.note_appended(1)
 
     def first_row(self) -> tuple[SequenceKV, tuple[int, int]]:

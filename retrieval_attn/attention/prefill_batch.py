@@ -7,8 +7,10 @@ gets the same result as alone in its layer. An error with one row's tokens is ra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from retrieval_attn.attention.source import AttentionSource, Source, SourcePlan
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge, sink_logit_partial
+from retrieval_attn.gpu.attention.window import slide_together
 from retrieval_attn.index.formats import Format
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.packed_work import PackedWork
@@ -180,9 +183,14 @@ class PrefillTokens(NamedTuple):
     key: Tensor
     value: Tensor
 
-    def of(self, span: slice) -> PrefillTokens:
-        """Some of them, views."""
-        return PrefillTokens(*(part[:, :, span] for part in self))
+    def of(self, spans: Items[slice]) -> list[PrefillTokens]:
+        """Return the tokens of each span, views. spans: ascending, without common tokens."""
+        edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), self.query.shape[2]]
+        sizes = [stop - start for start, stop in pairwise(edges)]
+        if sizes == [0, self.query.shape[2], 0]:
+            return [self]
+        parts = (part.split(sizes, dim=2)[1::2] for part in self)
+        return [PrefillTokens(*one) for one in zip(*parts, strict=True)]
 
 
 class Lanes:
@@ -190,6 +198,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._indices: dict[Hashable, Tensor] = {}
 
     def attend(self, new: PrefillTokens, spans: Items[slice], scoring: Scoring) -> Partial:
         """Each row's queries over its own keys up to their own: a call for rows of up to twice the same length.
@@ -206,12 +215,13 @@ class Lanes:
     def _attend(self, new: PrefillTokens, spans: Items[slice], scoring: Scoring) -> Partial:
         """The tokens of these rows, one row's behind another's."""
         if len(spans) == 1:
-            return attend(*new.of(spans[0]), scale=scoring.scale, softcap=scoring.softcap, causal=True)
+            return attend(*new.of(spans)[0], scale=scoring.scale, softcap=scoring.softcap, causal=True)
         there, back = self._places(spans, new.query.device)
         rows = PrefillTokens(*(_batched(part, there, len(spans)) for part in new))
         found = attend(*rows, scale=scoring.scale, softcap=scoring.softcap, causal=True)
-        out, lse = (part.transpose(0, 1).flatten(1, 2)[None].index_select(2, back) for part in found)
-        return Partial(out, lse)
+        heads, places = new.query.shape[1], len(there)
+        out = found.out.transpose(0, 1).reshape(1, heads, places, -1).index_select(2, back)
+        return Partial(out, found.lse.transpose(0, 1).reshape(1, heads, places).index_select(2, back))
 
     def _places(self, spans: Items[slice], device: torch.device) -> tuple[Tensor, Tensor]:
         """Which token stands at each place of the batch, and at which place each token stands."""
@@ -225,10 +235,17 @@ class Lanes:
             self._kept[key] = sent(there.reshape(-1), device), sent(back, device)
         return self._kept[key]
 
+    def index(self, device: torch.device, layout: Hashable, make: Callable[[], np.ndarray]) -> Tensor:
+        """Return an index of `slide_together` on the device."""
+        key = (device, layout)
+        if key not in self._indices:
+            self._indices[key] = sent(make(), device)
+        return self._indices[key]
+
 
 def _batched(part: Tensor, there: Tensor, rows: int) -> Tensor:
     """part (1, heads, tokens, dim): (rows, heads, tokens of the longest, dim)."""
-    return part[0].index_select(1, there).unflatten(1, (rows, -1)).transpose(0, 1)
+    return part.index_select(2, there).view(part.shape[1], rows, -1, part.shape[3]).transpose(0, 1)
 
 
 def read_together(
@@ -238,55 +255,66 @@ def read_together(
     scoring: Scoring,
     sink_logits: Tensor | None,
     lanes: Lanes,
-    out: Tensor,
-) -> dict[int, Exception]:
+    out: Tensor | None,
+) -> tuple[Tensor | None, dict[int, Exception]]:
     """Store the new tokens of these rows and attend to all they hold. Layers that `reads_plainly`.
 
-    out (1, q_heads, tokens, value_dim) float32: written where the rows' tokens are. Returns what went wrong with a row.
+    out (1, q_heads, tokens, value_dim) float32: written where the rows' tokens are; None: of all tokens, made here.
+    Returns it, None if no row has got that far, and what went wrong with a row.
     """
     errors: dict[int, Exception] = {}
+    own_tokens = dict(zip((one.row for one in rows), new.of([one.span for one in rows]), strict=True))
     waited = traffic(new.key.device).make_room(earlier=LAYERS_LEAVING)
     plans: dict[int, SourcePlan] = {}
 
     def begin(one: RowRead) -> None:
-        own = new.of(one.span)
+        own = own_tokens[one.row]
         one.layer.stats.wait_seconds += waited / len(rows)
         one.layer.update(own.key, own.value)
         plans[one.row] = one.layer.begin_read(module, own.query, one.spec, scoring)
 
     begun = _each(rows, begin, errors)
     if begun:
-        _attend([one.span for one in begun], [plans[one.row] for one in begun], new, scoring, sink_logits, lanes, out)
-        _store(begun, new, errors)
-    return errors
+        asked = [own_tokens[one.row].query for one in begun]
+        found = _attend(
+            [one.span for one in begun], asked, [plans[one.row] for one in begun], new, scoring, sink_logits, lanes
+        )
+        out = _written(found, [one.span for one in begun], new, out)
+        _store(begun, new, lanes, errors)
+    return out, errors
 
 
 def _attend(
     spans: Items[slice],
+    queries: Items[Tensor],
     plans: Items[SourcePlan],
     new: PrefillTokens,
     scoring: Scoring,
     sink_logits: Tensor | None,
     lanes: Lanes,
-    out: Tensor,
-) -> None:
-    """Each row's tokens to what it held and to themselves."""
+) -> Tensor:
+    """Each row's tokens to what it held and to themselves: one row's results behind another's."""
     own = lanes.attend(new, spans, scoring)
     parts = [own]
     if any(plan.sources for plan in plans):
-        asked = [new.query[:, :, span] for span in spans]
-        parts.insert(0, attend_together(plans, asked, new.value.shape[3], *scoring))
+        parts.insert(0, attend_together(plans, queries, new.value.shape[3], *scoring))
     if sink_logits is not None:
         parts.append(sink_logit_partial(sink_logits, own.out, new.value.shape[3]))
-    found = merge(parts).out
-    if found.shape == out.shape:
-        out.copy_(found)
-        return
+    return merge(parts).out
+
+
+def _written(found: Tensor, spans: Items[slice], new: PrefillTokens, out: Tensor | None) -> Tensor:
+    """Write results of the tokens of these spans, one span's behind another's, to `out`, zeros if it is None."""
+    if out is None and found.shape[2] == new.query.shape[2]:
+        return found
+    if out is None:
+        out = found.new_zeros(*found.shape[:2], new.query.shape[2], found.shape[3])
     for span, answer in zip(spans, found.split([span.stop - span.start for span in spans], 2), strict=True):
         out[:, :, span] = answer
+    return out
 
 
-def _store(rows: Items[RowRead], new: PrefillTokens, errors: dict[int, Exception]) -> None:
+def _store(rows: Items[RowRead], new: PrefillTokens, lanes: Lanes, errors: dict[int, Exception]) -> None:
     """The new tokens go to windows and, together, to the host."""
     works: dict[Format, PackedWork] = {}
 
@@ -298,7 +326,11 @@ def _store(rows: Items[RowRead], new: PrefillTokens, errors: dict[int, Exception
     sent_rows = _each(rows, send, errors)
     for work in works.values():
         work.start_copy(new.key, new.value)
-    ended = _each(sent_rows, lambda one: one.layer.end_read(), errors)
+    slides = {one.row: slide for one in sent_rows if (slide := one.layer.slide_of(one.span)) is not None}
+    if slides:
+        index = functools.partial(lanes.index, new.key.device)
+        slide_together(list(slides.values()), new.key, new.value, index)
+    ended = _each(sent_rows, lambda one: one.layer.end_read(slid=one.row in slides), errors)
     for work in works.values():
         work.start_build()
     _each(ended, lambda one: one.layer.check_index(), errors)

@@ -33,7 +33,7 @@ from retrieval_attn.config import Config
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge
-from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.gpu.attention.window import Slide, WindowCache
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.staging import host_format
@@ -342,19 +342,24 @@ class RetrievalLayer(CacheLayer):
         assert self._pass is not None
         self._work = self._pass.host_work(make)
 
-    def end_read(self) -> None:
+    def slide_of(self, tokens: slice) -> Slide | None:
+        """See `LayerKV.slide_of`."""
+        assert self.held is not None
+        return self.held.slide_of(tokens)
+
+    def end_read(self, *, slid: bool = False) -> None:
         """Move the tokens to their places and request the rest of the work, after it has begun to copy.
 
-        Raises the errors of the work so far.
+        slid: the window has them already, see `slide_of`. Raises the errors of the work so far.
         """
         assert self._pass is not None and self._work is not None
         self._work.check()
         done, self._pass = self._pass, None
-        self._finish_pass(done, self._work)
+        self._finish_pass(done, self._work, slid=slid)
         CacheLayer.end_pass(self)
 
-    def _finish_pass(self, done: ExactPass, work: HostWork) -> None:
-        done.finish(work, alive(self._model), alive(self._owner))
+    def _finish_pass(self, done: ExactPass, work: HostWork, *, slid: bool = False) -> None:
+        done.finish(work, alive(self._model), alive(self._owner), slid=slid)
         self._note_stored(done.new.total)
 
     def begin_token(self, module: nn.Module, q_heads: int, spec: MaskSpec) -> LayerKV:

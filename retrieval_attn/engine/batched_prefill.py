@@ -98,7 +98,7 @@ class PackedLayer(RowsLayer):
         if self._rows.on_cell is not None:
             self._rows.on_cell()
         key, value = self._take_pending(module)
-        out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
+        out: Tensor | None = None
         together: list[RowRead] = []
         for row, (layer, span) in enumerate(zip(self._layers, self._rows.spans, strict=True)):
             if row in self._rows.errors:
@@ -107,6 +107,8 @@ class PackedLayer(RowsLayer):
             if isinstance(layer, RetrievalLayer) and layer.reads_plainly(self._rows.new_tokens(row)):
                 together.append(RowRead(row, layer, own, span))
                 continue
+            if out is None:
+                out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float32)
             try:
                 layer.update(key[:, :, span], value[:, :, span])
                 out[:, :, span] = layer.attend(
@@ -116,10 +118,10 @@ class PackedLayer(RowsLayer):
                 self._rows.fail(row, error)
         if together:
             new, scoring = PrefillTokens(query, key, value), Scoring(scale, softcap)
-            errors = read_together(together, module, new, scoring, sink_logits, self._rows.lanes, out)
+            out, errors = read_together(together, module, new, scoring, sink_logits, self._rows.lanes, out)
             for row, problem in errors.items():
                 self._rows.fail(row, problem)
-        return out
+        return query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float32) if out is None else out
 
 
 SHORT_TOKENS = 512

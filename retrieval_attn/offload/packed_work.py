@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload import work as host_work
 from retrieval_attn.offload.build import event_now
@@ -40,6 +41,10 @@ class RowWork(HostWork):
         self.span = span
         self._error: Exception | None = None  # from the copy, later from what is brought for the builds
         self._began = 0.0
+
+    def append(self, row: int, host: SequenceKV, real: np.ndarray | None) -> None:
+        """See `KVCopy.append`."""
+        self._copy.append(row, host, real, replicates=False)
 
     def start_copy(self) -> None:
         """The pack copies."""
@@ -134,7 +139,7 @@ class PackedWork:
             return
         low, high = min(one.span.start for one in self._rows), max(one.span.stop for one in self._rows)
         # token by token, as linear layers write them: one kernel, and pieces of tokens are runs of memory
-        parts = [pack(part.detach()[0, :, low:high].transpose(0, 1), self._fmt) for part in (key, value)]
+        parts = [pack(part[0, :, low:high].transpose(0, 1), self._fmt) for part in (key, value)]
         side_by_side, width = torch.cat(parts, dim=-1), parts[0].shape[-1]
         ready = event_now(self.device)
         for one in self._rows:

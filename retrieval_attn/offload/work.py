@@ -52,16 +52,22 @@ class KVCopy:
         """stop: if it is set, copies that have not begun raise CancelledError."""
         self.device = key.device
         self._fmt, self._stop = fmt, stop
-        self._kv = [(key.detach(), value.detach())]  # empty once they are copied
+        graph = key.requires_grad or value.requires_grad
+        self._kv = [(key.detach(), value.detach()) if graph else (key, value)]  # empty once they are copied
         self._rows: list[tuple[int, SequenceKV, np.ndarray | None]] = []
         self._whole: set[int] = set()
         self._begun: dict[int, Replicas] = {}
 
-    def append(self, row: int, host: SequenceKV, real: np.ndarray | None) -> None:
-        """Queue row `row` for the end of `host`. real: (new,) bool, columns that are tokens; None: all."""
+    def append(self, row: int, host: SequenceKV, real: np.ndarray | None, *, replicates: bool = True) -> None:
+        """Queue row `row` for the end of `host`. real: (new,) bool, columns that are tokens; None: all.
+
+        replicates: replicas follow the tokens on the device, see `staged` and `direct`.
+        """
         self._rows.append((row, host, real))
         if real is None and len(host) == 0:
             self._whole.add(id(host))
+        if not replicates:
+            return
         key, value = (tensor[row] for tensor in self._kv[0])
         kinds = replica_kinds(of_segments=True)
         self._begun[id(host)] = {cls.kind: cls.of_prefill(host, key, value) for cls in kinds}

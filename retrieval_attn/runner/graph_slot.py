@@ -341,8 +341,8 @@ class GraphSlot:
         window = window_of(layer)
         if window.buffers[0] is view[0]:
             return
-        grown = isinstance(layer, RetrievalLayer) and window.buffers[0].shape[2] > view[0].shape[2]
-        needed = window.buffers[0].shape[2] if grown else window.span[1]
+        grown = isinstance(layer, RetrievalLayer) and window.slots > view[0].shape[2]
+        needed = window.slots if grown else window.span[1]
         if needed > view[0].shape[2]:
             raise WindowsGrownError(
                 f"a window of {needed} tokens needs a row of as many, got a row of {view[0].shape[2]} tokens"

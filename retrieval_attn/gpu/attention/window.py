@@ -3,15 +3,19 @@
 One buffer per layer, `[free | sinks | tail | free]` along the token axis, batched over the rows of a cache. The tail
 begins at a fixed slot and grows to the right; when it is full the owner moves its oldest tokens to the host and calls
 `drop_oldest`. A per-row validity mask exists only when some row is padded; without padding no mask is ever built.
-A captured graph reads and writes the same buffer (`use`), so nothing here moves it unless it must grow.
+A captured graph reads and writes the same buffer (`use`), so nothing here moves it unless it must grow. Forks share a
+buffer until they write (copy on write). A prompt that is prefilled moves a window by one concatenation, windows of the
+rows of a batch by one gather (`slide_together`).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +58,8 @@ class WindowCache:
         self._tail = sinks  # slot of the tail's first token
         self._key = _room_for(key, sinks + capacity)
         self._value = _room_for(value, sinks + capacity)
+        self._apart: int | None = None  # other windows have these buffers: first slot of the tail in buffers to come
+        self._in_graph = False  # a captured graph writes these buffers
         self._places: WindowPlaces | None = None  # of these, once `places` was read
         self._home: torch.device | None = None  # of a window that is offloaded
         self._copies: tuple[Tensor, Tensor] | None = None  # of the buffers, in host memory
@@ -68,6 +74,11 @@ class WindowCache:
         return self._key.nbytes + self._value.nbytes
 
     @property
+    def slots(self) -> int:
+        """Slots of `buffers`, or of their copy that the next write makes if other windows share them."""
+        return int(self._key.shape[2]) if self._apart is None else self._apart + self._capacity
+
+    @property
     def room(self) -> int:
         """Tokens that can still be appended."""
         return self._capacity - self.tail_len
@@ -79,7 +90,7 @@ class WindowCache:
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor]:
-        """Keys and values with all their slots, (batch, kv_heads, slots, dim)."""
+        """Keys and values with all their slots, (batch, kv_heads, slots, dim). Write only after `make_room`."""
         return self._key, self._value
 
     def use(self, key: Tensor, value: Tensor) -> None:
@@ -87,21 +98,22 @@ class WindowCache:
 
         The tail keeps its first slot. Raises ShapeError for buffers that cannot hold it.
         """
-        low, high = self.span
+        (low, high), tail = self.span, self._tail if self._apart is None else self._apart
+        moved = tail - self._tail
         for mine, given in ((self._key, key), (self._value, value)):
             same = (mine.shape[:2], mine.shape[3], mine.dtype) == (given.shape[:2], given.shape[3], given.dtype)
-            if not same or given.shape[2] < high:
+            if not same or given.shape[2] < high + moved:
                 raise ShapeError(
-                    f"a window of {tuple(mine.shape)} with {high} used slots cannot move to a buffer of "
+                    f"a window of {tuple(mine.shape)} with {high + moved} used slots cannot move to a buffer of "
                     f"{tuple(given.shape)}."
                 )
-            given[:, :, low:high] = mine[:, :, low:high]
-        self._key, self._value, self._places = key, value, None
-        self._capacity = key.shape[2] - self._tail
+            given[:, :, low + moved : high + moved] = mine[:, :, low:high]
+        self._put(key, value, tail, key.shape[2] - tail)
+        self._in_graph = True
 
     def own(self) -> None:
-        """Move into memory of its own again: the shared buffers get other tokens."""
-        self._key, self._value, self._places = self._key.clone(), self._value.clone(), None
+        """Move out of a graph's buffers into memory of its own."""
+        self._put(self._key.clone(), self._value.clone(), self._tail, self._capacity)
 
     def note_appended(self, count: int) -> None:
         """`count` real tokens were written behind the tail by a caller that knew `span` and `buffers`."""
@@ -134,12 +146,36 @@ class WindowCache:
         """
         if self.valid is None:
             return
+        self.make_room(0)
         order = self.valid.to(torch.uint8).argsort(dim=1, stable=True)
         used = slice(*self.span)
         for buffer in self.buffers:
             mine = buffer[:, :, used]
             mine.copy_(mine.gather(2, order[:, None, :, None].expand_as(mine)))
         self.valid = self.valid.gather(1, order)
+
+    def slide(self, count: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Forget the `count` oldest tokens of the tail and append others, in one operation if possible."""
+        new, padded = key.shape[2], valid is not None or self.valid is not None
+        fits = self.tail_len - count + new <= self._capacity
+        if padded or self._in_graph or not fits or (self._apart is None and not count):
+            self.drop_oldest(count)
+            self.append(key, value, valid)
+            return
+        self._require_dropped(count)
+        tail = self._tail if self._apart is None else self._apart
+        self._put(*(self._slid(*pair, count, tail) for pair in zip(self.buffers, (key, value), strict=True)), tail)
+        self.tail_len += new - count
+
+    def _slid(self, buffer: Tensor, new: Tensor, dropped: int, tail: int) -> Tensor:
+        """Return keys or values for `slide`: free slots have any contents."""
+        (low, high), first = self.span, self._tail
+        kept = [slice(low, high)] if not dropped else [slice(low, first), slice(first + dropped, high)]
+        used = high - first - dropped + new.shape[2]
+        free = tail - self.sink_len, self._capacity - used
+        spare = buffer if buffer.shape[2] >= max(free) else _room_for(buffer, max(free), buffer.device)
+        parts = [spare[:, :, : free[0]], *(buffer[:, :, span] for span in kept), new, spare[:, :, : free[1]]]
+        return torch.cat([part for part in parts if part.shape[2]], dim=2)
 
     def drop_newest_of(self, counts: Items[int], columns: int) -> None:
         """Forget the `counts` newest tokens of each row, and columns of padding, `columns` in all.
@@ -162,15 +198,17 @@ class WindowCache:
             raise ShapeError(
                 f"a window of {self.tail_len} tokens cannot shrink to {capacity}; drop its oldest tokens first."
             )
-        if self._capacity > capacity:
+        if self._apart is not None:
+            self._capacity = min(self._capacity, capacity)
+        elif self._capacity > capacity:
             self._resize(self._tail, capacity)
 
     def drop_oldest(self, count: int) -> None:
         """Forget the `count` oldest tokens of the tail (they are on the host by now)."""
-        if count < 0 or count > self.tail_len:
-            raise ShapeError(f"count must be from 0 to the {self.tail_len} tokens of the window, got {count} to drop.")
+        self._require_dropped(count)
         if count == 0:
             return
+        self.make_room(0)
         high = self.span[1]
         keep, target = slice(self._tail + count, high), slice(self._tail, high - count)
         for buffer in self.buffers:
@@ -178,6 +216,10 @@ class WindowCache:
         if self.valid is not None:
             self.valid = torch.cat([self.valid[:, : self.sink_len], self.valid[:, self.sink_len + count :]], dim=1)
         self.tail_len -= count
+
+    def _require_dropped(self, count: int) -> None:
+        if count < 0 or count > self.tail_len:
+            raise ShapeError(f"count must be from 0 to the {self.tail_len} tokens of the window, got {count} to drop.")
 
     def truncate(self, count: int) -> None:
         """Forget the `count` newest tokens of the tail."""
@@ -192,6 +234,7 @@ class WindowCache:
     def set_sinks(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Replace the sinks by (batch, kv_heads, sinks, dim) tensors; the tail stays."""
         tail_valid = None if self.valid is None else self.valid[:, self.sink_len :]
+        self.make_room(0)
         if key.shape[2] > self._tail:
             self._resize(key.shape[2], self._capacity)
         self.sink_len = key.shape[2]
@@ -207,10 +250,9 @@ class WindowCache:
 
     def select(self, rows: Tensor) -> None:
         """Keep `rows` (int64 indices, repeats allowed) of the batch, in that order."""
+        self.make_room(0)
         rows = rows.to(self._key.device)
-        self._key = self._key.index_select(0, rows)
-        self._value = self._value.index_select(0, rows)
-        self._places = None
+        self._put(*(part.index_select(0, rows) for part in self.buffers), self._tail)
         if self.valid is not None:
             self.valid = self.valid.index_select(0, rows)
 
@@ -235,11 +277,16 @@ class WindowCache:
     def clone(self, capacity: int = 0, sinks: int = 0) -> WindowCache:
         """An independent copy; used by forks. It has room for at least `capacity` tail tokens and `sinks` sinks.
 
-        The copy of an offloaded window is on the device.
+        Both share the buffers until they write. The copy of an offloaded window is on the device.
         """
         other = object.__new__(WindowCache)
         other.__dict__.update(self.__dict__)
-        other._resize(max(self._tail, sinks), max(self._capacity, capacity))
+        tail = self._tail if self._apart is None else self._apart
+        size = max(tail, sinks), max(self._capacity, capacity)
+        if self._in_graph or self._home is not None:
+            other._resize(*size)
+        else:
+            self._apart, (other._apart, other._capacity) = tail, size
         other._home = other._copies = None
         return other
 
@@ -267,13 +314,23 @@ class WindowCache:
         key, value = (_room_for(part, tail + capacity, self._home) for part in self.buffers)
         for new, old in ((key, self._key), (value, self._value)):
             new[:, :, low + moved : high + moved] = old[:, :, low:high]
+        self._put(key, value, tail, capacity)
+
+    def _put(self, key: Tensor, value: Tensor, tail: int, capacity: int | None = None) -> None:
+        """Take buffers that no other window has, with the tail from slot `tail` on. capacity: None: as before."""
         self._key, self._value, self._places = key, value, None
-        self._tail, self._capacity = tail, capacity
+        self._tail, self._capacity = tail, self._capacity if capacity is None else capacity
+        self._apart, self._in_graph = None, False
 
     def make_room(self, count: int) -> None:
-        """Grow the window if `count` tokens cannot be appended."""
-        if count > self.room:
-            self._resize(self._tail, self.tail_len + count)
+        """Prepare the buffers for a write: grow if `count` tokens cannot be appended, copy what other windows share."""
+        if count > self.room or self._apart is not None:
+            tail = self._tail if self._apart is None else self._apart
+            self._resize(tail, max(self._capacity, self.tail_len + count))
+
+    def _layout(self) -> tuple[int, int, int, int, int]:
+        """Return sinks, first slot and tokens of the tail, and the first slot and all slots after the next write."""
+        return self.sink_len, self._tail, self.tail_len, self._tail if self._apart is None else self._apart, self.slots
 
     def places(self) -> WindowPlaces:
         """Return the addresses of `buffers`, cached: torch takes as long for a number as a short kernel runs."""
@@ -287,6 +344,68 @@ class WindowCache:
     def keep_no_room(self) -> None:
         """Shrink the buffers to the used tokens: only clones append later, and they request their own room."""
         self._resize(self.sink_len, self.tail_len)
+
+
+class Slide(NamedTuple):
+    """A window of one row whose `dropped` oldest tail tokens are replaced by new tokens [start, stop) of all rows'."""
+
+    window: WindowCache
+    dropped: int
+    start: int
+    stop: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `slide_together` serves it: no padding, no graph, and enough room."""
+        window = self.window
+        used = window.tail_len - self.dropped + self.stop - self.start
+        return window.valid is None and not window._in_graph and window._home is None and used <= window._capacity
+
+
+def slide_together(
+    slides: Items[Slide], key: Tensor, value: Tensor, index_of: Callable[[Hashable, Callable[[], np.ndarray]], Tensor]
+) -> None:
+    """Slide the windows of several rows by one gather of keys and one of values: `WindowCache.slide` for each.
+
+    key, value: (1, kv_heads, tokens, dim), the new tokens of all rows. index_of(layout, make): returns `make()`, int64,
+    on the device; it may keep the index of a layout, which is the same in every layer. Slides are `Slide.is_plain`.
+    """
+    windows = [one.window for one in slides]
+    sources = list({id(window._key): window for window in windows}.values())
+    places = {id(window._key): number for number, window in enumerate(sources)}
+    layout = (
+        tuple(window._key.shape[2] for window in sources),
+        tuple(
+            (places[id(window._key)], *window._layout(), *one[1:]) for window, one in zip(windows, slides, strict=True)
+        ),
+    )
+    index = index_of(layout, lambda: _slid_places(*layout))
+    sizes = [window.slots for window in windows]
+    found = []
+    for number, new in enumerate((key, value)):
+        pool = torch.cat([*(window.buffers[number] for window in sources), new], dim=2)
+        found.append(pool.index_select(2, index).split(sizes, dim=2))
+    for one, own_key, own_value in zip(slides, *found, strict=True):
+        window = one.window
+        window._put(own_key, own_value, window._tail if window._apart is None else window._apart)
+        window.tail_len += one.stop - one.start - one.dropped
+
+
+def _slid_places(slots: Items[int], rows: Items[tuple[int, ...]]) -> np.ndarray:
+    """Return which slot of all sources, or new token behind them, each slot of the windows of `slide_together` gets.
+
+    slots: of each source. rows: number of the source, `WindowCache._layout`, and the numbers of the `Slide`.
+    """
+    firsts = np.cumsum([0, *slots])
+    found = []
+    for source, sinks, tail, tail_len, new_tail, size, dropped, start, stop in rows:
+        places = np.zeros(size, np.int64)  # free slots have any contents
+        places[new_tail - sinks : new_tail] = np.arange(tail - sinks, tail) + firsts[source]
+        kept, end = tail_len - dropped, new_tail + tail_len - dropped
+        places[new_tail:end] = np.arange(tail + dropped, tail + dropped + kept) + firsts[source]
+        places[end : end + stop - start] = np.arange(start, stop) + firsts[-1]
+        found.append(places)
+    return np.concatenate(found)
 
 
 def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:

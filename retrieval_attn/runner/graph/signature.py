@@ -133,8 +133,9 @@ def cache_batch_key(cache: RetrievalCache) -> tuple[Any, ...]:
             states = ((key, state.shape, state.dtype, state.device) for key, state in layer.states())
             layers.append((type(layer), *states))
             continue
-        key, value = window_of(layer).buffers
-        slots = layer.sliding_window if isinstance(layer, SlidingLayer) else key.shape[2]
+        window = window_of(layer)
+        key, value = window.buffers
+        slots = layer.sliding_window if isinstance(layer, SlidingLayer) else window.slots
         fmt = codes = reads = None
         if isinstance(layer, RetrievalLayer):
             fmt = None if layer.held is None else layer.held.fmt

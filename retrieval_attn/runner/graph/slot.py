@@ -146,7 +146,7 @@ def fits_buffers(layer: RetrievalLayer | SlidingLayer, buffers: Buffers) -> bool
 
 
 def _slots(layer: RetrievalLayer | SlidingLayer) -> int:
-    return layer.keep + SLIDING_ROOM if isinstance(layer, SlidingLayer) else window_of(layer).buffers[0].shape[2]
+    return layer.keep + SLIDING_ROOM if isinstance(layer, SlidingLayer) else window_of(layer).slots
 
 
 def window_of(layer: RetrievalLayer | SlidingLayer) -> WindowCache:

@@ -216,23 +216,30 @@ class Lanes:
         """The tokens of these rows, one row's behind another's."""
         if len(spans) == 1:
             return attend(*new.of(spans)[0], scale=scoring.scale, softcap=scoring.softcap, causal=True)
-        there, back = self._places(spans, new.query.device)
-        rows = PrefillTokens(*(_batched(part, there, len(spans)) for part in new))
-        found = attend(*rows, scale=scoring.scale, softcap=scoring.softcap, causal=True)
-        heads, places = new.query.shape[1], len(there)
-        out = found.out.transpose(0, 1).reshape(1, heads, places, -1).index_select(2, back)
-        return Partial(out, found.lse.transpose(0, 1).reshape(1, heads, places).index_select(2, back))
+        (_, heads, _, _), device, rows = new.query.shape, new.query.device, len(spans)
+        there, back = self._places(spans, heads, device)
+        kv_there, _ = self._places(spans, new.key.shape[1], device)
+        padded = (_batched(part, index, rows) for part, index in zip(new, (there, kv_there, kv_there), strict=True))
+        found = attend(*padded, scale=scoring.scale, softcap=scoring.softcap, causal=True)
+        out = found.out.reshape(-1, found.out.shape[3]).index_select(0, back)
+        lse = found.lse.reshape(-1).index_select(0, back)
+        return Partial(out.view(1, heads, -1, out.shape[1]), lse.view(1, heads, -1))
 
-    def _places(self, spans: Items[slice], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Which token stands at each place of the batch, and at which place each token stands."""
-        key = (device, *((span.start, span.stop) for span in spans))
+    def _places(self, spans: Items[slice], heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the token of each place of the batch, and the place of each token, for each head.
+
+        (rows * heads * places of a row,), counted in (tokens, heads); (heads * tokens,), counted in (rows, heads,
+        places). Of one dimension: along a middle one a CPU copies an index at a time.
+        """
+        key = (device, heads, *((span.start, span.stop) for span in spans))
         if key not in self._kept:
             counts = np.array([span.stop - span.start for span in spans])
-            most = int(counts.max())
+            most, every = int(counts.max()), np.arange(heads)[:, None]
             starts = np.array([span.start for span in spans])
-            there = starts[:, None] + np.minimum(np.arange(most)[None], counts[:, None] - 1)
-            back = np.flatnonzero(np.arange(most)[None] < counts[:, None])
-            self._kept[key] = sent(there.reshape(-1), device), sent(back, device)
+            tokens = starts[:, None] + np.minimum(np.arange(most)[None], counts[:, None] - 1)
+            row, place = np.nonzero(np.arange(most)[None] < counts[:, None])
+            there, back = tokens[:, None] * heads + every, (row * heads + every) * most + place
+            self._kept[key] = sent(there.reshape(-1), device), sent(back.reshape(-1), device)
         return self._kept[key]
 
     def index(self, device: torch.device, layout: Hashable, make: Callable[[], np.ndarray]) -> Tensor:
@@ -244,8 +251,9 @@ class Lanes:
 
 
 def _batched(part: Tensor, there: Tensor, rows: int) -> Tensor:
-    """part (1, heads, tokens, dim): (rows, heads, tokens of the longest, dim)."""
-    return part.index_select(2, there).view(part.shape[1], rows, -1, part.shape[3]).transpose(0, 1)
+    """part (1, heads, tokens, dim): (rows, heads, tokens of the longest, dim). there: see `Lanes._places`."""
+    tokens = part.transpose(1, 2).reshape(-1, part.shape[3])  # a view, as linear layers write keys
+    return tokens.index_select(0, there).view(rows, part.shape[1], -1, part.shape[3])
 
 
 def read_together(
@@ -327,7 +335,9 @@ def _store(rows: Items[RowRead], new: PrefillTokens, lanes: Lanes, errors: dict[
     for work in works.values():
         work.start_copy(new.key, new.value)
     slides = {one.row: slide for one in sent_rows if (slide := one.layer.slide_of(one.span)) is not None}
-    if slides:
+    if len(slides) < 2:  # a window of its own slides by one operation
+        slides = {}
+    else:
         index = functools.partial(lanes.index, new.key.device)
         slide_together(list(slides.values()), new.key, new.value, index)
     ended = _each(sent_rows, lambda one: one.layer.end_read(slid=one.row in slides), errors)

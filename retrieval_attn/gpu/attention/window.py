@@ -174,8 +174,9 @@ class WindowCache:
         used = high - first - dropped + new.shape[2]
         free = tail - self.sink_len, self._capacity - used
         spare = buffer if buffer.shape[2] >= max(free) else _room_for(buffer, max(free), buffer.device)
-        parts = [spare[:, :, : free[0]], *(buffer[:, :, span] for span in kept), new, spare[:, :, : free[1]]]
-        return torch.cat([part for part in parts if part.shape[2]], dim=2)
+        before, behind = ([spare[:, :, :count]] if count else [] for count in free)
+        used_parts = (buffer[:, :, span] for span in kept if span.stop > span.start)
+        return torch.cat([*before, *used_parts, new, *behind], dim=2)
 
     def drop_newest_of(self, counts: Items[int], columns: int) -> None:
         """Forget the `counts` newest tokens of each row, and columns of padding, `columns` in all.
@@ -374,7 +375,8 @@ def slide_together(
     sources = list({id(window._key): window for window in windows}.values())
     places = {id(window._key): number for number, window in enumerate(sources)}
     layout = (
-        tuple(window._key.shape[2] for window in sources),
+        key.shape[1],
+        (*(window._key.shape[2] for window in sources), key.shape[2]),
         tuple(
             (places[id(window._key)], *window._layout(), *one[1:]) for window, one in zip(windows, slides, strict=True)
         ),
@@ -384,28 +386,31 @@ def slide_together(
     found = []
     for number, new in enumerate((key, value)):
         pool = torch.cat([*(window.buffers[number] for window in sources), new], dim=2)
-        found.append(pool.index_select(2, index).split(sizes, dim=2))
+        # along the first dimension of two: along a middle one a CPU copies an index at a time
+        slots = pool.view(-1, pool.shape[3]).index_select(0, index)
+        found.append(slots.view(1, pool.shape[1], -1, pool.shape[3]).split(sizes, dim=2))
     for one, own_key, own_value in zip(slides, *found, strict=True):
         window = one.window
         window._put(own_key, own_value, window._tail if window._apart is None else window._apart)
         window.tail_len += one.stop - one.start - one.dropped
 
 
-def _slid_places(slots: Items[int], rows: Items[tuple[int, ...]]) -> np.ndarray:
-    """Return which slot of all sources, or new token behind them, each slot of the windows of `slide_together` gets.
+def _slid_places(heads: int, tokens: Items[int], rows: Items[tuple[int, ...]]) -> np.ndarray:
+    """Return which token of the sources and the new ones each slot of the windows of `slide_together` gets.
 
-    slots: of each source. rows: number of the source, `WindowCache._layout`, and the numbers of the `Slide`.
+    (heads * slots of all windows,) int64, counted in (heads, tokens of all). tokens: slots of each source, and the new
+    tokens. rows: number of the source, `WindowCache._layout`, and the numbers of the `Slide`.
     """
-    firsts = np.cumsum([0, *slots])
+    firsts = np.cumsum([0, *tokens])
     found = []
     for source, sinks, tail, tail_len, new_tail, size, dropped, start, stop in rows:
         places = np.zeros(size, np.int64)  # free slots have any contents
         places[new_tail - sinks : new_tail] = np.arange(tail - sinks, tail) + firsts[source]
         kept, end = tail_len - dropped, new_tail + tail_len - dropped
         places[new_tail:end] = np.arange(tail + dropped, tail + dropped + kept) + firsts[source]
-        places[end : end + stop - start] = np.arange(start, stop) + firsts[-1]
+        places[end : end + stop - start] = np.arange(start, stop) + firsts[-2]
         found.append(places)
-    return np.concatenate(found)
+    return (firsts[-1] * np.arange(heads)[:, None] + np.concatenate(found)).reshape(-1)
 
 
 def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:

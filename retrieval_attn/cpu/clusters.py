@@ -448,10 +448,11 @@ class PathClusters(KVReplica[PathTokens]):
         if anew:
             self._sums = _zeros_like(self._sums)
             self.start = self.stop = start
-        elif not self._own:
-            self._sums = _copied(self._sums)
-        if anew or not self._own:
             self._table, self._own = _table_of(self._sums, self.shared), True
+        elif not self._own:  # a copy of the table: to divide all sums again takes four times as long
+            self._sums, self._own = _copied(self._sums), True
+            counts, means, value_sums, _ = self._table
+            self._table = ClusterTable(counts.copy(), means.copy(), value_sums.copy(), self.shared.samples)
         sign, changed = 1 if stop >= self.stop else -1, None
         for segment, low, high, _ in pieces(min(stop, self.stop), max(stop, self.stop)):
             arrays = segment.keys, segment.values, self.shared.members(segment, low, high, self.fmt)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from retrieval_attn.cpu.cluster_sums import count_tokens, fill_table, nearest_clusters
-from retrieval_attn.cpu.clusters import ClusterSums, KeyClusters
+from retrieval_attn.cpu.clusters import ClusterSums, KeyClusters, PathClusters, _table_of
 from retrieval_attn.cpu.store import SequenceKV, cluster_table, take_clusters
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 
@@ -83,3 +83,29 @@ def test_a_table_that_follows_the_window_is_one_made_at_once(steps: tuple[int, .
 
     for one, two in zip(table(steps), table(steps[-1:]), strict=True):
         np.testing.assert_allclose(one, two, atol=1e-4)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("fmt", list(Format))
+def test_the_table_of_a_fork_has_the_bits_of_its_sums(fmt: Format, shifted: bool) -> None:
+    """Forks copy the table of their parent and change the clusters of their own tokens; the parent keeps its own."""
+    path = SequenceKV(HEADS, DIM, VALUE_DIM, fmt)
+    path.append(rows(fmt, DIM, 0), rows(fmt, VALUE_DIM, 1))
+    rng = np.random.default_rng(3)
+    probes = rng.standard_normal((HEADS, 16, DIM), np.float32)
+    shifts = rng.standard_normal((HEADS, 16, VALUE_DIM), np.float32) if shifted else None
+    shared = KeyClusters(probes, np.zeros((HEADS, 16), np.float32), value_shifts=shifts)
+    empty = [np.zeros(shape, np.float32) for shape in ((HEADS, 16), (HEADS, 16, DIM), (HEADS, 16, VALUE_DIM))]
+    take_clusters(path, shared, (4, 4), np.zeros((HEADS, 0), np.uint8), ClusterSums(*empty))
+    parent = cluster_table(path, 4, 200)
+    assert parent is not None
+    before = [array.copy() for array in parent[:3]]
+    for stops in ((212,), (190, 230), (200, 201)):
+        fork = path.fork()
+        for stop in stops:
+            found = cluster_table(fork, 4, stop)
+        assert found is not None and isinstance(fork.clusters, PathClusters)
+        for one, two in zip(found[:3], _table_of(fork.clusters._sums, shared)[:3], strict=True):
+            assert one.tobytes() == two.tobytes()
+        for one, two in zip(parent[:3], before, strict=True):
+            assert one.tobytes() == two.tobytes()

@@ -20,7 +20,7 @@ from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.gpu.attention.window import WindowCache, copy_together
 from retrieval_attn.index.task import tasks as words
 from retrieval_attn.offload.build import event_now
 from retrieval_attn.offload.int8_rows import AwaitedRows
@@ -216,15 +216,20 @@ class GraphSlot:
             self._states.attach(
                 cache, buffers.states, places, lambda number: self._confirmed(number, places), moved=moved
             )
-        for layer, view in zip(self.layers, self._views, strict=True):
-            layer.finish_index()
-            layer.graph = self
-            if window_of(layer).span[1] >= view[0].shape[2]:
-                layer.spill()
-            self._bind_window(layer, view)
-            if window_of(layer).room == 0:
-                layer.spill()
-                self._bind_window(layer, view)
+        later: list[tuple[Tensor, Tensor]] = []
+        try:
+            for layer, view in zip(self.layers, self._views, strict=True):
+                layer.finish_index()
+                layer.graph = self
+                if window_of(layer).span[1] >= view[0].shape[2]:
+                    layer.spill()
+                self._bind_window(layer, view, later)
+                if window_of(layer).room == 0:
+                    copy_together(later)
+                    layer.spill()
+                    self._bind_window(layer, view, later)
+        finally:
+            copy_together(later)
         self._look()
         self.stale = False
 
@@ -336,8 +341,11 @@ class GraphSlot:
             if host.rows.start <= place < host.rows.stop
         ]
 
-    def _bind_window(self, layer: Any, view: Buffers) -> None:
-        """Move a layer's window to `view`. Raises WindowsGrownError if it needs longer buffers."""
+    def _bind_window(self, layer: Any, view: Buffers, later: list[tuple[Tensor, Tensor]] | None = None) -> None:
+        """Move a layer's window to `view`. Raises WindowsGrownError if it needs longer buffers.
+
+        later: see `WindowCache.use`.
+        """
         window = window_of(layer)
         if window.buffers[0] is view[0]:
             return
@@ -347,7 +355,7 @@ class GraphSlot:
             raise WindowsGrownError(
                 f"a window of {needed} tokens needs a row of as many, got a row of {view[0].shape[2]} tokens"
             )
-        window.use(*view)
+        window.use(*view, later)
 
     def _spill(self, *, flush: bool = True) -> None:
         """Evict the oldest block of each full window to the host. flush: see `LayerKV.spill`."""

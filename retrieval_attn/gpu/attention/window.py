@@ -93,13 +93,15 @@ class WindowCache:
         """Keys and values with all their slots, (batch, kv_heads, slots, dim). Write only after `make_room`."""
         return self._key, self._value
 
-    def use(self, key: Tensor, value: Tensor) -> None:
+    def use(self, key: Tensor, value: Tensor, later: list[tuple[Tensor, Tensor]] | None = None) -> None:
         """Move into these buffers, of the same shapes but for the slots, which must be enough: what is used is copied.
 
-        The tail keeps its first slot. Raises ShapeError for buffers that cannot hold it.
+        later: gets the copies, target and source, for `copy_together`; None: they are done now. The tail keeps its
+        first slot. Raises ShapeError for buffers that cannot hold it.
         """
         (low, high), tail = self.span, self._tail if self._apart is None else self._apart
         moved = tail - self._tail
+        copies = [] if later is None else later
         for mine, given in ((self._key, key), (self._value, value)):
             same = (mine.shape[:2], mine.shape[3], mine.dtype) == (given.shape[:2], given.shape[3], given.dtype)
             if not same or given.shape[2] < high + moved:
@@ -107,7 +109,10 @@ class WindowCache:
                     f"a window of {tuple(mine.shape)} with {high + moved} used slots cannot move to a buffer of "
                     f"{tuple(given.shape)}."
                 )
-            given[:, :, low + moved : high + moved] = mine[:, :, low:high]
+        pairs = zip(self.buffers, (key, value), strict=True)
+        copies += [(given[:, :, low + moved : high + moved], mine[:, :, low:high]) for mine, given in pairs]
+        if later is None:
+            copy_together(copies)
         self._put(key, value, tail, key.shape[2] - tail)
         self._in_graph = True
 
@@ -411,6 +416,14 @@ def _slid_places(heads: int, tokens: Items[int], rows: Items[tuple[int, ...]]) -
         places[end : end + stop - start] = np.arange(start, stop) + firsts[-2]
         found.append(places)
     return (firsts[-1] * np.arange(heads)[:, None] + np.concatenate(found)).reshape(-1)
+
+
+def copy_together(copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Do copies to targets from sources, in one call, and clear the list."""
+    if copies:
+        targets, sources = zip(*copies, strict=True)
+        torch._foreach_copy_(targets, sources)
+        copies.clear()
 
 
 def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:

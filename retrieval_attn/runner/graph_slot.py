@@ -20,7 +20,7 @@ from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import CaptureError
-from retrieval_attn.gpu.attention.window import WindowCache, copy_together
+from retrieval_attn.gpu.attention.window import TensorCopies, WindowCache
 from retrieval_attn.index.task import tasks as words
 from retrieval_attn.offload.build import event_now
 from retrieval_attn.offload.int8_rows import AwaitedRows
@@ -216,7 +216,7 @@ class GraphSlot:
             self._states.attach(
                 cache, buffers.states, places, lambda number: self._confirmed(number, places), moved=moved
             )
-        later: list[tuple[Tensor, Tensor]] = []
+        later = TensorCopies()
         try:
             for layer, view in zip(self.layers, self._views, strict=True):
                 layer.finish_index()
@@ -225,11 +225,11 @@ class GraphSlot:
                     layer.spill()
                 self._bind_window(layer, view, later)
                 if window_of(layer).room == 0:
-                    copy_together(later)
+                    later.run()
                     layer.spill()
                     self._bind_window(layer, view, later)
         finally:
-            copy_together(later)
+            later.run()
         self._look()
         self.stale = False
 
@@ -341,7 +341,7 @@ class GraphSlot:
             if host.rows.start <= place < host.rows.stop
         ]
 
-    def _bind_window(self, layer: Any, view: Buffers, later: list[tuple[Tensor, Tensor]] | None = None) -> None:
+    def _bind_window(self, layer: Any, view: Buffers, later: TensorCopies | None = None) -> None:
         """Move a layer's window to `view`. Raises WindowsGrownError if it needs longer buffers.
 
         later: see `WindowCache.use`.
@@ -355,7 +355,7 @@ class GraphSlot:
             raise WindowsGrownError(
                 f"a window of {needed} tokens needs a row of as many, got a row of {view[0].shape[2]} tokens"
             )
-        window.use(*view, later)
+        window.use(*view, later=later)
 
     def _spill(self, *, flush: bool = True) -> None:
         """Evict the oldest block of each full window to the host. flush: see `LayerKV.spill`."""

@@ -38,6 +38,25 @@ class WindowPlaces(NamedTuple):
     dtype: torch.dtype
 
 
+class TensorCopies:
+    """Copies of tensors that are done in one call."""
+
+    def __init__(self) -> None:
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """Add a copy between tensors of one shape; neither is changed until `run`."""
+        self._targets.append(target)
+        self._sources.append(source)
+
+    def run(self) -> None:
+        """Do the copies that were added since the last call."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        self._targets, self._sources = [], []
+
+
 class WindowCache:
     """Sink and tail keys and values of one layer on one device.
 
@@ -93,15 +112,15 @@ class WindowCache:
         """Keys and values with all their slots, (batch, kv_heads, slots, dim). Write only after `make_room`."""
         return self._key, self._value
 
-    def use(self, key: Tensor, value: Tensor, later: list[tuple[Tensor, Tensor]] | None = None) -> None:
+    def use(self, key: Tensor, value: Tensor, *, later: TensorCopies | None = None) -> None:
         """Move into these buffers, of the same shapes but for the slots, which must be enough: what is used is copied.
 
-        later: gets the copies, target and source, for `copy_together`; None: they are done now. The tail keeps its
-        first slot. Raises ShapeError for buffers that cannot hold it.
+        later: gets the copies, which the caller runs; None: they are done now. The tail keeps its first slot. Raises
+        ShapeError for buffers that cannot hold it.
         """
         (low, high), tail = self.span, self._tail if self._apart is None else self._apart
         moved = tail - self._tail
-        copies = [] if later is None else later
+        copies = TensorCopies() if later is None else later
         for mine, given in ((self._key, key), (self._value, value)):
             same = (mine.shape[:2], mine.shape[3], mine.dtype) == (given.shape[:2], given.shape[3], given.dtype)
             if not same or given.shape[2] < high + moved:
@@ -109,10 +128,10 @@ class WindowCache:
                     f"a window of {tuple(mine.shape)} with {high + moved} used slots cannot move to a buffer of "
                     f"{tuple(given.shape)}."
                 )
-        pairs = zip(self.buffers, (key, value), strict=True)
-        copies += [(given[:, :, low + moved : high + moved], mine[:, :, low:high]) for mine, given in pairs]
+        for mine, given in ((self._key, key), (self._value, value)):
+            copies.add(given[:, :, low + moved : high + moved], mine[:, :, low:high])
         if later is None:
-            copy_together(copies)
+            copies.run()
         self._put(key, value, tail, key.shape[2] - tail)
         self._in_graph = True
 
@@ -169,7 +188,7 @@ class WindowCache:
             return
         self._require_dropped(count)
         tail = self._tail if self._apart is None else self._apart
-        self._put(*(self._slid(*pair, count, tail) for pair in zip(self.buffers, (key, value), strict=True)), tail)
+        self._put(self._slid(self._key, key, count, tail), self._slid(self._value, value, count, tail), tail)
         self.tail_len += new - count
 
     def _slid(self, buffer: Tensor, new: Tensor, dropped: int, tail: int) -> Tensor:
@@ -258,7 +277,7 @@ class WindowCache:
         """Keep `rows` (int64 indices, repeats allowed) of the batch, in that order."""
         self.make_room(0)
         rows = rows.to(self._key.device)
-        self._put(*(part.index_select(0, rows) for part in self.buffers), self._tail)
+        self._put(self._key.index_select(0, rows), self._value.index_select(0, rows), self._tail)
         if self.valid is not None:
             self.valid = self.valid.index_select(0, rows)
 
@@ -416,14 +435,6 @@ def _slid_places(heads: int, tokens: Items[int], rows: Items[tuple[int, ...]]) -
         places[end : end + stop - start] = np.arange(start, stop) + firsts[-2]
         found.append(places)
     return (firsts[-1] * np.arange(heads)[:, None] + np.concatenate(found)).reshape(-1)
-
-
-def copy_together(copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Do copies to targets from sources, in one call, and clear the list."""
-    if copies:
-        targets, sources = zip(*copies, strict=True)
-        torch._foreach_copy_(targets, sources)
-        copies.clear()
 
 
 def sinks_of(window: WindowCache) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ from retrieval_attn.runner.decode import (
     positions,
     run,
 )
-from retrieval_attn.runner.drafted_steps import DraftedSteps
+from retrieval_attn.runner.drafted_steps import DraftedSteps, drafted_steps
 from retrieval_attn.runner.exact_steps import ExactSteps, exact_steps
 from retrieval_attn.runner.full_attention import attach_full_kv, release_if_needed
 from retrieval_attn.runner.prefill import abandon, finish_prefill
@@ -187,7 +187,7 @@ class AnswerLoop:
             if cache.batch.attends_to_all:
                 steps = exact_steps(self.model, cache, batch.ids, sampling.max_new_tokens, chooser)
             else:
-                steps = DraftedSteps.of(self.model, cache, batch.ids, sampling.max_new_tokens)
+                steps = drafted_steps(self.model, cache, batch.ids, sampling.max_new_tokens)
             result = run(self.model, cache, prompt, choice, on_token=emit, cancelled=cancelled, steps=steps)
             if emit is not None:
                 emit.end()

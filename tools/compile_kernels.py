@@ -35,6 +35,7 @@ from retrieval_attn.gpu.packed_experts import ExpertShape, PackedExperts, packed
 from retrieval_attn.gpu.products import Attending, Gated, LinearWeights, Norm
 from retrieval_attn.gpu.shared.partials import PagedKeys, plan_shape
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, SharedPlan
+from retrieval_attn.runner.drafted_steps import BLOCKS
 
 GPU = "retrieval_attn.gpu."
 MODULES = (
@@ -229,16 +230,19 @@ def kernels_triton(_: Card) -> None:
     """Attention to windows."""
     kernels = _module("decode.kernels_triton")
     kernels._count_kernel[(1,)](_empty(1, dtype=torch.int32), num_warps=1)
-    grid = [*product(HEAD_DIMS, (BF16, F32), ((1, 1, 33), (8, 4, 1), (32, 1, 33))), (WIDEST_DIM, BF16, (8, 4, 33))]
-    for dim, dtype, (group, rows, splits) in grid:
+    sizes = (1, 1, 33), (8, 4, 1), (32, 1, 33)  # group, rows, splits
+    grid = [*product(HEAD_DIMS, (BF16, F32), sizes, (1,)), (WIDEST_DIM, BF16, (8, 4, 33), 1)]
+    grid += [*product(HEAD_DIMS, (BF16, F32), ((4, 1, 33), (8, 2, 33)), BLOCKS)]
+    for dim, dtype, (group, windows, splits), tokens in grid:
+        rows = windows * tokens
         q_heads = KV_HEADS * group
         query, new = _empty(rows, q_heads, 1, dim, dtype=dtype), _empty(rows, KV_HEADS, 1, dim, dtype=dtype)
-        window, span = _empty(rows, KV_HEADS, 1024, dim, dtype=dtype), _empty(rows, 2, dtype=torch.int32)
+        window, span = _empty(windows, KV_HEADS, 1024, dim, dtype=dtype), _empty(windows, 2, dtype=torch.int32)
         places = None if rows == 1 else _empty(rows * q_heads, dtype=torch.int64)
         staged = _empty(rows * q_heads, dim)
         kernels.stage_queries(query, staged, places)
         for bare in (True, False):
-            valid = None if bare else _empty(rows, 1024, dtype=torch.bool)
+            valid = None if bare else _empty(windows, 1024, dtype=torch.bool)
             asked = (0.1, None, None) if bare else (0.1, 30.0, 512)
             parts = kernels.window_partials(query, new, new, WindowBuffers(window, window, span, valid), *asked, splits)
             lse = _empty(rows * q_heads)

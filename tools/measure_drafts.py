@@ -19,7 +19,7 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import TokenChoice, run
-from retrieval_attn.runner.drafted_steps import DraftedSteps
+from retrieval_attn.runner.drafted_steps import drafted_steps
 from retrieval_attn.runner.drafts import DraftLength
 from retrieval_attn.runner.rows import step, tokens_before_spill
 from retrieval_attn_eval.text.haystack import PROSE_SEED, shipped_prose
@@ -77,7 +77,7 @@ class Case:
             taken += 1
             return torch.tensor([self._script[taken - 1]])
 
-        steps = DraftedSteps.of(self._loop.model, cache, self._batch.ids, self._new) if drafts else None
+        steps = drafted_steps(self._loop.model, cache, self._batch.ids, self._new) if drafts else None
         criteria = StoppingCriteriaList([MaxLengthCriteria(self._batch.ids.shape[1] + self._new)])
         choice = TokenChoice(criteria, None if self._script is None else forced)
         began, cpu = time.perf_counter(), time.process_time()

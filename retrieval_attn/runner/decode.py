@@ -122,15 +122,16 @@ class Lookahead:
         self._ids[:, self._columns] = torch.tensor(token)
         self._columns += 1
 
-    def follow(self, chosen: Tensor, on_token: Callable[[list[int]], None]) -> Tensor:
+    def follow(self, on_token: Callable[[list[int]], None]) -> Tensor:
         """Read what the launched step chooses, and so on until a row ends or the device has to wait for the caller.
 
-        chosen: (batch,) on the device, where every step writes its token. on_token gets the ids of each. Returns all
-        ids, (batch, n) on the CPU; `stopped` says which rows have ended. No step is launched at the end. Raises
-        BackendError once all tokens before the failed step are read.
+        on_token gets the ids of each row. Returns all ids, (batch, n) on the CPU; `stopped` says which rows have ended.
+        No step is launched at the end. Raises BackendError once all tokens before the failed step are read.
         """
         begun, launched, failed = self._columns, True, None
         while launched and not self.stopped.any():
+            chosen = self._steps.chosen
+            assert chosen is not None
             self._token_copy.send(chosen)
             try:
                 launched = self._columns + 1 != self._max_columns and self._steps.launch_next()
@@ -287,7 +288,7 @@ class DecodeSteps:
 
     @property
     def chosen(self) -> Tensor | None:
-        """The likeliest token (batch,) after the last step, the same memory at every step; None after an eager one."""
+        """The likeliest token (batch,) on the device after the last step; None after an eager one."""
         return None if self.pool is None else self.pool.chosen
 
     def launch_next(self) -> bool:
@@ -310,6 +311,9 @@ class DecodeSteps:
         """
         if self.pool is not None:
             self.pool.confirm()
+
+    def note(self, token: list[int]) -> None:
+        """Note the new id of every row, before its step."""
 
     def close(self) -> None:
         """Put every confirmed token into the cache. Safe at any time, also after an interrupted step."""
@@ -394,6 +398,7 @@ def run(
 
     def emit(token: list[int]) -> None:
         result.new_tokens += 1
+        steps.note(token)
         if on_token is not None:
             on_token(token)
 
@@ -420,8 +425,8 @@ def run(
             if lookahead is None:
                 continue
             lookahead.note(numbers[:batch])
-            while (next_token := steps.chosen) is not None and all(numbers[batch:]) and not lookahead.stopped.any():
-                new = lookahead.follow(next_token, emit).to(sequences.device)
+            while steps.chosen is not None and all(numbers[batch:]) and not lookahead.stopped.any():
+                new = lookahead.follow(emit).to(sequences.device)
                 sequences = torch.cat([sequences, new], dim=1)
                 if lookahead.stopped.all():
                     break

@@ -214,7 +214,8 @@ class DecodeGraph:
     """Graphs of one batch size. Implements `Recordable` of `runner/graph/capture.py`.
 
     Attributes:
-        size: number of slots.
+        tokens: new tokens of each sequence in a step. A block of several is committed by its caller, `undo` before it.
+        size: number of slots, times tokens: each token of a step has a place.
         rows: sequences by place; None: empty. A cache of several sequences has several places.
         kind: kind of graph that the present sequences need.
         draw: sampler of the batch.
@@ -228,6 +229,7 @@ class DecodeGraph:
         buffers: GroupBuffers,
         resources: HostResources,
         options: StepOptions = BATCHED,
+        tokens: int = 1,
     ) -> None:
         """The model is a weak reference.
 
@@ -236,12 +238,13 @@ class DecodeGraph:
             buffers: buffers of the slots.
             resources: host resources shared by all batch sizes.
             options: how steps are captured and launched.
+            tokens: new tokens of each sequence in a step.
         """
         key = buffers.windows[0][0]
-        self.size = len(key)
+        self.size, self.tokens = len(key) * tokens, tokens
         self._model, self._options, self.greedy = weakref.ref(model), options, options.greedy
         states = StepStates(buffers.states, key.device, runtime)
-        self.decoder = GraphDecoder(model, like, runtime, buffers.windows, resources, states)
+        self.decoder = GraphDecoder(model, like, runtime, buffers.windows, resources, states, tokens)
         self.states: Sequence[RecordedState] = states.bind(like)
         self.cache = RecordedCache(self, like, [state.layer for state in self.states])
         self.draw = GraphSampler(runtime, self.decoder.memory)
@@ -284,8 +287,8 @@ class DecodeGraph:
         """
         self.rows = [None] * self.size
         for row in rows:
-            self.rows[row.places.start : row.places.stop] = [row] * len(row.places)
-            row.use(self.decoder.slots)
+            self.rows[row.place * self.tokens : row.places.stop * self.tokens] = [row] * (row.width * self.tokens)
+            row.use(self.decoder.slots, self.tokens)
         everywhere = range(self.size)
         places = everywhere if kind.retrieves and not self.kind.retrieves else changed
         padded = everywhere if kind.padded and not self.kind.padded else changed
@@ -311,7 +314,7 @@ class DecodeGraph:
 
     def _plan_hosts(self, places: Collection[int]) -> None:
         """Plan the host's part of all layers for the sequences at these places. Raises CaptureError."""
-        members = _members(self.rows, places)
+        members = _members(self.rows, places, self.tokens)
         for number, slot in enumerate(self.decoder.slots):
             _plan(number, slot.hosts, self._asks[number], members, by_host=self._by_host)
 
@@ -556,7 +559,7 @@ class DecodeGraph:
             if not slot.hosts:
                 like = next(row.layers[number] for row in self.rows if row is not None)
                 slot.make_hosts(like, query, new[1].shape[3], scoring)
-                members = _members(self.rows, range(self.size))
+                members = _members(self.rows, range(self.size), self.tokens)
                 _plan(number, slot.hosts, self._asks[number], members, by_host=self._by_host)
                 self.decoder.upload_tables()
             if slot.hosts[0].scoring != scoring:
@@ -579,9 +582,9 @@ class DecodeGraph:
 
     def upload_spans(self) -> None:
         """Copy window positions and occupied slots to the device."""
-        spans = np.zeros((len(self.decoder.slots), self.size, 2), np.int32)
-        stored = np.zeros(self.size, np.int32)
-        for place, row in enumerate(self.rows):
+        rows = self.rows[:: self.tokens]
+        spans, stored = np.zeros((len(self.decoder.slots), len(rows), 2), np.int32), np.zeros(len(rows), np.int32)
+        for place, row in enumerate(rows):
             if row is not None:
                 spans[:, place], stored[place] = row.spans, 1
         self.decoder.memory.upload_rows(spans, stored)
@@ -632,11 +635,11 @@ _Ask = tuple[HostRow, int | HeadBudgets | None]
 """Retrieved range of a sequence in a layer, and the number of keys."""
 
 
-def _members(rows: Sequence[GraphSlot | None], places: Collection[int]) -> dict[int, Member]:
-    """Return the sequences at these places. rows: sequences by place."""
+def _members(rows: Sequence[GraphSlot | None], places: Collection[int], tokens: int) -> dict[int, Member]:
+    """Return the sequences at these places. rows: sequences by place. tokens: places of each."""
     layers = {id(row): row.layers for row in rows if row is not None}
     return {
-        place: ([], 0) if (row := rows[place]) is None else (layers[id(row)], place - row.places.start)
+        place: ([], 0) if (row := rows[place]) is None else (layers[id(row)], place // tokens - row.place)
         for place in places
     }
 

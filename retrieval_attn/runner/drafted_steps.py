@@ -1,30 +1,40 @@
-"""DraftedSteps: the eager decode steps of one sequence, some of which verify drafts in one forward."""
+"""Decode steps of one sequence, some of which verify drafts in one forward: eager ones, and captured ones."""
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
+from retrieval_attn.errors import CaptureError
 from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.threads import foreground
-from retrieval_attn.runner.decode import DecodeSteps
-from retrieval_attn.runner.drafts import BlockCosts, DraftBlock, Drafts, LookupDrafter
+from retrieval_attn.runner.decode import DecodeSteps, TokenCopy
+from retrieval_attn.runner.drafts import DRAFT_SIZES, BlockCosts, DraftBlock, Drafts, LookupDrafter
 from retrieval_attn.runner.graph.support import runtime_for
 from retrieval_attn.runner.rows import can_draft, step, tokens_before_spill
 
-__all__ = ["DraftedSteps", "steps_eagerly"]
+__all__ = ["BLOCKS", "CapturedDrafts", "DraftedSteps", "drafted_steps", "steps_eagerly"]
+
+log = logging.getLogger(__name__)
+
+BLOCKS = tuple(1 + drafts for drafts in DRAFT_SIZES)
+"""Tokens of a captured step with drafts."""
+IDLE_SHARE = 0.05
+"""Of a step: what the device waits for, where a step was not launched ahead of its token, and no draft followed."""
 
 
 def steps_eagerly(model: PreTrainedModel, graph: GraphMode) -> bool:
-    """Return whether decode steps are eager, on a CPU: captured steps take one token of each sequence."""
+    """Return whether decode steps are eager, on a CPU."""
     if graph is True or input_device(model).type != "cpu" or is_spread(model):
         return False
     return graph is False or runtime_for(model) is None
@@ -40,26 +50,16 @@ class DraftedSteps(DecodeSteps):
         """ids: of the prompt. tokens: the most that are generated."""
         super().__init__(model, cache, False)
         self.drafts, self._costs, self._left = Drafts(LookupDrafter(ids)), BlockCosts(), tokens
-        self._block, self._accepted, self._logits = DraftBlock([]), 0, None
+        self._block, self._accepted, self._logits, self._newest = DraftBlock([]), 0, None, -1
 
     _logits: Tensor | None
     """Of the newest token and the drafts of the block."""
 
-    @classmethod
-    def of(cls, model: PreTrainedModel, cache: RetrievalCache, ids: Tensor, tokens: int) -> DraftedSteps | None:
-        """Return steps of one sequence after ids (1, columns), or None if it cannot have drafts."""
-        serves = cache.config.drafts and len(ids) == 1 and can_draft(cache) and steps_eagerly(model, cache.config.graph)
-        return cls(model, cache, ids[0].cpu().numpy().astype(np.int32), tokens) if serves else None
-
     def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
-        """See `DecodeSteps.step`. mask: None."""
-        number, self._left = int(token), self._left - 1
-        self._note_token(number)
-        drafts = self._block.drafts
-        if self._logits is not None and self._accepted < len(drafts) and drafts[self._accepted] == number:
-            self._accepted += 1
-            return self._logits[self._accepted, None]
-        self._end_block(missed=self._accepted < len(drafts))
+        """See `DecodeSteps.step`, of the token noted last. mask: None."""
+        number = self._newest
+        if (accepted := self._accepted_logits()) is not None:
+            return accepted
         most = min(self._left - 1, tokens_before_spill(self._cache) - 1)
         block, began = self._next_block(token, position, most), time.perf_counter()
         if not block.drafts:
@@ -73,6 +73,21 @@ class DraftedSteps(DecodeSteps):
         self._costs.note(count, time.perf_counter() - began)
         self._block, self._accepted, self._logits = block, 0, found
         return found[:1]
+
+    def note(self, token: list[int]) -> None:
+        """See `DecodeSteps.note`."""
+        (self._newest,) = token
+        self._left -= 1
+        self._note_token(self._newest)
+
+    def _accepted_logits(self) -> Tensor | None:
+        """Return the logits after the newest token if it is the next draft; otherwise end the block."""
+        drafts = self._block.drafts
+        if self._logits is not None and drafts[self._accepted : self._accepted + 1] == [self._newest]:
+            self._accepted += 1
+            return self._logits[self._accepted, None]
+        self._end_block(missed=self._accepted < len(drafts))
+        return None
 
     def _note_token(self, number: int) -> None:
         """Append a token of the text."""
@@ -96,5 +111,134 @@ class DraftedSteps(DecodeSteps):
             return
         block, self._logits, self._block = self._block, None, DraftBlock([])
         if wrong := len(block.drafts) - self._accepted:
-            self._cache.crop(-wrong)
+            self._drop_wrong(wrong)
         self._note_block(block, self._accepted, missed=missed)
+
+    def _drop_wrong(self, count: int) -> None:
+        """Remove the last `count` drafts from the cache."""
+        self._cache.crop(-count)
+
+
+class CapturedDrafts(DraftedSteps):
+    """The same by captured steps: a block is one replay of a graph of that many tokens (`GraphPool.launch_block`).
+
+    The device appends all drafts behind the end of the windows; those that are accepted are counted, token by token.
+    Without drafts a step of one token is launched ahead of its token, as in `DecodeSteps`.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RetrievalCache, ids: NDArray[Any], tokens: int) -> None:
+        """See `DraftedSteps`. The cache's options demand or allow graphs."""
+        super().__init__(model, cache, ids, tokens)
+        self._graph, self._eager = cache.config.graph, False
+        self._token_copy, self._choices = TokenCopy(input_device(model)), list[int]()
+        self._confirmed = 0  # tokens of the block
+        self._began, self._captures = 0.0, 0
+        self._waited = self._refused = False
+
+    def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
+        """See `DecodeSteps.step`, of the token noted last. mask: None."""
+        if (accepted := self._accepted_logits()) is not None:
+            return accepted
+        self._began, block = time.perf_counter(), self._proposed()
+        self._captures = 0 if self.pool is None else self.pool.captures
+        if block.drafts:
+            foreground.note()
+            found = self._launched(block, position)
+            if found is not None:
+                self._waited = False
+                return found
+        if self._waited:
+            self._waited, self.drafts.length.balance = False, self.drafts.length.balance - IDLE_SHARE
+        return DecodeSteps.step(self, token, position, mask)
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """See `DecodeSteps.chosen`: after the last accepted draft of a block."""
+        chosen = super().chosen
+        return chosen if chosen is None or self._logits is None else chosen[self._accepted : self._accepted + 1]
+
+    def launch_next(self) -> bool:
+        """See `DecodeSteps.launch_next`. In a block wait for it, and return whether the next token is the next draft.
+        Otherwise return False if there are drafts: the next step verifies them.
+        """
+        if self._logits is None:
+            self._waited = bool(self._proposed().drafts)
+            return not self._waited and super().launch_next()
+        if not self._choices and self.pool is not None:
+            self._token_copy.send(self.pool.chosen)
+            self._choices = self._token_copy.read()
+        drafts, number = self._block.drafts, self._accepted
+        if drafts[number : number + 1] != self._choices[number : number + 1]:
+            return False
+        self._accepted += 1
+        return True
+
+    def discard(self) -> None:
+        """See `DecodeSteps.discard`."""
+        if self._logits is None:
+            super().discard()
+        else:
+            self._accepted = self._confirmed - 1
+
+    def confirm(self) -> None:
+        """See `DecodeSteps.confirm`: of a block, commit its next token."""
+        if self._logits is None or self.pool is None:
+            super().confirm()
+            self._note_seconds(1)
+        elif self._confirmed:
+            self.pool.commit_drafts(self._cache, 1)
+            self._confirmed += 1
+        else:
+            self.pool.confirm()
+            self._confirmed = 1
+            self._note_seconds(len(self._logits))
+
+    def _proposed(self) -> DraftBlock:
+        """Return the drafts that follow the newest token, or none."""
+        if self.pool is None or self._refused:
+            return DraftBlock([])
+        most = min(self._left, self.pool.block_room(self._cache)) - 1
+        return self.drafts.block(most, partial(self._costs.extra, 1)) if most > 0 else DraftBlock([])
+
+    def _launched(self, block: DraftBlock, position: Tensor) -> Tensor | None:
+        """Launch the newest token and its drafts. Return the logits after the token; None without a graph."""
+        assert self.pool is not None
+        tokens = torch.tensor([self._newest, *block.drafts], device=position.device)
+        try:
+            found = self.pool.launch_block(
+                self._cache, tokens, position + torch.arange(len(tokens), device=position.device)
+            )
+        except CaptureError as error:
+            log.warning("no more drafts: steps of %d tokens cannot be captured: %s", len(tokens), error)
+            self._refused = True
+            return None
+        self.replays += 1
+        self._block, self._accepted, self._logits, self._choices, self._confirmed = block, 0, found, [], 0
+        return found[:1]
+
+    def _note_seconds(self, tokens: int) -> None:
+        """Note the time of a step of `tokens` tokens that was read. The next one began with it, if it was launched."""
+        now, captures = time.perf_counter(), 0 if self.pool is None else self.pool.captures
+        if self.pool is not None and captures == self._captures:
+            self._costs.note(tokens, now - self._began)
+        self._began, self._captures = now, captures
+
+    def _drop_wrong(self, count: int) -> None:
+        """Nothing counts them."""
+
+
+def drafted_steps(model: PreTrainedModel, cache: RetrievalCache, ids: Tensor, tokens: int) -> DraftedSteps | None:
+    """Return steps of one sequence after ids (1, columns), or None if it cannot have drafts.
+
+    tokens: the most that are generated.
+    """
+    if not cache.config.drafts or len(ids) != 1 or not can_draft(cache):
+        return None
+    graph = cache.config.graph
+    if steps_eagerly(model, graph):
+        kind: type[DraftedSteps] = DraftedSteps
+    elif graph is False or is_spread(model):
+        return None
+    else:
+        kind = CapturedDrafts
+    return kind(model, cache, ids[0].cpu().numpy().astype(np.int32), tokens)

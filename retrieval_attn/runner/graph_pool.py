@@ -51,12 +51,13 @@ class GraphPool:
     """Graphs of all batch sizes for caches of one shape, and their slots. The model is a weak reference.
 
     An engine's batch runs by `arrange` and `replay`, one step at a time or overlapped. One cache runs by `launch`,
-    `launch_ahead` and `confirm`, up to two steps in flight.
+    `launch_ahead` and `confirm`, up to two steps in flight, or by `launch_block`, `confirm` and `commit_drafts`.
 
     Attributes:
         key: what all caches have in common.
         buffers: window and state buffers of all slots.
         graphs: graphs by batch size.
+        blocks: graphs of one cache by the new tokens of a step, see `launch_block`.
         rows: slots by the id of the cache.
         pages: memory of paged prefixes; None: no sequence has had any.
     """
@@ -83,6 +84,9 @@ class GraphPool:
         self.key, self._options = key, options
         self.buffers = buffers
         self.graphs: dict[int, DecodeGraph] = {}
+        self.blocks: dict[int, DecodeGraph] = {}
+        self._unplanned: set[int] = set()  # blocks whose sequence changed
+        self._block: DecodeGraph | None = None  # that was launched last; None: a step of one token
         self.rows: dict[int, GraphSlot] = {}
         self._most, self._resources = most, HostResources(runtime, default_pool())
         self._costs = StepCosts(len(attending(like)))
@@ -90,6 +94,7 @@ class GraphPool:
         self._changed: set[int] = set()
         self._smaller = 0  # steps in a row that a smaller graph would have served
         self._max_coded_keys, self._levels = 0, 0
+        self._kind = StepKind(False, False, 0)  # that the sequences need
         self.pages: PagedLayers | None = None
 
     def arrange(
@@ -229,7 +234,52 @@ class GraphPool:
         if problems:
             raise problems[0]
         assert self._graph is not None
+        self._block = None
         return self._graph.launch(token, position)
+
+    @ordinary_tensors
+    def launch_block(self, cache: RetrievalCache, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Launch a step of several new tokens of one cache of one sequence. Nothing waits for the device.
+
+        `confirm` counts the first token, `commit_drafts` the accepted drafts, before the next launch.
+
+        Args:
+            cache: has `block_room` for the tokens, and no step in flight.
+            tokens, positions: of the newest token and its drafts, (n,) int64.
+
+        Returns logits (n, vocabulary) float32, the same memory in every block of n tokens. Raises as `launch`.
+        """
+        count = len(tokens)
+        cache.require_room(count)
+        problems = self.arrange([cache], lambda _: None)
+        if problems:
+            raise problems[0]
+        assert self._graph is not None
+        if count not in self.blocks:
+            given = self.model, cache, self._runtime, self.buffers.rows(0, 1), self._resources, self._options
+            self.blocks[count] = DecodeGraph(*given, tokens=count)
+            self._unplanned.add(count)
+        block = self.blocks[count]
+        if count in self._unplanned:
+            block.take([self.rows[id(cache)]], self._kind, range(count))
+            self._unplanned.discard(count)
+        self._graph.undo()  # its windows grow without it
+        block.undo()
+        self._block = block
+        return block.launch(tokens, positions)
+
+    def block_room(self, cache: RetrievalCache) -> int:
+        """Return the new tokens that a block of a cache may have now; 0 before its first step here."""
+        row = self.rows.get(id(cache))
+        if row is None or row.stale:
+            return 0
+        positions = cache.max_positions
+        left = row.room if positions is None else positions - cache.get_seq_length() + cache.batch.forgotten.tokens
+        return min(row.room, left)
+
+    def commit_drafts(self, cache: RetrievalCache, count: int) -> None:
+        """Count `count` drafts of the block that is confirmed."""
+        self.rows[id(cache)].commit(count)
 
     @ordinary_tensors
     def launch_ahead(self) -> bool:
@@ -238,16 +288,18 @@ class GraphPool:
 
     @property
     def chosen(self) -> Tensor:
-        """Likeliest token (batch,) after the last launched step, the same memory at every step."""
-        assert self._graph is not None
-        return self._graph.decoder.memory.chosen
+        """Likeliest token (batch,), or of a block (tokens,), after the last step, the same memory at every step."""
+        launched = self._block or self._graph
+        assert launched is not None
+        return launched.decoder.memory.chosen
 
     def confirm(self) -> float:
         """Count the tokens of the oldest step in flight. Returns the seconds of the host's work in it.
 
         Raises BackendError, with the layer named, if a host search failed or came too late; later steps are lost, too.
         """
-        work = None if self._graph is None else self._graph.confirm()
+        launched = self._block or self._graph
+        work = None if launched is None else launched.confirm()
         retrieving = 0 if work is None else sum(row.retrieves for row in self.rows.values())
         if work is None or not retrieving:
             return 0.0
@@ -256,16 +308,25 @@ class GraphPool:
 
     def undo(self) -> None:
         """Undo the launched steps that are not confirmed."""
-        if self._graph is not None:
-            self._graph.undo()
+        for graph in (self._graph, self._block):
+            if graph is not None:
+                graph.undo()
 
     @ordinary_tensors
-    def rehearse(self, cache: RetrievalCache) -> None:
-        """Capture the step that comes next in a cache and launch it once, for token 0, and undo it."""
+    def rehearse(self, cache: RetrievalCache, blocks: Sequence[int] = ()) -> None:
+        """Capture the step that comes next in a cache and launch it once, for token 0, and undo it.
+
+        blocks: numbers of tokens; the same for these, if the window has room.
+        """
         rows, device = len(cache.batch.sequences), input_device(self.model)
         zeros = torch.zeros(rows, dtype=torch.int64, device=device)
         self.launch(cache, zeros, torch.full_like(zeros, cache.batch.columns))
         self.undo()
+        for count in blocks:
+            if count <= self.block_room(cache):
+                places = cache.batch.columns + torch.arange(count, device=device)
+                self.launch_block(cache, torch.zeros_like(places), places)
+                self.undo()
 
     def has_captured(self, cache: RetrievalCache) -> bool:
         """Whether a graph waits for the next step of a cache, if codes cover all tokens that it retrieves from."""
@@ -275,7 +336,13 @@ class GraphPool:
     @property
     def capture_failure(self) -> str | None:
         """Why no graph can be captured, once a capture has failed."""
-        return next((one.decoder.capture_failure for one in self.graphs.values() if one.decoder.capture_failure), None)
+        failures = (graph.decoder.capture_failure for graph in self.graphs.values())
+        return next((one for one in failures if one), None)
+
+    @property
+    def captures(self) -> int:
+        """Number of captures so far."""
+        return sum(graph.decoder.captures for graph in (*self.graphs.values(), *self.blocks.values()))
 
     @property
     def windows_nbytes(self) -> int:
@@ -310,9 +377,10 @@ class GraphPool:
         finally:  # also after a second interrupt
             for key in list(self.rows):
                 self.detach(key)
-            for graph in self.graphs.values():
+            for graph in (*self.graphs.values(), *self.blocks.values()):
                 graph.forget()
-            self._graph, self._smaller = None, 0
+            self._unplanned = set(self.blocks)
+            self._graph, self._block, self._smaller = None, None, 0
 
     def _try(self, number: int, key: int, do: Callable[[], None], problems: dict[int, Exception]) -> None:
         """Call `do` for a sequence and detach it on an error."""
@@ -336,8 +404,8 @@ class GraphPool:
                 if row.place >= size:
                     row.attach(self.buffers, self._free_place(size, row.width))
             if size not in self.graphs:
-                own = self.buffers.rows(0, size)
-                self.graphs[size] = DecodeGraph(self.model, like, self._runtime, own, self._resources, self._options)
+                given = self.model, like, self._runtime, self.buffers.rows(0, size), self._resources, self._options
+                self.graphs[size] = DecodeGraph(*given)
             self._graph = self.graphs[size]
             self._changed = set(range(size))
         assert self._graph is not None
@@ -364,7 +432,7 @@ class GraphPool:
         kind = StepKind(retrieves, padded, self._max_coded_keys if retrieves else 0, self._levels if levels else 0)
         changed, self._changed = {place for place in self._changed if place < graph.size}, set(range(graph.size))
         graph.take(rows, kind, changed)
-        self._changed = set()
+        self._changed, self._kind, self._unplanned = set(), kind, set(self.blocks)
 
     @property
     def model(self) -> PreTrainedModel:

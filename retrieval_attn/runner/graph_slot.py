@@ -146,7 +146,7 @@ class GraphSlot:
         """
         self._cache, self.width, self._confirmed = weakref.ref(cache, gone), len(cache.batch.sequences), confirmed
         self._costs, self._paid = costs, (costs.work.copy(), costs.nanoseconds.copy())
-        self._slots: Sequence[LayerSlot] = ()
+        self._slots: dict[int, Sequence[LayerSlot]] = {}  # in use, by the tokens of a step
         self._views: Sequence[Buffers] = []
         self._states = SlotStates()
         self._spans = np.zeros((len(attending(cache)), 2), np.int32)
@@ -210,7 +210,7 @@ class GraphSlot:
         if moved:
             self.add_tail()
             self._views = buffers.rows(place, place + self.width).windows
-            self.place, self._slots = place, ()  # what others left at the new place is not of this row
+            self.place, self._slots = place, {}  # what others left at the new place is not of this row
         if cache is not None:
             places = self.places
             self._states.attach(
@@ -262,20 +262,20 @@ class GraphSlot:
             log.debug("tokens were not copied ahead of time: %s", error)
             self.behind = []
 
-    def use(self, slots: Sequence[LayerSlot]) -> None:
-        """Let the host steps of these layer slots estimate the tail of this sequence from now on."""
-        if slots is not self._slots:
+    def use(self, slots: Sequence[LayerSlot], tokens: int = 1) -> None:
+        """Let the host steps of these layer slots estimate the tail of this sequence in steps of `tokens` tokens."""
+        if self._slots.get(tokens) is not slots:
             self.add_tail()
-            self._slots = slots
+            self._slots[tokens] = slots
             self._forget_tail()
 
-    def commit(self) -> None:
-        """Count the token of a completed step."""
+    def commit(self, count: int = 1) -> None:
+        """Count tokens of a completed step."""
         cache = self._cache()
         if cache is not None:
-            cache.batch.commit(1)
-        self.room -= 1
-        self._unsynced += 1
+            cache.batch.commit(count)
+        self.room -= count
+        self._unsynced += count
 
     def detach(self) -> None:
         """Give the cache its committed tokens and windows of its own."""
@@ -289,7 +289,7 @@ class GraphSlot:
         cache = self._cache()
         if cache is not None:
             self._states.detach(cache)
-        self.place, self._views, self._slots, self.behind = -1, [], (), []
+        self.place, self._views, self._slots, self.behind = -1, [], {}, []
 
     # -- GraphHook -----------------------------------------------------------------------------------
 
@@ -334,9 +334,10 @@ class GraphSlot:
         """Return the estimate buffers of each sequence with their layers."""
         return [
             (layer, host.tally_of(place))
-            for slot, layer in zip(self._slots, self.layers, strict=False)
+            for tokens, slots in self._slots.items()
+            for slot, layer in zip(slots, self.layers, strict=False)
             if layer.window is not None
-            for place in self.places
+            for place in range(self.place * tokens, self.places.stop * tokens)
             for host in slot.hosts
             if host.rows.start <= place < host.rows.stop
         ]

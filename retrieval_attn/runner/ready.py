@@ -69,12 +69,14 @@ from retrieval_attn.offload.staging import TORCH_DTYPE, host_format, pack, unpac
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.work import overlaps
 from retrieval_attn.runner import drafts
+from retrieval_attn.runner.drafted_steps import BLOCKS
 from retrieval_attn.runner.full_attention import forms_for_all
 from retrieval_attn.runner.graph.host import code_shape, split_microbatches
 from retrieval_attn.runner.graph.host_row_gather import device_reads, estimated_logits_of
 from retrieval_attn.runner.graph.slot import window_of
 from retrieval_attn.runner.graph.support import runtime_for
 from retrieval_attn.runner.graph_pool import acquire, release, waits_for
+from retrieval_attn.runner.rows import can_draft
 
 THREADS = 3
 """Pieces of work at the same time. Compiling, and loading, run outside Python's lock for the most part."""
@@ -140,7 +142,7 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
         retrieve_all=config.retrieve == "all",
         serves_graphs=serves_graphs,
     )
-    if config.drafts and not serves_graphs:
+    if config.drafts:
         jobs.append(CompileJob(f"{drafts.__name__}:{drafts.compile_lookup.__name__}"))
     return Compilation(jobs, progress=progress)
 
@@ -313,7 +315,7 @@ def make_ready(model: PreTrainedModel, cache: RetrievalCache) -> None:
 
 
 def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
-    """Capture the step of one token, launch it once. Nothing on a CPU.
+    """Capture the step of one token, and with drafts those of several; launch each once. Nothing on a CPU.
 
     Nothing, too, where an earlier context's graph will do: to bind a context takes a third of a second of 32 layers,
     and its first answer binds it after its first token; and in a batch, which has graphs of its own and steps others
@@ -327,7 +329,7 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
             return
         pool = acquire(model, cache, runtime)
         try:
-            pool.rehearse(cache)
+            pool.rehearse(cache, BLOCKS if cache.config.drafts and can_draft(cache) else ())
         finally:
             release(model, pool)
     except (CaptureError, BackendError, ContextLengthError, torch.OutOfMemoryError) as error:

@@ -50,7 +50,7 @@ def test_a_block_of_the_window_follows_the_shared_memory(
 
     monkeypatch.setattr(kernels_triton, "shared_bytes", lambda device: shared * KIB)
     query = torch.empty(1, 8, 1, dim, dtype=dtype)
-    assert kernels_triton._block_tokens(query, dim, group=4) == tokens
+    assert kernels_triton._block_tokens(query, dim, rows=16) == tokens
 
 
 @needs_triton

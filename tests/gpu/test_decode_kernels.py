@@ -204,6 +204,33 @@ def test_rows_of_any_length_are_bit_for_bit_as_alone(
     assert spans.tolist() == [[[5, 151], [0, 0], [60, 62], [0, 199]]]
 
 
+@pytest.mark.parametrize("tokens", [2, 4, 16])
+@pytest.mark.parametrize(
+    "name", ["plain", "empty", "padded", "heads-alone", "odd-dims", "softcap", "reach", "reach-one"]
+)
+def test_tokens_of_a_block_are_as_one_after_the_other(device: str, name: str, tokens: int) -> None:
+    """Several new tokens of each row: each sees those before it, and the window as single steps leave it."""
+    options = {**CASES[name], "batch": 2}
+    asked: dict[str, Any] = {"scale": 0.3, "softcap": options.pop("softcap", None), "reach": options.pop("reach", None)}
+    cases = [make_case(device, **options, seed=seed) for seed in range(tokens)]
+    window = cases[0].window._replace(span=cases[0].window.span + torch.tensor([0, 1], device=device)[:, None] * 2)
+    alone = window._replace(key=window.key.clone(), value=window.value.clone(), span=window.span.clone())
+    if window.valid is not None:  # new tokens are real
+        valid = window.valid.clone()
+        for row, (_, high) in enumerate(alone.span.tolist()):
+            valid[row, high : high + tokens] = True
+        alone = alone._replace(valid=valid)
+    query, key, value = (torch.stack(one, dim=1).flatten(0, 1) for one in list(zip(*cases, strict=True))[:3])
+    found = joined(window_partials(query, key, value, window, splits=3, **asked))
+    for number, case in enumerate(cases):
+        wanted = joined(window_partials(case.query, case.key, case.value, alone, splits=3, **asked))
+        close(found.out[number::tokens], wanted.out, 1e-5)
+        close(found.lse[number::tokens], wanted.lse, 1e-5)
+        alone.span[:, 1] += 1
+    for mine, yours in ((window.key, alone.key), (window.value, alone.value)):
+        assert torch.equal(mine, yours)
+
+
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("with_host", ["none", "in order", "by rows", "empty"])
 @pytest.mark.parametrize("with_pages", [False, True])

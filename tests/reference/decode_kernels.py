@@ -27,21 +27,23 @@ def window_partials(
     reach: int | None,
     splits: int,
 ) -> Parts:
-    """Store the new key and value and attend to the window, as one part."""
+    """Store the new keys and values and attend to the window, as one part."""
     batch, q_heads, _, dim = query.shape
-    kv_heads, slots = window.key.shape[1:3]
-    low, high = window.span[:, :1], window.span[:, 1:]
-    row, place = torch.arange(batch, device=query.device), high[:, 0].long()
-    window.key[row, :, place] = key[:, :, 0]
-    window.value[row, :, place] = value[:, :, 0]
-    slot = torch.arange(slots, device=query.device)[None]
-    seen = (slot >= low) & (slot <= high)
+    rows, kv_heads, slots = window.key.shape[:3]
+    tokens, group = batch // rows, q_heads // kv_heads
+    low, high = window.span[:, :1, None], window.span[:, 1:, None]  # (rows, 1, 1)
+    row = torch.arange(rows, device=query.device)[:, None]
+    place = high[:, :, 0].long() + torch.arange(tokens, device=query.device)  # (rows, tokens)
+    window.key[row, :, place] = key.reshape(rows, tokens, kv_heads, dim)
+    window.value[row, :, place] = value.reshape(rows, tokens, kv_heads, -1)
+    slot = torch.arange(slots, device=query.device)[None, None]
+    seen = (slot >= low) & (slot <= place[:, :, None])
     if reach is not None:
-        seen = seen & (slot > high - reach)
+        seen = seen & (slot > place[:, :, None] - reach)
     if window.valid is not None:
-        seen = seen & (window.valid | (slot == high))
-    seen = seen[:, None, None]  # (batch, 1, 1, slots)
-    grouped = query.float().reshape(batch, kv_heads, q_heads // kv_heads, dim)
+        seen = seen & (window.valid[:, None] | (slot >= high))
+    seen = seen[:, None].repeat_interleave(group, 2)  # (rows, 1, tokens * group, slots)
+    grouped = query.float().reshape(rows, tokens, kv_heads, group, dim).transpose(1, 2).flatten(2, 3)
     scores = grouped @ window.key.float().transpose(2, 3) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -51,7 +53,8 @@ def window_partials(
     total = weights.sum(dim=-1, keepdim=True)
     out = (weights / total) @ window.value.float()
     shape = batch, q_heads, 1
-    return Parts(out.reshape(*shape, -1), (top + torch.log(total)).reshape(shape))
+    out, lse = (one.unflatten(2, (tokens, group)).transpose(1, 2) for one in (out, top + torch.log(total)))
+    return Parts(out.reshape(*shape, -1), lse.reshape(shape))
 
 
 def merge_parts(

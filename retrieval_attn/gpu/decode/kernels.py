@@ -1,4 +1,4 @@
-"""Attention of one new token per row over buffers of fixed size, as a captured graph runs it.
+"""Attention of the new tokens of each row over buffers of fixed size, as a captured graph runs it.
 
 How much of a buffer is used is read from device memory, so one graph serves while the window grows. Three steps:
 `stage_queries` lays the queries out for the host, `window_partials` stores the new key and value and attends to sinks
@@ -39,9 +39,9 @@ class WindowBuffers(NamedTuple):
     """Sinks and tail of one layer in memory that stays put.
 
     key (batch, kv_heads, slots, head_dim), value (batch, kv_heads, slots, value_dim), any finite numbers where nothing
-    was stored. span: int32 (batch, 2), the used slots [low, high) of each row; the token to be stored goes to slot
-    `high`, which must be below `slots`. valid: (batch, slots) bool, False for padding, or None when all used slots are
-    real tokens.
+    was stored. span: int32 (batch, 2), the used slots [low, high) of each row; the tokens to be stored go to slots from
+    `high` on, which must be below `slots`. valid: (batch, slots) bool, False for padding, or None when all used slots
+    are real tokens.
     """
 
     key: Tensor
@@ -97,11 +97,11 @@ def window_partials(
     reach: int | None = None,
     splits: int = 1,
 ) -> Parts:
-    """Store the new key and value (batch, kv_heads, 1, dim), attend query (batch, q_heads, 1, head_dim) to all.
+    """Store the new keys and values (n, kv_heads, 1, dim), attend query (n, q_heads, 1, head_dim) to all.
 
-    reach: only the last `reach` tokens are seen, the new one among them (sliding-window layers). The new token is
-    always real. `window.span` is left as it is: see `advance`. Returns up to `splits` partials, of which some may be
-    empty.
+    n: tokens of the window's rows, of one row after the other, equally many of each; they see each other causally.
+    reach: only the last `reach` tokens are seen, the query's among them (sliding-window layers). New tokens are always
+    real. `window.span` is left as it is: see `advance`. Returns up to `splits` partials, of which some may be empty.
     """
     parts: Parts = _triton(query).window_partials(query, key, value, window, scale, softcap, reach, splits)
     return parts

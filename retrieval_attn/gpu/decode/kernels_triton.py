@@ -18,6 +18,8 @@ from retrieval_attn.gpu.memory import shared_bytes
 
 MIN_ROWS = 16
 """Rows of the smallest tile that a matrix instruction takes; a group of query heads is padded to it."""
+WIDE_ROWS = 64
+"""Queries of a tile from which on two groups of warps share it."""
 OTHER_SHARED = 1024
 """Bytes of shared memory that a block takes in addition to its tiles: reductions over tokens, the runtime's own."""
 
@@ -50,36 +52,81 @@ def _window_kernel(
     query_b, query_h, new_key_b, new_key_h, new_value_b, new_value_h,
     key_b, key_h, key_t, value_b, value_h, value_t, valid_b, span_b, kv_heads, group, dim, value_dim, splits,
     HAS_VALID: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_REACH: tl.constexpr, EXACT: tl.constexpr,
-    G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    TOKENS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """One part of the attention of one key-value head's queries; the first part stores the new token as well.
+    """One part of the attention of one key-value head's queries; the first part stores the TOKENS new tokens as well.
 
     Strides end in _b (row), _h (head) and _t (token).
     """
-    # one program for all query heads of a key-value head: each key and value is read once
+    # one program for all query heads and tokens of a key-value head: each key and value is read once
     entry, split = tl.program_id(0), tl.program_id(1)
     row, head = (entry // kv_heads).to(tl.int64), entry % kv_heads
     # from memory: a graph is replayed while windows grow, and for other rows than it was captured for
     low, high = tl.load(span + row * span_b), tl.load(span + row * span_b + 1)
     member, column, value_column = tl.arange(0, G), tl.arange(0, D), tl.arange(0, V)
-    in_group, in_dim, in_value = member < group, column < dim, value_column < value_dim
-    at = row * query_b + (head * group + member)[:, None] * query_h + column[None, :]
+    in_group, in_dim, in_value = member < TOKENS * group, column < dim, value_column < value_dim
+    token, own_head = tl.zeros((G,), tl.int32), member
+    if TOKENS > 1:
+        token, own_head = member // group, member % group
+    asking = row * TOKENS + token
+    at = asking[:, None] * query_b + (head * group + own_head)[:, None] * query_h + column[None, :]
     queries = tl.load(query + at, mask=in_group[:, None] & in_dim[None, :], other=0.0)
     key_at, value_at = key + row * key_b + head * key_h, value + row * value_b + head * value_h
 
-    # The new token is stored, and attended to, by the first program, from registers. No program reads its slot:
-    # programs of one launch run in any order, so another one could read it before it is written.
+    # New tokens are stored, and attended to, by the first program, from registers. No program reads their slots:
+    # programs of one launch run in any order, so another one could read one before it is written.
     first = split == 0
-    fresh_key = tl.load(new_key + row * new_key_b + head * new_key_h + column, mask=in_dim, other=0.0)
-    fresh_value = tl.load(new_value + row * new_value_b + head * new_value_h + value_column, mask=in_value, other=0.0)
-    tl.store(key_at + high.to(tl.int64) * key_t + column, fresh_key, mask=in_dim & first)
-    tl.store(value_at + high.to(tl.int64) * value_t + value_column, fresh_value, mask=in_value & first)
-    own = tl.sum(queries.to(tl.float32) * fresh_key.to(tl.float32)[None, :], axis=1) * scale
-    if HAS_SOFTCAP:
-        own = _capped(own, softcap)
-    top = tl.where(first, own, -float("inf"))
-    total = tl.where(first, tl.full((G,), 1.0, tl.float32), tl.zeros((G,), tl.float32))
-    mixed = tl.where(first, fresh_value.to(tl.float32)[None, :] + tl.zeros((G, V), tl.float32), 0.0)
+    if TOKENS == 1:
+        fresh_key = tl.load(new_key + row * new_key_b + head * new_key_h + column, mask=in_dim, other=0.0)
+        fresh_value = tl.load(
+            new_value + row * new_value_b + head * new_value_h + value_column, mask=in_value, other=0.0
+        )
+        tl.store(key_at + high.to(tl.int64) * key_t + column, fresh_key, mask=in_dim & first)
+        tl.store(value_at + high.to(tl.int64) * value_t + value_column, fresh_value, mask=in_value & first)
+        own = tl.sum(queries.to(tl.float32) * fresh_key.to(tl.float32)[None, :], axis=1) * scale
+        if HAS_SOFTCAP:
+            own = _capped(own, softcap)
+        top = tl.where(first, own, -float("inf"))
+        total = tl.where(first, tl.full((G,), 1.0, tl.float32), tl.zeros((G,), tl.float32))
+        mixed = tl.where(first, fresh_value.to(tl.float32)[None, :] + tl.zeros((G, V), tl.float32), 0.0)
+    else:
+        fresh = tl.arange(0, F)
+        is_new, new_row = fresh < TOKENS, row * TOKENS + fresh
+        fresh_keys = tl.load(
+            new_key + new_row[:, None] * new_key_b + head * new_key_h + column[None, :],
+            mask=is_new[:, None] & in_dim[None, :],
+            other=0.0,
+        )
+        fresh_values = tl.load(
+            new_value + new_row[:, None] * new_value_b + head * new_value_h + value_column[None, :],
+            mask=is_new[:, None] & in_value[None, :],
+            other=0.0,
+        )
+        fresh_slot = high.to(tl.int64) + fresh[:, None]
+        tl.store(
+            key_at + fresh_slot * key_t + column[None, :], fresh_keys, mask=(is_new & first)[:, None] & in_dim[None, :]
+        )
+        tl.store(
+            value_at + fresh_slot * value_t + value_column[None, :],
+            fresh_values,
+            mask=(is_new & first)[:, None] & in_value[None, :],
+        )
+        own = tl.dot(queries, tl.trans(fresh_keys), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            own = _capped(own, softcap)
+        seen = (is_new & first)[None, :] & (fresh[None, :] <= token[:, None])
+        if HAS_REACH:
+            seen = seen & (fresh[None, :] > token[:, None] - reach)
+        own = tl.where(seen, own, -float("inf"))
+        top = tl.max(own, axis=1)
+        weights = tl.exp(own - tl.where(top == -float("inf"), 0.0, top)[:, None])
+        total = tl.sum(weights, axis=1)
+        if EXACT:
+            mixed = tl.dot(weights, fresh_values, input_precision="ieee")
+        else:
+            coarse = weights.to(fresh_values.dtype)
+            fine = (weights - coarse.to(tl.float32)).to(fresh_values.dtype)
+            mixed = tl.dot(coarse, fresh_values) + tl.dot(fine, fresh_values)
 
     if HAS_REACH:
         low = tl.maximum(low, high + 1 - reach)
@@ -102,7 +149,10 @@ def _window_kernel(
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             scores = _capped(scores, softcap)
-        scores = tl.where(inside[None, :], scores, -float("inf"))
+        seen = inside[None, :]
+        if HAS_REACH and TOKENS > 1:  # later tokens see fewer
+            seen = seen & (slot[None, :] > high + token[:, None] - reach)
+        scores = tl.where(seen, scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
         shift = tl.where(higher == -float("inf"), 0.0, higher)  # no key yet: -inf - -inf would be NaN
         decay = tl.exp(top - shift)
@@ -125,7 +175,7 @@ def _window_kernel(
     some = total > 0
     mixed = mixed / tl.where(some, total, 1.0)[:, None]
     # the parts of one query head lie together: a program of the merge reads them as one tile
-    place = ((row * kv_heads + head) * group + member) * splits + split
+    place = ((asking * kv_heads + head) * group + own_head) * splits + split
     tl.store(
         out + place[:, None] * value_dim + value_column[None, :], mixed, mask=in_group[:, None] & in_value[None, :]
     )
@@ -219,33 +269,34 @@ def window_partials(
     """See `kernels.window_partials`."""
     query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
     batch, q_heads, _, dim = query.shape
-    kv_heads, value_dim = window.key.shape[1], window.value.shape[3]
-    group = q_heads // kv_heads
+    rows, kv_heads, value_dim = len(window.key), window.key.shape[1], window.value.shape[3]
+    group, tokens = q_heads // kv_heads, batch // rows
+    queries = max(MIN_ROWS, triton.next_power_of_2(tokens * group))
     out = torch.empty(batch, q_heads, splits, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=query.device)
     valid = None if window.valid is None else window.valid.view(torch.uint8)
     # where a tensor is absent another one stands for its pointer: HAS_... compiles the loads away
-    _window_kernel[(batch * kv_heads, splits)](
+    _window_kernel[(rows * kv_heads, splits)](
         query, key, value, window.key, window.value, window.span if valid is None else valid, window.span, out, lse,
         scale, 0.0 if softcap is None else softcap, 0 if reach is None else reach,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         *window.key.stride()[:3], *window.value.stride()[:3], 0 if valid is None else valid.stride(0),
         window.span.stride(0), kv_heads, group, dim, value_dim, splits,
         HAS_VALID=valid is not None, HAS_SOFTCAP=softcap is not None, HAS_REACH=reach is not None,
-        EXACT=query.dtype == torch.float32, N=_block_tokens(query, value_dim, group),
-        G=max(MIN_ROWS, triton.next_power_of_2(group)), D=max(MIN_ROWS, triton.next_power_of_2(dim)),
-        V=max(MIN_ROWS, triton.next_power_of_2(value_dim)), num_warps=4, num_stages=2,
+        EXACT=query.dtype == torch.float32, TOKENS=tokens, N=_block_tokens(query, value_dim, queries), G=queries,
+        D=max(MIN_ROWS, triton.next_power_of_2(dim)), V=max(MIN_ROWS, triton.next_power_of_2(value_dim)),
+        F=max(MIN_ROWS, triton.next_power_of_2(tokens)), num_warps=4 if queries < WIDE_ROWS else 8, num_stages=2,
     )  # fmt: skip
     return Parts(out, lse)
 
 
-def _block_tokens(query: Tensor, value_dim: int, group: int) -> int:
+def _block_tokens(query: Tensor, value_dim: int, rows: int) -> int:
     """Return the tokens of a block: as many as the shared memory holds, 16 to BLOCK_TOKENS.
 
-    group: query heads per key-value head.
+    rows: queries of a tile.
     """
     size, dim, room = query.element_size(), query.shape[3], shared_bytes(query.device)
-    rows, tokens = max(MIN_ROWS, triton.next_power_of_2(group)), BLOCK_TOKENS
+    tokens = BLOCK_TOKENS
     dim, value_dim = (max(MIN_ROWS, triton.next_power_of_2(one)) for one in (dim, value_dim))
     while room and tokens > MIN_ROWS:
         # keys, values and queries, and the weights of float32

@@ -78,6 +78,7 @@ class GraphDecoder:
         buffers: Sequence[Buffers],
         resources: HostResources,
         states: StepStates,
+        tokens: int = 1,
     ) -> None:
         """Nothing is captured yet.
 
@@ -86,6 +87,7 @@ class GraphDecoder:
             buffers: window buffers of each layer that attends, (slots, ...).
             resources: host resources, shared with other decoders of the runtime, whose steps run at other times.
             states: recurrent states of all slots.
+            tokens: new tokens of each sequence in a step.
         """
         key = buffers[0][0]
         layers = attending(cache)
@@ -97,7 +99,7 @@ class GraphDecoder:
         self.pages: StepPages | None = None
         resources = resources.for_step()
         self.upload_tables, self._stage = resources.upload, resources.stage
-        self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device)
+        self.memory = StepMemory(len(layers), key.shape[0], resources.pool.workers, key.device, tokens)
         self.slots = [
             LayerSlot(SlotPlace(number, row), layer, resources, self.memory, buffers[row])
             for row, (number, layer) in enumerate(layers)
@@ -112,7 +114,7 @@ class GraphDecoder:
         self._stage.begin_step()
 
     def write_pages(self, prefixes: Sequence[PagedPrefix | None], layers: Iterable[Any], levels: int) -> None:
-        """Tell the device what the rows, one for each place, have in pages. layers: of one that has some. levels: spans
+        """Tell the device what the rows, one for each token, have in pages. layers: of one that has some. levels: spans
         that a row lies over at most, at least 1. Raises CaptureError for a prefix in the pages of others.
         """
         if self.pages is None:

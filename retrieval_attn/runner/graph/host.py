@@ -201,7 +201,8 @@ class HostStep:
             self._answer_nothing()
             return
         for rows_of in _layouts(rows):
-            mosts = [_most_of(retrieve, members[0]) for members in rows_of]
+            asked = tuple(retrieve[one[0]] for one in rows_of) if isinstance(retrieve, tuple) else retrieve
+            mosts = [_most_of(asked, number) for number in range(len(rows_of))]
             own, n = [rows[members[0]] for members in rows_of], len(rows_of[0])
             paths = [row.path for row in own if row is not None]
             known = self._apart if changed is not None and n == 1 else {}
@@ -215,7 +216,7 @@ class HostStep:
                 named = uncoded_only(apart)
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
             if (self.reads is not Reads.HOST and not self._has_late) or plan_named(
-                self._step, paths, named, (self._q_heads, n), retrieve, **options
+                self._step, paths, named, (self._q_heads, n), asked, **options
             ):
                 if self.part.rows is not None and rows_of != self._placed:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))

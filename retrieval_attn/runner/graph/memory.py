@@ -31,16 +31,18 @@ def ordinary_tensors(function: _Function) -> _Function:
 class StepMemory:
     """See the module.
 
-    layers: those that attend; the states of others are in `states.py`. On the device: token and position int64 (batch,
-    1), the step's inputs, which a step replaces by those of the next one; chosen int64 (batch,), the likeliest token
-    after the step; spans int32 (layers, batch, 2), the used slots of every layer's windows; stored int32 (batch,), by
-    how much a step makes a row longer: 1, or 0 for a free row. On the host, int64, a row for each
-    layer and microbatch: meters (layers, MAX_MICROBATCHES, workers * METER_WORDS) and descriptors (layers,
+    layers: those that attend; the states of others are in `states.py`. On the device: token and position int64
+    (batch * tokens, 1), the step's inputs, which a step of one token replaces by those of the next one; chosen int64
+    (batch * tokens,), the likeliest token after each; spans int32 (layers, batch, 2), the used slots of every layer's
+    windows; stored int32 (batch,), by how much a step makes a row longer: 1, or 0 for a free row. On the host, int64, a
+    row for each layer and microbatch: meters (layers, MAX_MICROBATCHES, workers * METER_WORDS) and descriptors (layers,
     MAX_MICROBATCHES, WORDS), as in `StepBuffers`.
     """
 
-    def __init__(self, layers: int, batch: int, workers: int, device: torch.device) -> None:
-        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    def __init__(self, layers: int, batch: int, workers: int, device: torch.device, tokens: int = 1) -> None:
+        """tokens: new tokens of each row. The caller counts those of a block of several."""
+        self._counts = tokens == 1
+        self.token = torch.zeros(batch * tokens, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros_like(self.token)
         self.chosen = torch.zeros_like(self.token[:, 0])
         # rows begin on multiples of 16 bytes: Triton compiles a kernel for aligned addresses, and one for others
@@ -50,7 +52,7 @@ class StepMemory:
         self.descriptors = np.zeros((layers, MAX_MICROBATCHES, words.WORDS), np.int64)
 
     def place(self, token: Tensor, position: Tensor) -> None:
-        """Write the inputs of the next step, token and position (batch,)."""
+        """Write the inputs of the next step, token and position (batch * tokens,)."""
         self.token.copy_(token[:, None])
         self.position.copy_(position[:, None])
 
@@ -61,10 +63,13 @@ class StepMemory:
 
     def finish_step(self, logits: Tensor | None) -> None:
         """Record: choose from logits (batch, vocabulary), and leave the inputs of the step after this one; without them
-        all but its tokens.
+        all but its tokens. After a block of several tokens only choose.
         """
         if logits is not None:
             self.chosen.copy_(logits.argmax(dim=-1))
+        if not self._counts:
+            return
+        if logits is not None:
             self.token.copy_(self.chosen[:, None])
         self.position.add_(1)
         advance(self.spans, self.stored)

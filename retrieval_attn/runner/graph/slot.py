@@ -93,12 +93,12 @@ class LayerSlot:
         padded: bool,
         paged: Callable[[], Partial] | None = None,
     ) -> Tensor:
-        """Record: store the new token of each row, attend to window and host, merge.
+        """Record: store the new tokens of each row, attend to window and host, merge.
 
-        query (batch, q_heads, 1, head_dim) and new, keys and values (batch, kv_heads, 1, dim): of the new token. sinks:
-        learned logits. max_coded_keys: see `StepKind`; None: nothing is on the host. padded: `valid` says what is
-        padding. paged: records what the rows attend to in pages; None: nothing is. Returns (batch, q_heads, 1,
-        value_dim) in the query's dtype.
+        query (batch, q_heads, 1, head_dim) and new, keys and values (batch, kv_heads, 1, dim): of the new tokens, one
+        row's after the other's. sinks: learned logits. max_coded_keys: see `StepKind`; None: nothing is on the host.
+        padded: `valid` says what is padding. paged: records what the rows attend to in pages; None: nothing is. Returns
+        (batch, q_heads, 1, value_dim) in the query's dtype.
         """
         begun = [] if max_coded_keys is None else [(host, host.begin(query, max_coded_keys)) for host in self.hosts]
         window = WindowBuffers(self.key, self.value, self.span, self.valid if padded else None)

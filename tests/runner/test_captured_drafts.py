@@ -1,0 +1,306 @@
+"""Captured steps with drafts, emulated: texts, caches and estimates are those of captured steps of one token."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+import retrieval_attn as ra
+from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.errors import BackendError
+from retrieval_attn.runner import drafted_steps as module
+from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.decode import DecodeSteps, TokenChoice, forward, run
+from retrieval_attn.runner.drafted_steps import BLOCKS, CapturedDrafts
+from retrieval_attn.runner.drafts import BlockCosts, Drafter, Drafts
+from retrieval_attn.runner.graph_pool import GraphPool
+from retrieval_attn.runner.rows import can_draft
+from tests.runner.graph_cases import DEVICE, FINER, MODELS, ROARGRAPH, idle_decoders
+from tests.runner.test_drafts import Script, prompt_of, require_equal
+from tests.tiny_models import Loaded, build_model, random_ids
+
+pytestmark = pytest.mark.usefixtures("emulated_graphs", "small_graphs", "cheap_drafts")
+
+BASE: dict[str, Any] = {"sink": 4, "window": 40, "retrieve": 16, "prefill_chunk": 512}
+
+
+@pytest.fixture
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose as many drafts as there are, whatever they cost on this machine."""
+    monkeypatch.setattr(BlockCosts, "extra", lambda self, rows, drafts: 0.001 * drafts)
+
+
+class Answered:
+    """An answer behind a prompt. script: forced tokens; None: the model's greedy ones.
+
+    tokens: of the answer. logits: that each forced token was chosen from. steps: None without drafts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        read: RetrievalCache,
+        ids: torch.Tensor,
+        new: int,
+        *,
+        drafter: Drafter | None = None,
+        script: list[int] | None = None,
+        end: int | None = None,
+    ) -> None:
+        self.cache, self.logits, self.steps = read.fork(), list[torch.Tensor](), None
+        device = model.device
+        state = prompt_of(model, self.cache, torch.cat([ids, ids.new_tensor([[5]])], dim=1))
+
+        def choose(sequences: torch.Tensor, found: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            assert script is not None
+            self.logits.append(found.clone())
+            return torch.tensor([script[len(self.logits) - 1]], device=device)
+
+        criteria = StoppingCriteriaList([MaxLengthCriteria(state.sequences.shape[1] + new)])
+        if end is not None:
+            criteria.append(EosTokenCriteria([end]))
+        if drafter is not None:
+            assert can_draft(self.cache)
+            self.steps = CapturedDrafts(model, self.cache, np.zeros(0, np.int32), new)
+            self.steps.drafts = Drafts(drafter)
+            self.steps.drafts.length.balance = 1e9
+        choice = TokenChoice(criteria, None if script is None else choose)
+        with using_retrieval(model, self.cache.config.prefill_chunk):
+            found = run(model, self.cache, state, choice, steps=self.steps)
+        assert found.how == "graph"
+        self.tokens = found.sequences[0, state.sequences.shape[1] :].tolist()
+
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """Drafts, and those of them that were accepted."""
+        assert self.steps is not None
+        return self.steps.drafts.length.drafted, self.steps.drafts.length.accepted
+
+
+def read_by(model: Any, tokens: int, **options: Any) -> tuple[RetrievalCache, torch.Tensor]:
+    ids = random_ids(1, tokens, 0).to(model.device)
+    cache = RetrievalCache(model, ra.Config(**{**BASE, **options}))
+    prompt_of(model, cache, ids)
+    return cache, ids
+
+
+def furthest(one: Answered, other: Answered) -> float:
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(one.logits, other.logits, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_is_as_without_drafts(name: str) -> None:
+    """Right and wrong drafts over several evictions, forced tokens: logits, windows, host keys, indexes, clusters."""
+    chance, model = random.Random(3), build_model(name)
+    script = [chance.randrange(3, 90) for _ in range(70)]
+    read, ids = read_by(model, 700)
+    alone = Answered(model, read, ids, 70, script=script)
+    drafted = Answered(model, read, ids, 70, script=script, drafter=Script(script, random.Random(5)))
+    assert 10 < drafted.drafted[1] < drafted.drafted[0]
+    assert furthest(drafted, alone) < 1e-4
+    require_equal(drafted.cache, alone.cache, 1e-4)
+    columns = torch.arange(alone.cache.get_seq_length(), alone.cache.get_seq_length() + 12)[None]
+    with torch.no_grad(), using_retrieval(model, 512):  # what follows is the same, too
+        later = [forward(model, one.cache, columns % 90, mask=None, position_ids=columns) for one in (drafted, alone)]
+    assert float((later[0] - later[1]).abs().max()) < 1e-4 * float(later[1].abs().max())
+
+
+OPTIONS: list[dict[str, Any]] = [
+    ROARGRAPH,
+    DEVICE,
+    {**FINER, "retrieve": 4},
+    {"index": "full"},
+    {"retrieve": "auto"},
+    {"tail": False},
+    {"host_dtype": "int8"},
+    {"window": 600},
+    {"sink": 0, "window": 30},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("right", [True, False])
+def test_greedy_answers(options: dict[str, Any], right: bool) -> None:
+    """The model's own tokens, by steps launched ahead and by blocks: all drafts right, or one in four wrong."""
+    model = build_model("llama")
+    read, ids = read_by(model, 900, **options)
+    alone = Answered(model, read, ids, 90)
+    drafter = Script(alone.tokens, None if right else random.Random(5))
+    drafted = Answered(model, read, ids, 90, drafter=drafter)
+    assert drafted.tokens == alone.tokens
+    proposed, accepted = drafted.drafted
+    assert accepted == proposed > 40 if right else 10 < accepted < proposed
+    assert drafted.steps is not None and drafted.steps.replays < (50 if right else 75)
+    require_equal(drafted.cache, alone.cache, 1e-4)
+
+
+def test_estimates_count_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tail of a block's tokens is tallied as that of single tokens is."""
+    model = build_model("llama")
+    read, ids = read_by(model, 900)
+    alone = Answered(model, read, ids, 60)
+    drafted = Answered(model, read, ids, 60, drafter=Script(alone.tokens))
+    found, wanted = drafted.cache.tail_shares(), alone.cache.tail_shares()
+    assert found.keys() == wanted.keys() and found
+    for number, tail in wanted.items():
+        assert found[number].count == tail.count
+        torch.testing.assert_close(found[number].means(), tail.means(), rtol=0, atol=1e-4)
+    mine, others = drafted.cache.stats(), alone.cache.stats()
+    assert mine.keys_scanned == others.keys_scanned > 0
+
+
+def test_a_text_ends_inside_a_block() -> None:
+    """The end token, or the last token that is wanted, in the middle of right drafts: the cache lacks it alone."""
+    model = build_model("llama")
+    read, ids = read_by(model, 700)
+    whole = Answered(model, read, ids, 60)
+    ends = [place for place, token in enumerate(whole.tokens) if token not in whole.tokens[:place] and place > 8]
+    for place in ends[:4]:
+        end, more = whole.tokens[place], [*whole.tokens[: place + 1], *([7] * 30)]
+        found = Answered(model, read, ids, 60, drafter=Script(more), end=end)
+        assert found.tokens == whole.tokens[: place + 1]
+        assert found.cache.get_seq_length() == ids.shape[1] + 1 + place
+        forced = Answered(model, read, ids, 60, drafter=Script(more), script=more, end=end)
+        assert forced.tokens == found.tokens
+        require_equal(forced.cache, found.cache)
+    for new in (2, 3, 17, 18, 30):
+        found = Answered(model, read, ids, new, drafter=Script(whole.tokens))
+        assert found.tokens == whole.tokens[:new] and found.cache.get_seq_length() == ids.shape[1] + new
+
+
+def test_blocks_end_with_the_window(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A block never evicts. One that is longer than a window's room is refused."""
+    model = build_model("llama")
+    read, ids = read_by(model, 700)
+    alone, rooms = Answered(model, read, ids, 80), list[tuple[int, int]]()
+    launch = GraphPool.launch_block
+
+    def noted(self: GraphPool, cache: RetrievalCache, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rooms.append((len(tokens), self.block_room(cache)))
+        return launch(self, cache, tokens, positions)
+
+    monkeypatch.setattr(GraphPool, "launch_block", noted)
+    drafted = Answered(model, read, ids, 80, drafter=Script(alone.tokens))
+    assert drafted.tokens == alone.tokens and all(count <= room for count, room in rooms)
+    assert any(count == room for count, room in rooms) and {count for count, _ in rooms} <= set(BLOCKS)
+    monkeypatch.setattr(GraphPool, "block_room", lambda self, cache: 16 if id(cache) in self.rows else 0)
+    longer = Answered(model, read, ids, 80, drafter=Script(alone.tokens))
+    assert longer.drafted == (0, 0) and "cannot be captured" in caplog.text  # it would write behind the window
+
+
+def test_wrong_drafts_that_are_counted_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison fails if a block's accepted drafts are not counted; without accepted drafts the text is right."""
+    model = build_model("llama")
+    read, ids = read_by(model, 700)
+    alone = Answered(model, read, ids, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphPool, "commit_drafts", lambda self, cache, count: None)
+        wrong = Answered(model, read, ids, 60, drafter=Script(alone.tokens, random.Random(5)))
+        with pytest.raises(AssertionError):
+            require_equal(wrong.cache, alone.cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturedDrafts, "_accepted_logits", lambda self: None)
+        patch.setattr(
+            CapturedDrafts, "launch_next", lambda self: self._logits is None and DecodeSteps.launch_next(self)
+        )
+        wrong = Answered(model, read, ids, 60, drafter=Script([7] * 60))
+        assert wrong.tokens == alone.tokens  # no draft is taken: still right
+
+
+def test_a_failed_search_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error reaches the caller, no token of the block counts, and the same graphs go on."""
+    model = build_model("llama")
+    read, ids = read_by(model, 700)
+    alone = Answered(model, read, ids, 40)
+    confirm, failing = GraphPool.confirm, [True]
+
+    def failed(self: GraphPool) -> float:
+        if self._block is not None and failing.pop():
+            failing.append(False)
+            self.undo()
+            raise BackendError("layer 1: the search failed")
+        return confirm(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphPool, "confirm", failed)
+        with pytest.raises(BackendError, match="layer 1"):
+            Answered(model, read, ids, 40, drafter=Script(alone.tokens))
+    drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
+    assert drafted.tokens == alone.tokens
+
+
+def test_graphs_are_captured_once() -> None:
+    """One graph for each number of tokens, kept with the pool for the next cache; a step without drafts has its own."""
+    model = build_model("llama")
+    read, ids = read_by(model, 700)
+    alone = Answered(model, read, ids, 80)
+    Answered(model, read, ids, 80, drafter=Script(alone.tokens))
+    (pool,) = module_pools(model)
+    captures, sizes = pool.captures, set(pool.blocks)
+    assert captures == 1 + len(sizes) and sizes <= set(BLOCKS)
+    again = Answered(model, read, ids, 80, drafter=Script(alone.tokens))
+    assert again.tokens == alone.tokens and (pool.captures, set(pool.blocks)) == (captures, sizes)
+
+
+def module_pools(model: Any) -> list[GraphPool]:
+    from retrieval_attn.runner import graph_pool
+
+    return graph_pool._idle[model]
+
+
+def test_a_block_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """There are no more drafts, said once; the text is the same, by steps of one token."""
+    model = build_model("llama")
+    read, ids = read_by(model, 700)
+    alone = Answered(model, read, ids, 40)
+
+    def refused(self: GraphPool, cache: RetrievalCache, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise module.CaptureError("no memory")
+
+    monkeypatch.setattr(GraphPool, "launch_block", refused)
+    drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
+    assert drafted.tokens == alone.tokens and drafted.drafted == (0, 0)
+    assert caplog.text.count("no more drafts") == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}, {"repetition_penalty": 1.1}])
+def test_answers_of_contexts(options: dict[str, Any], loaded: Loaded) -> None:
+    """Greedy, sampled and penalized answers have the tokens that they have without drafts; forks and stops too."""
+    line = "def area(width, height): return width * height  # of a rectangle, in square metres\n"
+    text, answers = line * 40, []
+    for drafts in (False, True):
+        context = ra.Context(*loaded, ra.Config(drafts=drafts, window=128, sink=16)).read(text, progress=False)
+        captured = idle_decoders(loaded[0])
+        assert captured
+        found = [context.ask(line * 2, max_new_tokens=60, ignore_eos=True, **options)]
+        found.append(context.fork().ask("And now?", max_new_tokens=30, **options))
+        found.append(context.ask(line, max_new_tokens=40, stop=("metres",), **options))
+        answers.append(found)
+    assert [one.tokens for one in answers[0]] == [one.tokens for one in answers[1]]
+    assert [one.text for one in answers[0]] == [one.text for one in answers[1]]
+    assert all(one.stats.decoded == "graph" for found in answers for one in found)
+    assert not any(one.stats.drafted_tokens for one in answers[0])
+    assert any(one.stats.accepted_tokens for one in answers[1])
+
+
+def test_texts_without_drafts_are_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without proposals every step but the first is launched before its token is read, as without `Config.drafts`."""
+    model = build_model("llama")
+    read, ids = read_by(model, 700, window=200)
+    ahead, launch_ahead = list[bool](), GraphPool.launch_ahead
+
+    def noted(self: GraphPool) -> bool:
+        ahead.append(launch_ahead(self))
+        return ahead[-1]
+
+    monkeypatch.setattr(GraphPool, "launch_ahead", noted)
+    alone = Answered(model, read, ids, 60)
+    without = [*ahead]
+    ahead.clear()
+    drafted = Answered(model, read, ids, 60, drafter=Script([]))
+    assert drafted.tokens == alone.tokens and ahead == without and sum(ahead) > 50

@@ -72,9 +72,10 @@ class Config:
         of 256 for head_dim 128 in bfloat16; so are those in an engine's pages.
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
-    drafts: whether decode steps on a CPU verify several tokens at once that the text may quote from earlier ones
-        (prompt lookup), up to 5 times as fast where it does. The text is the same but where two tokens are equally
-        likely: logits are sums in an order that depends on measured times. Steps on a GPU take one token each.
+    drafts: whether decode steps verify several tokens at once that the text may quote from earlier ones (prompt
+        lookup), on a CPU up to 5 times as fast where it does. The text is the same but where two tokens are equally
+        likely: logits are sums in an order that depends on measured times. An engine's steps on a GPU take one token
+        of each sequence.
     threads: CPU threads of search and host attention; None uses all that numba sees.
     """
 

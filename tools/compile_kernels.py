@@ -35,7 +35,6 @@ from retrieval_attn.gpu.packed_experts import ExpertShape, PackedExperts, packed
 from retrieval_attn.gpu.products import Attending, Gated, LinearWeights, Norm
 from retrieval_attn.gpu.shared.partials import PagedKeys, plan_shape
 from retrieval_attn.gpu.shared.plan import PAGE_TOKENS, SharedPlan
-from retrieval_attn.runner.drafted_steps import BLOCKS
 
 GPU = "retrieval_attn.gpu."
 MODULES = (
@@ -232,7 +231,7 @@ def kernels_triton(_: Card) -> None:
     kernels._count_kernel[(1,)](_empty(1, dtype=torch.int32), num_warps=1)
     sizes = (1, 1, 33), (8, 4, 1), (32, 1, 33)  # group, rows, splits
     grid = [*product(HEAD_DIMS, (BF16, F32), sizes, (1,)), (WIDEST_DIM, BF16, (8, 4, 33), 1)]
-    grid += [*product(HEAD_DIMS, (BF16, F32), ((4, 1, 33), (8, 2, 33)), BLOCKS)]
+    grid += [*product(HEAD_DIMS, (BF16, F32), ((4, 1, 33), (8, 2, 33)), (2, 4, 8, 16))]
     for dim, dtype, (group, windows, splits), tokens in grid:
         rows = windows * tokens
         q_heads = KV_HEADS * group

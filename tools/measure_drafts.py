@@ -2,27 +2,46 @@
 
 Answers of NEW tokens behind a text of TOKENS tokens, each with drafts and without, in turn: a file with one token in
 ten changed, prose that quotes nothing, both forced token by token, and the model's own greedy answers.
+
+On a card: `python -m tools.measure_drafts llama-3-8b TOKENS NEW ROUNDS --weights bf16`, a shape with random weights. An
+answer is replayed as drafts, of which 6 of 7 are right (`--accepted`), none is, or none is proposed.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import random
-import sys
+import statistics
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 
 import retrieval_attn as ra
+from retrieval_attn import answer_loop
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.gpu.memory import cap
+from retrieval_attn.memory.units import parse_bytes
+from retrieval_attn.model.loading import choose_device
+from retrieval_attn.runner import drafted_steps as steps_module
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import TokenChoice, run
 from retrieval_attn.runner.drafted_steps import drafted_steps
-from retrieval_attn.runner.drafts import DraftLength
+from retrieval_attn.runner.drafts import Draft, Drafter, DraftLength
 from retrieval_attn.runner.rows import step, tokens_before_spill
+from retrieval_attn_eval.bench.random_model import random_model
+from retrieval_attn_eval.bench.session.subject import number_tokenizer
+from retrieval_attn_eval.flags import as_tokens
 from retrieval_attn_eval.text.haystack import PROSE_SEED, shipped_prose
+from tests.emulation.emulated import emulated
+from tools.card.four_bits import made
+from tools.card.near import add_read_window, near_reads
 
 NAMES = ("width", "height", "color", "table", "index", "count", "first", "second", "left", "right", "value", "total")
 
@@ -124,9 +143,116 @@ def measure_sums(loop: AnswerLoop, config: ra.Config, ids: list[int], tokens: in
     )
 
 
+QUESTION = 16
+CERTAIN = 32
+"""Certainty of replayed drafts."""
+
+
+class Replayed(Drafter):
+    """Propose the tokens of an answer, of `count` at a time the first `right` as they are and the others wrong."""
+
+    def __init__(self, answer: Sequence[int], right: int, count: int) -> None:
+        self._answer, self._right, self._count, self._place = answer, right, count, 0
+
+    def extend(self, ids: Any) -> None:
+        """Append tokens to the sequence."""
+        self._place += len(ids)
+
+    def propose(self, most: int) -> Draft:
+        """Return up to `most` tokens."""
+        tokens = [int(one) for one in self._answer[self._place : self._place + min(most, self._count)]]
+        return Draft([one if place < self._right else one ^ 1 for place, one in enumerate(tokens)], CERTAIN)
+
+
+def replay(context: ra.Context, question: list[int], answer: Sequence[int], right: int, count: int) -> ra.Answer:
+    """Answer once with drafts of `answer`; count: 0 proposes none."""
+
+    def made_of(ids: Any) -> Drafter:
+        return Replayed(answer, right, count)
+
+    with mock.patch.object(steps_module, "LookupDrafter", made_of):
+        return context.continue_with(
+            question, max_new_tokens=len(answer), ignore_eos=True, question_attention="retrieval"
+        )
+
+
+def without_drafts(context: ra.Context, question: list[int], new: int) -> ra.Answer:
+    """Answer once as `Config(drafts=False)` does."""
+    with mock.patch.object(answer_loop, "drafted_steps", lambda *_: None):
+        return context.continue_with(question, max_new_tokens=new, ignore_eos=True, question_attention="retrieval")
+
+
+def measure_card(args: argparse.Namespace) -> None:
+    """Print milliseconds per token of a model with random weights, with drafts and without."""
+    device = choose_device(args.device)
+    if args.weights == "int4":
+        model = made(args.model, device, 0, args.layers)
+    else:
+        model = random_model(args.model, torch.bfloat16, 0, device, args.layers)
+    gc.freeze()
+    if device.type == "cuda" and args.gpu_memory:
+        cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (args.tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+    config = ra.Config(drafts=True, full_attention=args.full_attention, host_dtype=args.host_dtype)
+    ra.enable(model, config)
+    context = ra.Context(model, number_tokenizer(vocabulary), config)
+    with near_reads(args.read_window):
+        context.read(ids, progress=False)
+    question = ids[:QUESTION]
+    answer = without_drafts(context, question, args.new).tokens
+    block, cases = args.accepted + 1, dict[str, tuple[int, int]]()
+    cases[f"{args.accepted} of {block} drafts right"] = args.accepted, block
+    cases["no draft right"], cases["no proposals"] = (0, block), (0, 0)
+    for name, (right, count) in cases.items():
+        rounds = list[tuple[float, float]]()
+        for _ in range(args.rounds + 1):  # the first one captures
+            alone, drafted = (
+                without_drafts(context, question, args.new),
+                replay(context, question, answer, right, count),
+            )
+            rounds.append((1e3 * seconds_of(alone), 1e3 * seconds_of(drafted)))
+        alone_ms, drafted_ms = (statistics.median(one[part] for one in rounds[1:]) for part in (0, 1))
+        same = next((n for n, both in enumerate(zip(alone.tokens, drafted.tokens)) if both[0] != both[1]), args.new)  # noqa: B905
+        print(
+            f"{args.model} {args.weights}, {args.tokens} tokens, {name}: {alone_ms:.2f} ms per token without, "
+            f"{drafted_ms:.2f} with ({alone_ms / drafted_ms:.2f} x); drafts {drafted.stats.drafted_tokens}, accepted "
+            f"{drafted.stats.accepted_tokens}; {drafted.stats.decoded}; first {same} of {args.new} tokens the same",
+            flush=True,
+        )
+
+
+def seconds_of(answer: ra.Answer) -> float:
+    """Return seconds per token of an answer."""
+    return answer.stats.decode_seconds / answer.stats.new_tokens
+
+
 def main() -> None:
     """Measure the model of the command line."""
-    name, (tokens, new, count) = sys.argv[1], map(int, sys.argv[2:5])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a model, or with --weights a shape of bench.random_model")
+    parser.add_argument("tokens", type=as_tokens)
+    parser.add_argument("new", type=as_tokens, help="tokens of an answer")
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("--weights", choices=("bf16", "int4"), help="random weights, on a card")
+    parser.add_argument("--accepted", type=int, default=6, choices=(0, 2, 6, 14), help="of a block (default: 6)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--gpu-memory", default="24GiB")
+    parser.add_argument("--full-attention", default="never", help="see Config (default: never, retrieval)")
+    parser.add_argument("--host-dtype", default="auto")
+    parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
+    add_read_window(parser)
+    args = parser.parse_args()
+    if args.weights is None:
+        measure_cpu(args.model, args.tokens, args.new, args.rounds)
+        return
+    with emulated() if args.emulate else nullcontext():
+        measure_card(args)
+
+
+def measure_cpu(name: str, tokens: int, new: int, count: int) -> None:
+    """Print what `main` says of a model on a CPU."""
     llm = ra.LLM(name, device="cpu", drafts=True)
     loop, encode = AnswerLoop(llm.model, llm.tokenizer), llm.tokenizer.encode
     code = encode(source_code(1, tokens // 50), add_special_tokens=False)[:tokens]

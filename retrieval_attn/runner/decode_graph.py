@@ -214,7 +214,7 @@ class DecodeGraph:
     """Graphs of one batch size. Implements `Recordable` of `runner/graph/capture.py`.
 
     Attributes:
-        tokens: new tokens of each sequence in a step. A block of several is committed by its caller, `undo` before it.
+        tokens: new tokens of each sequence. The caller commits a block of several; `undo` precedes its launch.
         size: number of slots, times tokens: each token of a step has a place.
         rows: sequences by place; None: empty. A cache of several sequences has several places.
         kind: kind of graph that the present sequences need.
@@ -238,7 +238,6 @@ class DecodeGraph:
             buffers: buffers of the slots.
             resources: host resources shared by all batch sizes.
             options: how steps are captured and launched.
-            tokens: new tokens of each sequence in a step.
         """
         key = buffers.windows[0][0]
         self.size, self.tokens = len(key) * tokens, tokens
@@ -567,9 +566,7 @@ class DecodeGraph:
                     f"layer {slot.number} must keep its scale and soft-cap, but they differ between two steps"
                 )
             max_coded_keys = self._max_coded_keys
-        paged = None
-        if self.kind.prefix_depth and retrieving:
-            paged = self.decoder.paged(slot.number, query, scoring)
+        paged = self.decoder.paged(slot.number, query, scoring) if self.kind.prefix_depth and retrieving else None
         padded = self.kind.padded
         return slot.record(query, new, scoring, sinks, max_coded_keys=max_coded_keys, padded=padded, paged=paged)
 

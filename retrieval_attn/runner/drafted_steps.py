@@ -208,7 +208,7 @@ class CapturedDrafts(DraftedSteps):
             found = self.pool.launch_block(
                 self._cache, tokens, position + torch.arange(len(tokens), device=position.device)
             )
-        except CaptureError as error:
+        except (CaptureError, torch.OutOfMemoryError) as error:
             log.warning("no more drafts: steps of %d tokens cannot be captured: %s", len(tokens), error)
             self._refused = True
             return None

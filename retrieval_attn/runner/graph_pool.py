@@ -47,6 +47,45 @@ SHRINK_AFTER = 32
 """Steps for which a smaller graph must suffice before it is used, because batch sizes fluctuate."""
 
 
+class BlockGraphs:
+    """Graphs of one cache whose steps have several new tokens.
+
+    graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: dict[int, DecodeGraph] = {}
+        self.launched: DecodeGraph | None = None
+        self._unplanned: set[int] = set()  # numbers of tokens
+
+    def invalidate(self) -> None:
+        """Plan each again before its next launch: the sequence changed."""
+        self._unplanned = set(self.graphs)
+
+    def launch(
+        self, make: Callable[[], DecodeGraph], row: GraphSlot, kind: StepKind, tokens: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Launch a step, as `DecodeGraph.launch`. make: makes the graph of that many tokens, without a plan."""
+        count = len(tokens)
+        if count not in self.graphs:
+            self.graphs[count] = make()
+            self._unplanned.add(count)
+        graph = self.graphs[count]
+        if count in self._unplanned:
+            graph.take([row], kind, range(count))
+            self._unplanned.discard(count)
+        graph.undo()  # its windows grew without it
+        self.launched = graph
+        return graph.launch(tokens, positions)
+
+    def forget(self) -> None:
+        """Drop the host search plans."""
+        for graph in self.graphs.values():
+            graph.forget()
+        self.invalidate()
+        self.launched = None
+
+
 class GraphPool:
     """Graphs of all batch sizes for caches of one shape, and their slots. The model is a weak reference.
 
@@ -57,7 +96,7 @@ class GraphPool:
         key: what all caches have in common.
         buffers: window and state buffers of all slots.
         graphs: graphs by batch size.
-        blocks: graphs of one cache by the new tokens of a step, see `launch_block`.
+        blocks: graphs of steps of several tokens, see `launch_block`.
         rows: slots by the id of the cache.
         pages: memory of paged prefixes; None: no sequence has had any.
     """
@@ -84,9 +123,7 @@ class GraphPool:
         self.key, self._options = key, options
         self.buffers = buffers
         self.graphs: dict[int, DecodeGraph] = {}
-        self.blocks: dict[int, DecodeGraph] = {}
-        self._unplanned: set[int] = set()  # blocks whose sequence changed
-        self._block: DecodeGraph | None = None  # that was launched last; None: a step of one token
+        self.blocks = BlockGraphs()
         self.rows: dict[int, GraphSlot] = {}
         self._most, self._resources = most, HostResources(runtime, default_pool())
         self._costs = StepCosts(len(attending(like)))
@@ -234,7 +271,7 @@ class GraphPool:
         if problems:
             raise problems[0]
         assert self._graph is not None
-        self._block = None
+        self.blocks.launched = None
         return self._graph.launch(token, position)
 
     @ordinary_tensors
@@ -249,24 +286,14 @@ class GraphPool:
 
         Returns logits (n, vocabulary) float32, the same memory in every block of n tokens. Raises as `launch`.
         """
-        count = len(tokens)
-        cache.require_room(count)
+        cache.require_room(len(tokens))
         problems = self.arrange([cache], lambda _: None)
         if problems:
             raise problems[0]
         assert self._graph is not None
-        if count not in self.blocks:
-            given = self.model, cache, self._runtime, self.buffers.rows(0, 1), self._resources, self._options
-            self.blocks[count] = DecodeGraph(*given, tokens=count)
-            self._unplanned.add(count)
-        block = self.blocks[count]
-        if count in self._unplanned:
-            block.take([self.rows[id(cache)]], self._kind, range(count))
-            self._unplanned.discard(count)
         self._graph.undo()  # its windows grow without it
-        block.undo()
-        self._block = block
-        return block.launch(tokens, positions)
+        make = functools.partial(self._new_graph, cache, 1, len(tokens))
+        return self.blocks.launch(make, self.rows[id(cache)], self._kind, tokens, positions)
 
     def block_room(self, cache: RetrievalCache) -> int:
         """Return the new tokens that a block of a cache may have now; 0 before its first step here."""
@@ -289,7 +316,7 @@ class GraphPool:
     @property
     def chosen(self) -> Tensor:
         """Likeliest token (batch,), or of a block (tokens,), after the last step, the same memory at every step."""
-        launched = self._block or self._graph
+        launched = self.blocks.launched or self._graph
         assert launched is not None
         return launched.decoder.memory.chosen
 
@@ -298,7 +325,7 @@ class GraphPool:
 
         Raises BackendError, with the layer named, if a host search failed or came too late; later steps are lost, too.
         """
-        launched = self._block or self._graph
+        launched = self.blocks.launched or self._graph
         work = None if launched is None else launched.confirm()
         retrieving = 0 if work is None else sum(row.retrieves for row in self.rows.values())
         if work is None or not retrieving:
@@ -308,7 +335,7 @@ class GraphPool:
 
     def undo(self) -> None:
         """Undo the launched steps that are not confirmed."""
-        for graph in (self._graph, self._block):
+        for graph in (self._graph, self.blocks.launched):
             if graph is not None:
                 graph.undo()
 
@@ -342,7 +369,7 @@ class GraphPool:
     @property
     def captures(self) -> int:
         """Number of captures so far."""
-        return sum(graph.decoder.captures for graph in (*self.graphs.values(), *self.blocks.values()))
+        return sum(graph.decoder.captures for graph in (*self.graphs.values(), *self.blocks.graphs.values()))
 
     @property
     def windows_nbytes(self) -> int:
@@ -377,10 +404,10 @@ class GraphPool:
         finally:  # also after a second interrupt
             for key in list(self.rows):
                 self.detach(key)
-            for graph in (*self.graphs.values(), *self.blocks.values()):
+            for graph in self.graphs.values():
                 graph.forget()
-            self._unplanned = set(self.blocks)
-            self._graph, self._block, self._smaller = None, None, 0
+            self.blocks.forget()
+            self._graph, self._smaller = None, 0
 
     def _try(self, number: int, key: int, do: Callable[[], None], problems: dict[int, Exception]) -> None:
         """Call `do` for a sequence and detach it on an error."""
@@ -404,12 +431,15 @@ class GraphPool:
                 if row.place >= size:
                     row.attach(self.buffers, self._free_place(size, row.width))
             if size not in self.graphs:
-                given = self.model, like, self._runtime, self.buffers.rows(0, size), self._resources, self._options
-                self.graphs[size] = DecodeGraph(*given)
+                self.graphs[size] = self._new_graph(like, size)
             self._graph = self.graphs[size]
             self._changed = set(range(size))
         assert self._graph is not None
         return self._graph
+
+    def _new_graph(self, like: RetrievalCache, size: int, tokens: int = 1) -> DecodeGraph:
+        own = self.buffers.rows(0, size)
+        return DecodeGraph(self.model, like, self._runtime, own, self._resources, self._options, tokens)
 
     def _free_place(self, size: int, width: int = 1) -> int:
         """Return free slots, in the half with fewer sequences: host and device work on one half each."""
@@ -432,7 +462,8 @@ class GraphPool:
         kind = StepKind(retrieves, padded, self._max_coded_keys if retrieves else 0, self._levels if levels else 0)
         changed, self._changed = {place for place in self._changed if place < graph.size}, set(range(graph.size))
         graph.take(rows, kind, changed)
-        self._changed, self._kind, self._unplanned = set(), kind, set(self.blocks)
+        self._changed, self._kind = set(), kind
+        self.blocks.invalidate()
 
     @property
     def model(self) -> PreTrainedModel:

@@ -226,7 +226,7 @@ def numbers_of(cache: RetrievalCache) -> list[np.ndarray]:
     layers: Any = cache.layers
     for layer in layers:
         keep = layer.sliding_window - 1 if layer.is_sliding else layer.window.tail_len
-        found += [part[:, :, -keep:].numpy() for part in layer.window.tail()]
+        found += [part[:, :, -keep:].cpu().numpy() for part in layer.window.tail()]
         if isinstance(layer, RetrievalLayer):
             for host in layer.hosts:
                 found += host.read(0, len(host)) if host.fmt is not Format.INT8 else ()

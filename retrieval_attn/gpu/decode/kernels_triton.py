@@ -18,8 +18,8 @@ from retrieval_attn.gpu.memory import shared_bytes
 
 MIN_ROWS = 16
 """Rows of the smallest tile that a matrix instruction takes; a group of query heads is padded to it."""
-WIDE_ROWS = 64
-"""Queries of a tile from which on two groups of warps share it."""
+MAX_ROWS = 32
+"""Rows of the largest tile of several tokens: more need registers and shared memory that other tiles would use."""
 OTHER_SHARED = 1024
 """Bytes of shared memory that a block takes in addition to its tiles: reductions over tokens, the runtime's own."""
 
@@ -52,22 +52,25 @@ def _window_kernel(
     query_b, query_h, new_key_b, new_key_h, new_value_b, new_value_h,
     key_b, key_h, key_t, value_b, value_h, value_t, valid_b, span_b, kv_heads, group, dim, value_dim, splits,
     HAS_VALID: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_REACH: tl.constexpr, EXACT: tl.constexpr,
-    TOKENS: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    F: tl.constexpr,
 ):  # fmt: skip
-    """One part of the attention of one key-value head's queries; the first part stores the TOKENS new tokens as well.
+    """One part of the attention of one key-value head's queries of TILE of the TOKENS new tokens.
+
+    The first part of the first tile stores all new tokens as well.
 
     Strides end in _b (row), _h (head) and _t (token).
     """
     # one program for all query heads and tokens of a key-value head: each key and value is read once
-    entry, split = tl.program_id(0), tl.program_id(1)
+    entry, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head = (entry // kv_heads).to(tl.int64), entry % kv_heads
     # from memory: a graph is replayed while windows grow, and for other rows than it was captured for
     low, high = tl.load(span + row * span_b), tl.load(span + row * span_b + 1)
     member, column, value_column = tl.arange(0, G), tl.arange(0, D), tl.arange(0, V)
-    in_group, in_dim, in_value = member < TOKENS * group, column < dim, value_column < value_dim
+    in_group, in_dim, in_value = member < TILE * group, column < dim, value_column < value_dim
     token, own_head = tl.zeros((G,), tl.int32), member
     if TOKENS > 1:
-        token, own_head = member // group, member % group
+        token, own_head = tile * TILE + member // group, member % group
     asking = row * TOKENS + token
     at = asking[:, None] * query_b + (head * group + own_head)[:, None] * query_h + column[None, :]
     queries = tl.load(query + at, mask=in_group[:, None] & in_dim[None, :], other=0.0)
@@ -102,31 +105,28 @@ def _window_kernel(
             mask=is_new[:, None] & in_value[None, :],
             other=0.0,
         )
+        is_stored = (is_new & first & (tile == 0))[:, None]
         fresh_slot = high.to(tl.int64) + fresh[:, None]
+        tl.store(key_at + fresh_slot * key_t + column[None, :], fresh_keys, mask=is_stored & in_dim[None, :])
         tl.store(
-            key_at + fresh_slot * key_t + column[None, :], fresh_keys, mask=(is_new & first)[:, None] & in_dim[None, :]
-        )
-        tl.store(
-            value_at + fresh_slot * value_t + value_column[None, :],
-            fresh_values,
-            mask=(is_new & first)[:, None] & in_value[None, :],
+            value_at + fresh_slot * value_t + value_column[None, :], fresh_values, mask=is_stored & in_value[None, :]
         )
         own = tl.dot(queries, tl.trans(fresh_keys), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             own = _capped(own, softcap)
-        seen = (is_new & first)[None, :] & (fresh[None, :] <= token[:, None])
+        before = (is_new & first)[None, :] & (fresh[None, :] <= token[:, None])
         if HAS_REACH:
-            seen = seen & (fresh[None, :] > token[:, None] - reach)
-        own = tl.where(seen, own, -float("inf"))
+            before = before & (fresh[None, :] > token[:, None] - reach)
+        own = tl.where(before, own, -float("inf"))
         top = tl.max(own, axis=1)
-        weights = tl.exp(own - tl.where(top == -float("inf"), 0.0, top)[:, None])
-        total = tl.sum(weights, axis=1)
+        own = tl.exp(own - tl.where(top == -float("inf"), 0.0, top)[:, None])
+        total = tl.sum(own, axis=1)
         if EXACT:
-            mixed = tl.dot(weights, fresh_values, input_precision="ieee")
+            mixed = tl.dot(own, fresh_values, input_precision="ieee")
         else:
-            coarse = weights.to(fresh_values.dtype)
-            fine = (weights - coarse.to(tl.float32)).to(fresh_values.dtype)
-            mixed = tl.dot(coarse, fresh_values) + tl.dot(fine, fresh_values)
+            own_coarse = own.to(fresh_values.dtype)
+            own_fine = (own - own_coarse.to(tl.float32)).to(fresh_values.dtype)
+            mixed = tl.dot(own_coarse, fresh_values) + tl.dot(own_fine, fresh_values)
 
     if HAS_REACH:
         low = tl.maximum(low, high + 1 - reach)
@@ -271,21 +271,22 @@ def window_partials(
     batch, q_heads, _, dim = query.shape
     rows, kv_heads, value_dim = len(window.key), window.key.shape[1], window.value.shape[3]
     group, tokens = q_heads // kv_heads, batch // rows
-    queries = max(MIN_ROWS, triton.next_power_of_2(tokens * group))
+    tile = _tile_tokens(query, value_dim, group, tokens)
+    queries = max(MIN_ROWS, triton.next_power_of_2(tile * group))
     out = torch.empty(batch, q_heads, splits, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=query.device)
     valid = None if window.valid is None else window.valid.view(torch.uint8)
     # where a tensor is absent another one stands for its pointer: HAS_... compiles the loads away
-    _window_kernel[(rows * kv_heads, splits)](
+    _window_kernel[(rows * kv_heads, splits, tokens // tile)](
         query, key, value, window.key, window.value, window.span if valid is None else valid, window.span, out, lse,
         scale, 0.0 if softcap is None else softcap, 0 if reach is None else reach,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         *window.key.stride()[:3], *window.value.stride()[:3], 0 if valid is None else valid.stride(0),
         window.span.stride(0), kv_heads, group, dim, value_dim, splits,
         HAS_VALID=valid is not None, HAS_SOFTCAP=softcap is not None, HAS_REACH=reach is not None,
-        EXACT=query.dtype == torch.float32, TOKENS=tokens, N=_block_tokens(query, value_dim, queries), G=queries,
-        D=max(MIN_ROWS, triton.next_power_of_2(dim)), V=max(MIN_ROWS, triton.next_power_of_2(value_dim)),
-        F=max(MIN_ROWS, triton.next_power_of_2(tokens)), num_warps=4 if queries < WIDE_ROWS else 8, num_stages=2,
+        EXACT=query.dtype == torch.float32, TOKENS=tokens, TILE=tile, G=queries,
+        N=_block_tokens(query, value_dim, queries), D=max(MIN_ROWS, triton.next_power_of_2(dim)),
+        V=max(MIN_ROWS, triton.next_power_of_2(value_dim)), F=max(MIN_ROWS, tokens), num_warps=4, num_stages=2,
     )  # fmt: skip
     return Parts(out, lse)
 
@@ -295,15 +296,30 @@ def _block_tokens(query: Tensor, value_dim: int, rows: int) -> int:
 
     rows: queries of a tile.
     """
-    size, dim, room = query.element_size(), query.shape[3], shared_bytes(query.device)
     tokens = BLOCK_TOKENS
-    dim, value_dim = (max(MIN_ROWS, triton.next_power_of_2(one)) for one in (dim, value_dim))
-    while room and tokens > MIN_ROWS:
-        # keys, values and queries, and the weights of float32
-        if size * (tokens * (dim + value_dim) + rows * dim) + 4 * rows * tokens <= room - OTHER_SHARED:
-            break
+    while tokens > MIN_ROWS and not _fits(query, value_dim, rows, tokens):
         tokens //= 2
     return tokens
+
+
+def _tile_tokens(query: Tensor, value_dim: int, group: int, tokens: int) -> int:
+    """Return the new tokens of a row, a power of 2, whose queries are one tile."""
+    tile = tokens
+    while tile > 1 and (
+        triton.next_power_of_2(tile * group) > MAX_ROWS
+        or not _fits(query, value_dim, triton.next_power_of_2(tile * group), MIN_ROWS)
+    ):
+        tile //= 2
+    return tile
+
+
+def _fits(query: Tensor, value_dim: int, rows: int, tokens: int) -> bool:
+    """Return whether the shared memory holds a tile of `rows` queries and a block of `tokens` tokens."""
+    size, room = query.element_size(), shared_bytes(query.device)
+    dim, value_dim = (max(MIN_ROWS, triton.next_power_of_2(one)) for one in (query.shape[3], value_dim))
+    # keys, values and queries, and the weights of float32
+    needed = size * (tokens * (dim + value_dim) + rows * dim) + 4 * rows * tokens
+    return not room or needed <= room - OTHER_SHARED
 
 
 def merge_parts(

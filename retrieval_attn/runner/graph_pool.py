@@ -71,6 +71,8 @@ class BlockGraphs:
             self.graphs[count] = make()
             self._unplanned.add(count)
         graph = self.graphs[count]
+        if graph.decoder.capture_failure is not None:
+            raise CaptureError(graph.decoder.capture_failure)
         if count in self._unplanned:
             graph.take([row], kind, range(count))
             self._unplanned.discard(count)

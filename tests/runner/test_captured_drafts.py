@@ -13,7 +13,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.errors import BackendError, CaptureError
-from retrieval_attn.runner import graph_pool
+from retrieval_attn.runner import decode_graph, full_attention, graph_pool
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps, TokenChoice, forward, run
 from retrieval_attn.runner.drafted_steps import BLOCKS, CapturedDrafts
@@ -280,6 +280,45 @@ def test_a_block_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog
     drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
     assert drafted.tokens == alone.tokens and drafted.drafted == (0, 0)
     assert caplog.text.count("no more drafts") == 1
+
+
+def test_a_capture_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next answer is told at once; steps of one token go on."""
+    model = build_model("llama")
+    read, ids = read_by(model, 700)
+    alone, tried = Answered(model, read, ids, 40), list[int]()
+    captured = decode_graph.capture
+
+    def failing(binding: Any, token: torch.Tensor, position: torch.Tensor) -> Any:
+        tried.append(len(token))
+        if len(token) > 1:
+            raise CaptureError("no memory")
+        return captured(binding, token, position)
+
+    monkeypatch.setattr(decode_graph, "capture", failing)
+    for _ in range(2):
+        drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
+        assert drafted.tokens == alone.tokens and drafted.drafted == (0, 0) and drafted.how == "graph"
+    assert tried == [8]
+
+
+@pytest.mark.parametrize("host_dtype", ["auto", "int8"])
+def test_answers_over_all_keys(host_dtype: str, needle_model_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys in pages on the device: a block's tokens are rows over the same pages."""
+    monkeypatch.setattr(full_attention, "whole_device_bytes", lambda model: 8 << 30)
+    monkeypatch.setattr(full_attention, "memory_speed", lambda model: 3.35e12)
+    answers = []
+    for drafts in (False, True):
+        llm = ra.LLM(
+            needle_model_path, device="cpu", drafts=drafts, window=128, sink=16, host_dtype=host_dtype,
+            full_attention="always",
+        )  # fmt: skip
+        context = llm.read("A line that is read again and again.\n" * 60, progress=False)
+        found = context.ask("A line that is read again", max_new_tokens=60, ignore_eos=True)
+        assert found.stats.all_keys and found.stats.decoded == "graph"
+        assert bool(found.stats.accepted_tokens) == drafts
+        answers.append(found.tokens)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}, {"repetition_penalty": 1.1}])

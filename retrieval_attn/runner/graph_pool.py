@@ -80,6 +80,10 @@ class BlockGraphs:
         self.launched = graph
         return graph.launch(tokens, positions)
 
+    def have_captured(self, kind: StepKind) -> bool:
+        """Return whether there are graphs, all of them captured for steps of this kind."""
+        return bool(self.graphs) and all(kind in graph.decoder.graphs for graph in self.graphs.values())
+
     def forget(self) -> None:
         """Drop the host search plans."""
         for graph in self.graphs.values():
@@ -300,11 +304,7 @@ class GraphPool:
     def block_room(self, cache: RetrievalCache) -> int:
         """Return the new tokens that a block of a cache may have now; 0 before its first step here."""
         row = self.rows.get(id(cache))
-        if row is None or row.stale:
-            return 0
-        positions = cache.max_positions
-        left = row.room if positions is None else positions - cache.get_seq_length() + cache.batch.forgotten.tokens
-        return min(row.room, left)
+        return 0 if row is None else row.block_room
 
     def commit_drafts(self, cache: RetrievalCache, count: int) -> None:
         """Count `count` drafts of the block that is confirmed."""
@@ -357,10 +357,14 @@ class GraphPool:
                 self.launch_block(cache, torch.zeros_like(places), places)
                 self.undo()
 
-    def has_captured(self, cache: RetrievalCache) -> bool:
-        """Whether a graph waits for the next step of a cache, if codes cover all tokens that it retrieves from."""
+    def has_captured(self, cache: RetrievalCache, blocks: bool = False) -> bool:
+        """Whether a graph waits for the next step of a cache, if codes cover all tokens that it retrieves from.
+
+        blocks: one for each number of tokens, too.
+        """
         expected = _expected_kind(cache)
-        return any(expected in graph.decoder.graphs for graph in self.graphs.values())
+        served = not blocks or self.blocks.have_captured(expected)
+        return served and any(expected in graph.decoder.graphs for graph in self.graphs.values())
 
     @property
     def capture_failure(self) -> str | None:
@@ -519,14 +523,14 @@ _failed: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, str]] = weakr
 _lock = threading.Lock()
 
 
-def waits_for(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> bool:
+def waits_for(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime, blocks: bool = False) -> bool:
     """Whether an idle pool has the graph of a cache's next step, as far as is known before it is attached.
 
-    Raises CaptureError for a cache without tokens.
+    blocks: those of several tokens, too. Raises CaptureError for a cache without tokens.
     """
     key = signature(model, cache, runtime)
     with _lock:
-        return any(one.has_captured(cache) for one in _idle.get(model, ()) if one.key == key)
+        return any(one.has_captured(cache, blocks) for one in _idle.get(model, ()) if one.key == key)
 
 
 @ordinary_tensors

@@ -168,6 +168,17 @@ class GraphSlot:
         return range(self.place, self.place + self.width)
 
     @property
+    def block_room(self) -> int:
+        """New tokens that one step may append now: up to the window's and the model's end. 0 before `attach`."""
+        cache = self._cache()
+        if cache is None or self.stale:
+            return 0
+        positions = cache.max_positions
+        if positions is None:
+            return self.room
+        return min(self.room, positions - cache.get_seq_length() + cache.batch.forgotten.tokens)
+
+    @property
     def layers(self) -> list[Any]:
         """Attention layers of the cache."""
         cache = self._cache()

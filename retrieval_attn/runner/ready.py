@@ -325,11 +325,12 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
         return
     try:
         runtime = runtime_for(model)
-        if runtime is None or waits_for(model, cache, runtime):
+        blocks = BLOCKS if cache.config.drafts and can_draft(cache) else ()
+        if runtime is None or waits_for(model, cache, runtime, bool(blocks)):
             return
         pool = acquire(model, cache, runtime)
         try:
-            pool.rehearse(cache, BLOCKS if cache.config.drafts and can_draft(cache) else ())
+            pool.rehearse(cache, blocks)
         finally:
             release(model, pool)
     except (CaptureError, BackendError, ContextLengthError, torch.OutOfMemoryError) as error:

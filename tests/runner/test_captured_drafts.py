@@ -254,8 +254,8 @@ def idle_pools(model: Any) -> list[GraphPool]:
 
 
 def test_blocks_are_captured_while_a_context_is_read(loaded: Loaded) -> None:
-    """With drafts: all sizes that the window has room for. No answer captures any."""
-    for drafts in (False, True):
+    """With drafts: all sizes, also in a pool that has the step of one token. No answer captures any."""
+    for drafts in (False, True, True):
         context = ra.Context(*loaded, ra.Config(drafts=drafts, window=128, sink=16))
         context.read("A line that is read again and again.\n" * 60, progress=False)
         (pool,) = idle_pools(loaded[0])
@@ -264,7 +264,6 @@ def test_blocks_are_captured_while_a_context_is_read(loaded: Loaded) -> None:
         answer = context.ask("A line that is read again", max_new_tokens=60, ignore_eos=True)
         assert bool(answer.stats.accepted_tokens) == drafts
         assert pool.captures == 1 + len(pool.blocks.graphs)
-        graph_pool.forget(loaded[0])
 
 
 def test_a_block_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

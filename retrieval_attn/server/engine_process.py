@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval_attn.compile.gc_pause import no_gc
-from retrieval_attn.imports import quiet, skip_unused
+from retrieval_attn.imports import quiet, read_ahead, skip_unused
 
 if TYPE_CHECKING:
     from retrieval_attn.server.settings import EngineSpec
@@ -91,6 +91,7 @@ def main(number: int, given: str) -> int:
     quiet()
     set_allocator()
     fields = json.loads(given)
+    read_ahead(fields["model"])
     with no_gc():  # all that the engine needs, while the server still imports what it needs itself
         import torch  # noqa: F401  before the thread: two threads must not import it at once
 

@@ -25,9 +25,6 @@ __all__ = ["EngineSpec", "Facts", "GENERATION_CONFIGS", "Settings", "open_newest
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5
-"""Between two looks whether all graphs are captured."""
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -213,7 +210,7 @@ def _tend(engine: Engine, store: ContextStore, opens: bool) -> None:
 
 
 def open_newest(engine: Engine, store: ContextStore) -> str | None:
-    """Ask the context that was saved last for a token, once all graphs are captured, and return its name.
+    """Ask the context that was saved last for a token, before graphs of more rows are captured, and return its name.
 
     Its codes and windows then lie on the GPU, and threads make its int8 rows: without, the first questions of a new
     process wait for the files, and their tokens for the CPU. The context is evicted like any idle text. None: there is
@@ -225,8 +222,6 @@ def open_newest(engine: Engine, store: ContextStore) -> str | None:
     if newest is None:
         return None
     try:
-        while engine.warming is not None:
-            time.sleep(LOOK_SECONDS)
         began = time.perf_counter()
         # the first token comes from reading, the second from a step, which asks for the rows
         engine.submit(Request(((0,),), 2, context=newest.name, priority="batch")).result()

@@ -368,7 +368,7 @@ class Context:
             return [self._answer([one], question_attention, sampling, on_text, cancelled)[0] for one in asked]
 
         def answers(cache: RetrievalCache, emit: Callable[[str], None] | None) -> list[Answer]:
-            cache.batch.attends_to_all = exact and cache.batch.exact is None
+            cache.batch.attends_to_all = exact and cache.batch.paged_prefix is None
             cache.batch.question_attention = "exact" if exact else question_attention
             if len(asked) > 1:
                 cache.batch_repeat_interleave(len(asked))

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["FIRST_IMPORT", "quiet", "read_ahead", "skip_unused", "weight_files"]
@@ -86,11 +87,10 @@ def read_ahead(model: str) -> threading.Thread:
     def work() -> None:
         with contextlib.suppress(OSError, ValueError):
             files = weight_files(model)
-            pieces = [(one, start) for one in files for start in range(0, one.stat().st_size, AHEAD_BYTES)]
-            if 2 * AHEAD_BYTES * len(pieces) <= _available_bytes():
-                other = threading.Thread(target=_read_pieces, args=(pieces[1::2],), daemon=True)
+            if 2 * sum(one.stat().st_size for one in files) <= _available_bytes():
+                other = threading.Thread(target=_read_half, args=(files, 1), daemon=True)
                 other.start()
-                _read_pieces(pieces[::2])
+                _read_half(files, 0)
                 other.join()
 
     thread = threading.Thread(target=work, name="retrieval_attn-weights", daemon=True)
@@ -98,13 +98,15 @@ def read_ahead(model: str) -> threading.Thread:
     return thread
 
 
-def _read_pieces(pieces: list[tuple[Path, int]]) -> None:
-    # of many bytes: after each one a thread waits until those that import let it run Python
-    room = bytearray(AHEAD_BYTES if pieces else 0)
-    for path, start in pieces:
-        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-            file.seek(start)
-            file.readinto(room)
+def _read_half(files: Sequence[Path], half: int) -> None:
+    """Read every other AHEAD_BYTES of files. Fewer at a time would wait more often for threads that import."""
+    with contextlib.suppress(OSError):
+        for path in files:
+            room = bytearray(min(AHEAD_BYTES, path.stat().st_size))
+            with path.open("rb", buffering=0) as file:
+                for start in range(half * AHEAD_BYTES, path.stat().st_size, 2 * AHEAD_BYTES):
+                    file.seek(start)
+                    file.readinto(room)
 
 
 def _available_bytes() -> int:

@@ -185,8 +185,8 @@ def without_drafts(context: ra.Context, question: list[int], new: int) -> ra.Ans
 
 
 def make_decisive(model: Any) -> None:
-    """Let the next token depend on the last one alone, nearly: the likeliest of random logits changes with rounding, and
-    a replayed answer is no draft any more. Times stay.
+    """Let the next token depend on the last one alone, nearly: the likeliest of random logits changes with rounding,
+    and a replayed answer is no draft any more. Times stay.
     """
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.mul_(DECISIVE)

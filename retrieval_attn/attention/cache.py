@@ -163,7 +163,7 @@ class RetrievalCache(LayeredCache):
         if count > columns:
             raise CacheMismatchError(f"cannot remove {count} tokens from a cache of {columns}.")
         if count != columns and columns - count <= retrieval_start(self.batch):
-            why = "forgotten" if self.batch.exact is None else "in pages that others may attend to"
+            why = "forgotten" if self.batch.paged_prefix is None else "in pages that others may attend to"
             raise CacheMismatchError(
                 f"cannot remove {count} of {columns} tokens: those before token {retrieval_start(self.batch)} are "
                 f"{why}. Fork a context before that if it may go back that far."
@@ -283,7 +283,7 @@ class RetrievalCache(LayeredCache):
         """Bytes of device memory held by sinks and windows, which does not grow with the context, by codes of keys and
         their clusters, which an index of kind "device" keeps there, and by pages of an exact prefix.
         """
-        pages = 0 if self.batch.exact is None else self.batch.exact.nbytes
+        pages = 0 if self.batch.paged_prefix is None else self.batch.paged_prefix.nbytes
         return sum(one.nbytes for one in own_tensors(self)) + pages + held_memory(self._paths()).device
 
     def _paths(self) -> list[SequenceKV]:
@@ -357,7 +357,7 @@ def form_beside(cache: RetrievalCache) -> str | None:
     held = [layer.held for layer in cache.layers if isinstance(layer, RetrievalLayer) and layer.held is not None]
     if not held or retrieves(cache):
         return None
-    exact = cache.batch.exact
+    exact = cache.batch.paged_prefix
     in_int8 = exact is not None and exact.layers.int8
     return "int8" if in_int8 else str(held[0].window.buffers[0].dtype).removeprefix("torch.")
 

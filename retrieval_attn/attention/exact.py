@@ -74,12 +74,12 @@ class PagedSource(AttentionSource[TokenRange]):
 
     def __init__(self, request: AttentionRequest, ranges: list[TokenRange]) -> None:
         super().__init__(request, ranges)
-        assert request.held.batch.exact is not None
-        self._prefix = request.held.batch.exact
+        assert request.held.batch.paged_prefix is not None
+        self._prefix = request.held.batch.paged_prefix
 
     @classmethod
     def covers(cls, request: AttentionRequest, tokens: TokenRange) -> TokenRange | None:
-        exact = request.held.batch.exact
+        exact = request.held.batch.paged_prefix
         if exact is None or tokens.start >= exact.tokens:
             return None
         return tokens.cut(tokens.start, min(tokens.stop, exact.tokens))

@@ -299,7 +299,7 @@ class LayerKV:
         self._retrieve_stops = [self.batch.real(row, self.tail_start) for row in rows]
         forgotten = self.batch.forgotten
         most = forgotten.start if forgotten.tokens else self._config.sink
-        if self.batch.exact is not None:  # the first tokens are attended to there
+        if self.batch.paged_prefix is not None:  # the first tokens are attended to there
             most = 0
         counts = [min(most, middle) for middle in self._retrieve_stops]
         if counts == self._sinks and max(counts) == self.window.sink_len:
@@ -489,7 +489,7 @@ class LayerKV:
     def retrieves_after(self, total: int) -> bool:
         """Predict `retrieves` after a pass of `total` tokens, see `take_pass`; with padding, maybe True in error."""
         tail = min(self.window.tail_len + total, self._size.kept)
-        first = retrieval_start(self.batch) or (0 if self.batch.exact is not None else self._config.sink)
+        first = retrieval_start(self.batch) or (0 if self.batch.paged_prefix is not None else self._config.sink)
         return self.columns + total - tail > first
 
 

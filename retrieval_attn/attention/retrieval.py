@@ -150,7 +150,7 @@ class RetrievalLayer(CacheLayer):
 
     @property
     def _goes_to_pages(self) -> bool:
-        return self.batch.exact is not None and self.batch.exact.reading is not None
+        return self.batch.paged_prefix is not None and self.batch.paged_prefix.reading is not None
 
     def request(self, held: LayerKV, num_queries: int, *, exact: bool) -> AttentionRequest:
         """Return the request of a forward of `num_queries` new tokens per row."""
@@ -212,7 +212,7 @@ class RetrievalLayer(CacheLayer):
 
     def end_pass(self) -> None:
         done, self._pass = self._pass, None
-        exact = self.batch.exact
+        exact = self.batch.paged_prefix
         if done is not None and exact is not None and self._goes_to_pages:
             exact.write(self.number, *done.new.new)
             assert self.held is not None

@@ -99,7 +99,7 @@ class Batch:
         self.valid: Tensor | None = None
         self.epoch = self.rewritten = 0
         self.forgotten = Forgotten()
-        self.exact: PagedPrefix | None = None
+        self.paged_prefix: PagedPrefix | None = None
         self.question_attention: QuestionAttention | None = None
         self.attends_to_all = False
         self.devices: dict[int, torch.device] = {}
@@ -182,7 +182,7 @@ class Batch:
         """No rows and no tokens."""
         self.sequences, self.columns, self.valid, self.epoch = [], 0, None, self.epoch + 1
         self.rewritten += 1
-        self.uploads, self.forgotten, self.exact, self.broken = {}, Forgotten(), None, ""
+        self.uploads, self.forgotten, self.paged_prefix, self.broken = {}, Forgotten(), None, ""
         self.factors = self.weights = self.images = None
 
     def snapshot(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class Batch:
         other = Batch()
         other.columns, other.valid, other.epoch = self.columns, self.valid, self.epoch
         other.devices, other.forgotten, other.broken = dict(self.devices), self.forgotten, self.broken
-        other.exact, other.factors, other.weights = self.exact, self.factors, self.weights
+        other.paged_prefix, other.factors, other.weights = self.paged_prefix, self.factors, self.weights
         other.images, other.rows_alone = self.images, self.rows_alone
         other.question_attention, other.attends_to_all = self.question_attention, self.attends_to_all
         other.sequences = [sequence.copy() for sequence in self.sequences]
@@ -308,7 +308,7 @@ def has_position(batch: Batch, most: int | None, tokens: int = 1) -> bool:
 
 def retrieval_start(batch: Batch) -> int:
     """Return the first column after sinks that layers attend to themselves: after forgotten ones and pages."""
-    return batch.forgotten.stop if batch.exact is None else batch.exact.tokens
+    return batch.forgotten.stop if batch.paged_prefix is None else batch.paged_prefix.tokens
 
 
 def ids_tensor(ids: Items[int]) -> Tensor:

@@ -265,6 +265,6 @@ class PageAllocation:
         those of an answer that it continues.
         """
         span = self._spans.pop(part, None)
-        before = PagedPrefix(self._pool.layers) if cache.batch.exact is None else cache.batch.exact
+        before = PagedPrefix(self._pool.layers) if cache.batch.paged_prefix is None else cache.batch.paged_prefix
         if span is not None and before.tokens == cache.get_seq_length():
-            cache.batch.exact = before.opened(span)
+            cache.batch.paged_prefix = before.opened(span)

@@ -177,7 +177,7 @@ def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
     tensors = list(own_tensors(cache))
     own = sum(one.nbytes for one in tensors)
     apart = sum(one.nbytes for one in tensors if on_device(one))
-    pages = 0 if cache.batch.exact is None else cache.batch.exact.nbytes
+    pages = 0 if cache.batch.paged_prefix is None else cache.batch.paged_prefix.nbytes
     codes = cache.device_nbytes - own - pages
     paths = [host for layer in cache.layers if isinstance(layer, RetrievalLayer) for host in layer.hosts]
     host = held_memory(paths, reclaimable=False).host - mapped_bytes(cache).nbytes

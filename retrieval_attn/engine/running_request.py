@@ -310,7 +310,7 @@ class RunningRequest:
     @property
     def cached_by_tier(self) -> TierTokens:
         """Prompt tokens with cached KV, by tier."""
-        paged_prefix = None if self.cache is None else self.cache.batch.exact
+        paged_prefix = None if self.cache is None else self.cache.batch.paged_prefix
         known = self.cached_tokens - self._brought
         paged = 0 if paged_prefix is None else min(paged_prefix.tokens, known)
         return TierTokens(paged, known - paged, self._brought)
@@ -349,8 +349,8 @@ class RunningRequest:
         self.cache.batch.images = None
         self._note_scores(state)
         self.require_weights()
-        if self.cache.batch.exact is not None:
-            self.cache.batch.exact = self.cache.batch.exact.closed()
+        if self.cache.batch.paged_prefix is not None:
+            self.cache.batch.paged_prefix = self.cache.batch.paged_prefix.closed()
         self.cache.batch.note_ids(state.sequences)
         tokens, seconds = self.sharing.ends[self._done] - self._known, time.perf_counter() - self._part_began
         if tokens > self._longest_part:

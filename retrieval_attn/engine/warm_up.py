@@ -126,8 +126,8 @@ class WarmUp(NamedTuple):
             batch = read_batch(loop, cache, part)
             state = loop.read_whole(cache, batch)
             cache.batch.note_ids(batch.ids)
-            if cache.batch.exact is not None:
-                cache.batch.exact = cache.batch.exact.closed()
+            if cache.batch.paged_prefix is not None:
+                cache.batch.paged_prefix = cache.batch.paged_prefix.closed()
             seal(cache, coded=not late)
             cache = cache.fork()  # as a row goes on
         return cache, state.logits

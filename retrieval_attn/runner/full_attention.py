@@ -150,7 +150,7 @@ def attach_full_kv(
             release_full_kv(model)
             log.info("an answer retrieves: all keys of %d tokens found no room beside the model", tokens)
             return None
-        fork.batch.exact = prefix
+        fork.batch.paged_prefix = prefix
         for one in held:
             one.keep_the_rest(ahead.tokens)
     form = " in int8" if pages.layers.int8 else ""
@@ -227,7 +227,7 @@ def memory_speed(model: PreTrainedModel) -> float | None:
 def _to_bring(cache: RetrievalCache) -> list[LayerKV]:
     """Return the KV of layers that retrieve; [] if the batch is not one plain sequence, or a hook watches."""
     batch = cache.batch
-    if len(batch.sequences) != 1 or batch.forgotten.tokens or batch.exact is not None or batch.valid is not None:
+    if len(batch.sequences) != 1 or batch.forgotten.tokens or batch.paged_prefix is not None or batch.valid is not None:
         return []
     layers = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
     if any(layer.on_attention is not None for layer in layers):

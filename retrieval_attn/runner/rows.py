@@ -376,7 +376,7 @@ class RowsCache(Cache):
 
     def attend_exact(self, number: int, query: Tensor, scoring: Scoring) -> Partial | None:
         """query (tokens, q_heads, 1, head_dim) over what rows have in pages, for all at once; None without any."""
-        exact = [cache.batch.exact for row, cache in enumerate(self.caches) for _ in range(self.new_tokens(row))]
+        exact = [cache.batch.paged_prefix for row, cache in enumerate(self.caches) for _ in range(self.new_tokens(row))]
         return self.plans.exact.attend(number, exact, query, scoring)
 
     def fail(self, row: int, error: Exception) -> None:

@@ -97,10 +97,10 @@ def require_savable(cache: RetrievalCache) -> None:
         )
     if cache.batch.images is not None or np.asarray(cache.batch.sequences[0].token_ids).min(initial=0) < 0:
         raise InputDataError("a context with images cannot be saved; save its text without them")
-    if cache.batch.exact is not None:
+    if cache.batch.paged_prefix is not None:
         raise InputDataError(
-            f"{cache.batch.exact.tokens:,} tokens of this cache are in pages of an engine (paged_prefix_tokens) and "
-            "have no index, so they cannot be saved; read the text with LLM.read(text, save=name)"
+            f"{cache.batch.paged_prefix.tokens:,} tokens of this cache are in pages of an engine (paged_prefix_tokens) "
+            "and have no index, so they cannot be saved; read the text with LLM.read(text, save=name)"
         )
 
 

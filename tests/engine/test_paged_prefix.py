@@ -51,11 +51,11 @@ class Text:
         if paged:
             spans = self.pool.take([part.shape[1]], None)
             assert spans is not None
-            batch.exact = (batch.exact or PagedPrefix(self.pool.layers)).opened(spans[0])
+            batch.paged_prefix = (batch.paged_prefix or PagedPrefix(self.pool.layers)).opened(spans[0])
         found = feed(self.model, self.cache, part)
         if paged:
-            assert batch.exact is not None
-            batch.exact = batch.exact.closed()
+            assert batch.paged_prefix is not None
+            batch.paged_prefix = batch.paged_prefix.closed()
         self.expect(found, feed(self.model, self.full, part))
         return found
 
@@ -209,12 +209,12 @@ def test_a_read_that_failed_leaves_it_as_it_was() -> None:
     text = Text(build_model("llama"), PagedKVPool(1000, 40), retrieve="all")
     text.read(random_ids(1, 100, 1), paged=True)
     before = Rollback(text.cache)
-    prefix = text.cache.batch.exact
+    prefix = text.cache.batch.paged_prefix
     spans = text.pool.take([50], None)
     assert prefix is not None and spans is not None
-    text.cache.batch.exact = prefix.opened(spans[0])
+    text.cache.batch.paged_prefix = prefix.opened(spans[0])
     feed(text.model, text.cache, random_ids(1, 50, 2))
-    assert before.undo() and text.cache.batch.exact is prefix
+    assert before.undo() and text.cache.batch.paged_prefix is prefix
     text.read(random_ids(1, 30, 3), paged=False)
     steps(text.model, [text], 2)
 

@@ -53,8 +53,8 @@ def held_of(cache: RetrievalCache) -> list[Any]:
 
 
 def paged(cache: RetrievalCache) -> PagedPrefix:
-    assert cache.batch.exact is not None
-    return cache.batch.exact
+    assert cache.batch.paged_prefix is not None
+    return cache.batch.paged_prefix
 
 
 def kept_of(model: Any) -> FullKVPages:

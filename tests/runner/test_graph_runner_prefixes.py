@@ -41,10 +41,10 @@ def read_on(
     if pool is not None:
         spans = pool.take([tokens], None)
         assert spans is not None
-        batch.exact = (batch.exact or PagedPrefix(pool.layers)).opened(spans[0])
+        batch.paged_prefix = (batch.paged_prefix or PagedPrefix(pool.layers)).opened(spans[0])
     feed(model, cache, random_ids(1, tokens, seed).to(model.device))
-    if batch.exact is not None:
-        batch.exact = batch.exact.closed()
+    if batch.paged_prefix is not None:
+        batch.paged_prefix = batch.paged_prefix.closed()
     return cache
 
 
@@ -89,9 +89,9 @@ def test_rows_over_pages_of_int8_are_as_alone(name: str) -> None:
     for packed, plain in zip(caches[True], caches[False], strict=True):
         got, right = (feed(model, one.fork(), torch.tensor([[5]])) for one in (packed, plain))
         error = float((got - right).abs().max() / right.abs().max())
-        assert error < 0.02 and (error > 0) == (packed.batch.exact is not None)
-    halves = [one[0].batch.exact.nbytes for one in (caches[True], caches[False])]  # type: ignore[union-attr]
-    head_dim = caches[False][0].batch.exact.layers.any_layer.dims[0]  # type: ignore[union-attr]
+        assert error < 0.02 and (error > 0) == (packed.batch.paged_prefix is not None)
+    halves = [one[0].batch.paged_prefix.nbytes for one in (caches[True], caches[False])]  # type: ignore[union-attr]
+    head_dim = caches[False][0].batch.paged_prefix.layers.any_layer.dims[0]  # type: ignore[union-attr]
     assert halves[0] * 4 * head_dim == halves[1] * (head_dim + 4)
     rows = rows_of(model, caches[True])
     rows.steps(rows.pairs, 18)

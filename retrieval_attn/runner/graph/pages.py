@@ -82,7 +82,7 @@ class StepPages:
 
 def prefix_of(cache: RetrievalCache) -> PagedPrefix | None:
     """Return the prefix of each sequence of a cache in pages; None without one, also if all layers slide."""
-    exact = cache.batch.exact
+    exact = cache.batch.paged_prefix
     return exact if exact is not None and exact.tokens and exact.layers.any_layer is not None else None
 
 

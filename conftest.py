@@ -222,7 +222,7 @@ def small_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fresh_decoders() -> None:
     """No test continues another's graphs."""
-    from retrieval_attn.runner import graph_pool
+    from retrieval_attn.runner.graph import pool as graph_pool
 
     graph_pool._idle.clear()
     graph_pool._failed.clear()

@@ -142,7 +142,7 @@ class HandleLayer(CacheLayerMixin, AttendingLayer):
 
 
 class GraphHook(Protocol):
-    """A layer's place in a captured decode step (`runner/graph_slot.py`), while a cache is bound to it."""
+    """A layer's place in a captured decode step (`runner/graph/sequence_slot.py`), while a cache is bound to it."""
 
     def sync(self) -> None:
         """Tell the cache's windows of the tokens that replays have appended behind their backs."""

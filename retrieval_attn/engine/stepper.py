@@ -19,8 +19,8 @@ from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.runner.drafted_steps import steps_eagerly
 from retrieval_attn.runner.drafts import DRAFTED_TOKENS, BlockCosts, DraftBlock, Drafts, LookupDrafter
+from retrieval_attn.runner.graph.sequence_slot import StepClock
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
-from retrieval_attn.runner.graph_slot import StepClock
 from retrieval_attn.runner.rows import can_draft, tokens_before_spill
 from retrieval_attn.sampling.sampler import SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams

@@ -2,7 +2,7 @@
 
 Shared by `retrieval_attn.generate` (inside transformers' generate) and `Context`. It feeds positions explicitly, so
 that padded rows and rows whose padding lies in the middle continue where they stopped. On a GPU the forwards of
-generated tokens are replays of one graph (`runner/graph_pool.py`), where the model allows it.
+generated tokens are replays of one graph (`runner/graph/pool.py`), where the model allows it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from retrieval_attn.model.placement import agreed, input_device
 from retrieval_attn.model.rope import counting_as
 from retrieval_attn.offload.threads import foreground
 from retrieval_attn.prompt.text_stream import TextStream
+from retrieval_attn.runner.graph.pool import GraphPool, acquire, release
+from retrieval_attn.runner.graph.sequence_slot import WindowsGrownError
 from retrieval_attn.runner.graph.support import runtime_for
-from retrieval_attn.runner.graph_pool import GraphPool, acquire, release
-from retrieval_attn.runner.graph_slot import WindowsGrownError
 from retrieval_attn.sampling.sampler import TokenScore
 
 

@@ -32,7 +32,7 @@ from retrieval_attn.memory.shape import model_shape
 from retrieval_attn.memory.units import show_bytes
 from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.upload import BLOCK_BYTES, BLOCKS, HEADROOM
-from retrieval_attn.runner.graph_pool import retire
+from retrieval_attn.runner.graph.pool import retire
 
 log = logging.getLogger(__name__)
 

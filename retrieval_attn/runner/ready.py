@@ -73,9 +73,9 @@ from retrieval_attn.runner.drafted_steps import BLOCKS
 from retrieval_attn.runner.full_attention import forms_for_all
 from retrieval_attn.runner.graph.host import code_shape, split_microbatches
 from retrieval_attn.runner.graph.host_row_gather import device_reads, estimated_logits_of
+from retrieval_attn.runner.graph.pool import acquire, release, waits_for
 from retrieval_attn.runner.graph.slot import window_of
 from retrieval_attn.runner.graph.support import runtime_for
-from retrieval_attn.runner.graph_pool import acquire, release, waits_for
 from retrieval_attn.runner.rows import can_draft
 
 THREADS = 3

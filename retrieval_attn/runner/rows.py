@@ -37,7 +37,7 @@ from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import forward
 from retrieval_attn.runner.drafts import DRAFTED_TOKENS
-from retrieval_attn.runner.graph_slot import StepClock
+from retrieval_attn.runner.graph.sequence_slot import StepClock
 
 __all__ = [
     "RowsCache", "RowsFailedError", "RowsLayer", "can_draft", "position_groups", "require_rows", "step",

@@ -15,9 +15,9 @@ from retrieval_attn.config import GraphMode
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.flat import FULL_ROOM, kept_tokens
 from retrieval_attn.memory.plan import Plan
-from retrieval_attn.runner import graph_pool
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps, forward
+from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn.runner.graph_runner import GraphRunner
 from tests.runner.graph_cases import Decoded, enabled, idle_decoders
 from tests.tiny_models import build_model, random_ids

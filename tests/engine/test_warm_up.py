@@ -19,7 +19,7 @@ from retrieval_attn.engine.request import Request
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, ContextLengthError, EngineFullError
 from retrieval_attn.gpu.codes import search
-from retrieval_attn.runner import decode_graph as bucket_graph
+from retrieval_attn.runner.graph import decode_graph as bucket_graph
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.emulation.runtime import EmulatedRuntime
 from tests.engine.audit import check_engine

@@ -18,7 +18,7 @@ from retrieval_attn.engine.request import Request
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload import int8_rows, threads
 from retrieval_attn.offload.int8_rows import AwaitedRows, Int8RowMirror, RowsUnderWay, ask_for_rows, rows_of
-from retrieval_attn.runner.decode_graph import DecodeGraph
+from retrieval_attn.runner.graph.decode_graph import DecodeGraph
 from retrieval_attn.runner.graph.decoder import GraphDecoder
 from retrieval_attn.runner.graph.host_row_gather import Reads
 from retrieval_attn.saving import save

@@ -13,9 +13,9 @@ import retrieval_attn as ra
 from retrieval_attn.config import GraphMode
 from retrieval_attn.errors import BackendError
 from retrieval_attn.index.device import PLANNED
-from retrieval_attn.runner import graph_pool
 from retrieval_attn.runner.decode import DecodeSteps, forward, positions
 from retrieval_attn.runner.forget import forget_tokens
+from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn.runner.graph.decoder import GraphDecoder
 from tests.tiny_models import random_ids, tiny_model
 

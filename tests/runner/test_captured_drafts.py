@@ -13,12 +13,14 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.errors import BackendError, CaptureError
-from retrieval_attn.runner import decode_graph, full_attention, graph_pool
+from retrieval_attn.runner import full_attention
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps, TokenChoice, forward, run
 from retrieval_attn.runner.drafted_steps import BLOCKS, CapturedDrafts
 from retrieval_attn.runner.drafts import BlockCosts, Drafter, Drafts
-from retrieval_attn.runner.graph_pool import GraphPool
+from retrieval_attn.runner.graph import decode_graph
+from retrieval_attn.runner.graph import pool as graph_pool
+from retrieval_attn.runner.graph.pool import GraphPool
 from retrieval_attn.runner.rows import can_draft
 from tests.runner.graph_cases import DEVICE, FINER, MODELS, ROARGRAPH, idle_decoders
 from tests.runner.test_drafts import Script, prompt_of, require_equal

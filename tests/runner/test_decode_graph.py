@@ -19,8 +19,8 @@ import retrieval_attn as ra
 import retrieval_attn_eval.baselines.faiss_index  # noqa: F401  (registers ivf)
 from retrieval_attn.attention.source import mean_share
 from retrieval_attn.errors import CaptureError, ConfigError, ContextLengthError
-from retrieval_attn.runner import graph_pool
 from retrieval_attn.runner.decode import DecodeSteps, forward
+from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn.runner.graph import slot as graph_slot
 from tests.runner.graph_cases import (
     CASES,

@@ -15,7 +15,7 @@ from retrieval_attn.config import GraphMode
 from retrieval_attn.errors import BackendError
 from retrieval_attn.runner.decode import PromptState, TokenChoice, forward, run
 from retrieval_attn.runner.generate import ProcessedTokens
-from retrieval_attn.runner.graph_pool import GraphPool
+from retrieval_attn.runner.graph.pool import GraphPool
 from tests.runner.graph_cases import CONFIG, PROMPT, ROARGRAPH, enabled, greedily
 from tests.tiny_models import random_ids
 

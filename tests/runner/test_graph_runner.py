@@ -23,7 +23,7 @@ from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.codes.search import MIN_CLASS
 from retrieval_attn.runner import ready
-from retrieval_attn.runner.decode_graph import DecodeGraph
+from retrieval_attn.runner.graph.decode_graph import DecodeGraph
 from retrieval_attn.runner.graph_runner import GraphPool, GraphRunner
 from retrieval_attn.runner.rows import RowsFailedError
 from tests.emulation import runtime as emulate

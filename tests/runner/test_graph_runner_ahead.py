@@ -11,7 +11,7 @@ import torch
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Request
 from retrieval_attn.errors import BackendError
-from retrieval_attn.runner.decode_graph import DecodeGraph, GraphSampler
+from retrieval_attn.runner.graph.decode_graph import DecodeGraph, GraphSampler
 from retrieval_attn.runner.graph_runner import GraphRunner
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.emulation.runtime import EmulatedRuntime

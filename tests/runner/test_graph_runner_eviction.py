@@ -9,7 +9,7 @@ import pytest
 import retrieval_attn.attention.layer_kv as held_module
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.offload.work import HostWork
-from retrieval_attn.runner.graph_slot import GraphSlot
+from retrieval_attn.runner.graph.sequence_slot import GraphSlot
 from tests.runner.graph_cases import DEVICE
 from tests.runner.test_graph_runner import KINDS, Rows
 from tests.tiny_models import build_model

@@ -19,7 +19,7 @@ from retrieval_attn.gpu.shared.plan import LEVELS, SharedPlan
 from retrieval_attn.runner import graph_runner as bucket
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps
-from retrieval_attn.runner.decode_graph import DecodeGraph
+from retrieval_attn.runner.graph.decode_graph import DecodeGraph
 from retrieval_attn.runner.graph_runner import GraphRunner
 from tests.engine.audit import check_engine
 from tests.engine.test_engine import CONFIG, ids, llm_of, same

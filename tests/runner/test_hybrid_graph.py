@@ -21,9 +21,9 @@ from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.memory.device import GRAPH_STATES
 from retrieval_attn.runner.decode import DecodeSteps, PromptState, TokenChoice, forward, run
-from retrieval_attn.runner.decode_graph import ALONE, DecodeGraph
+from retrieval_attn.runner.graph.decode_graph import ALONE, DecodeGraph
+from retrieval_attn.runner.graph.pool import forget
 from retrieval_attn.runner.graph.states import StepStates
-from retrieval_attn.runner.graph_pool import forget
 from tests.emulation import emulated as emulation
 from tests.emulation.runtime import EmulatedRuntime
 from tests.gpu.test_polling import Careless

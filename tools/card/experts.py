@@ -32,7 +32,7 @@ from retrieval_attn.model.loading import choose_device
 from retrieval_attn.model.placed_experts import expert_buffer
 from retrieval_attn.model.quantization import held_bytes
 from retrieval_attn.offload.managed import move_table
-from retrieval_attn.runner import graph_pool
+from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn.runner.ready import move_experts
 from retrieval_attn_eval.bench.random_model import RANDOM_SHAPES, has_float_experts, random_config, random_model
 from retrieval_attn_eval.bench.session.card import watch

@@ -29,9 +29,9 @@ from retrieval_attn.model.fused.layers import fused_layers
 from retrieval_attn.model.loading import choose_device
 from retrieval_attn.model.quantization import held_bytes
 from retrieval_attn.offload.managed import move_table
-from retrieval_attn.runner import graph_pool
 from retrieval_attn.runner.full_attention import kept_pages
 from retrieval_attn.runner.graph import capture
+from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn_eval.bench.methods import parse
 from retrieval_attn_eval.bench.session.card import watch
 from retrieval_attn_eval.bench.session.subject import number_tokenizer

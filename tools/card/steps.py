@@ -22,7 +22,7 @@ from retrieval_attn.engine.engine import default_limits
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.offload.managed import move_table
-from retrieval_attn.runner.decode_graph import DecodeGraph
+from retrieval_attn.runner.graph.decode_graph import DecodeGraph
 from retrieval_attn_eval.flags import as_tokens
 from tests.emulation.emulated import emulated
 from tools.card.near import add_read_window, near_reads, read_simply

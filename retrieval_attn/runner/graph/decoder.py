@@ -1,6 +1,6 @@
 """Memory of captured decode steps of one batch size, and the graphs that were captured over it.
 
-It serves every cache of the same shape (`runner/graph_pool.py`), so that a captured graph outlives the context, fork or
+It serves every cache of the same shape (`runner/graph/pool.py`), so that a captured graph outlives the context, fork or
 request that it was captured for.
 """
 

@@ -29,15 +29,15 @@ from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.attention import using_retrieval
-from retrieval_attn.runner.decode_graph import ALONE, BATCHED, DecodeGraph, StepOptions
+from retrieval_attn.runner.graph.decode_graph import ALONE, BATCHED, DecodeGraph, StepOptions
 from retrieval_attn.runner.graph.decoder import StepKind, attending
 from retrieval_attn.runner.graph.host import HostResources, code_shape
 from retrieval_attn.runner.graph.memory import ordinary_tensors
 from retrieval_attn.runner.graph.pages import levels_for, prefix_of
+from retrieval_attn.runner.graph.sequence_slot import GraphSlot, GroupBuffers, StepClock, StepCosts, new_buffers
 from retrieval_attn.runner.graph.signature import refusal_of, signature
 from retrieval_attn.runner.graph.slot import window_of
 from retrieval_attn.runner.graph.states import Views
-from retrieval_attn.runner.graph_slot import GraphSlot, GroupBuffers, StepClock, StepCosts, new_buffers
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
 

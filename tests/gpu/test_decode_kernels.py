@@ -345,7 +345,7 @@ def test_the_modules_of_kernels_that_are_named_exist() -> None:
     names = [name for text in texts for name in re.findall(r'kernels_for\([\w.]+, "([\w.]+)"\)', text)]
     # which kernels multiply is said by the weights
     chosen = [name for text in texts for name in re.findall(r'return "(\w+_triton)"', text)]
-    assert len(names) == 21 and sorted(chosen) == ["packed_triton", "products_triton"]
+    assert len(names) == 24 and sorted(chosen) == ["packed_triton", "products_triton"]
     names += chosen
     for name in names:
         assert importlib.util.find_spec(f"retrieval_attn.gpu.{name}") is not None, name

@@ -83,11 +83,12 @@ def read_ahead(model: str) -> threading.Thread:
     Imports take 5 to 15 s, and a disk of 1.2 GB/s 13 s for 16 GB. Nothing is read that would take more than half of the
     memory that is available. Errors are those of loading the model.
     """
+    from retrieval_attn.memory.host_room import available_host_bytes
 
     def work() -> None:
         with contextlib.suppress(OSError, ValueError):
             files = weight_files(model)
-            if 2 * sum(one.stat().st_size for one in files) <= _available_bytes():
+            if 2 * sum(one.stat().st_size for one in files) <= available_host_bytes():
                 other = threading.Thread(target=_read_half, args=(files, 1), daemon=True)
                 other.start()
                 _read_half(files, 0)
@@ -107,11 +108,3 @@ def _read_half(files: Sequence[Path], half: int) -> None:
                 for start in range(half * AHEAD_BYTES, path.stat().st_size, 2 * AHEAD_BYTES):
                     file.seek(start)
                     file.readinto(room)
-
-
-def _available_bytes() -> int:
-    """Return the memory that can be taken without swapping. Raises OSError where the system does not say."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0

@@ -13,6 +13,7 @@ import pytest
 
 from retrieval_attn import imports
 from retrieval_attn.imports import NOISE, quiet, read_ahead, weight_files
+from retrieval_attn.memory import host_room
 from retrieval_attn.store.mapped import give_up, resident_bytes
 
 
@@ -72,9 +73,9 @@ def test_weights_are_read_ahead_where_memory_allows(tmp_path: Path, monkeypatch:
     give_up(path)
     if (resident_bytes(path) or 0) > 1 << 20:
         pytest.skip("the file system keeps files in memory")
-    monkeypatch.setattr(imports, "_available_bytes", lambda: 9 << 20)
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: 9 << 20)
     read_ahead(str(tmp_path)).join()
     assert (resident_bytes(path) or 0) < 4 << 20
-    monkeypatch.setattr(imports, "_available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: 1 << 30)
     read_ahead(str(tmp_path)).join()
     assert (resident_bytes(path) or 0) >= 5 << 20

@@ -72,7 +72,7 @@ class TurnLock:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """Hold the lock, once no other thread waits for it."""
+        """Hold the lock, once no other thread waits for it. A thread that holds it already must not call this."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Decode steps of one sequence, some of which verify drafts in one forward: eager ones, and captured ones."""
+"""Decode steps of one sequence that verify drafts: eager steps, and captured steps on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 BLOCKS = tuple(1 + drafts for drafts in DRAFT_SIZES)
 """Tokens of a captured step with drafts."""
 IDLE_SHARE = 0.05
-"""Of a step: what the device waits for, where a step was not launched ahead of its token, and no draft followed."""
+"""Share of a step for which the device idles when the step was not launched ahead and no draft followed."""
 
 
 def steps_eagerly(model: PreTrainedModel, graph: GraphMode) -> bool:

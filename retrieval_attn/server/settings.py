@@ -210,23 +210,24 @@ def _tend(engine: Engine, store: ContextStore, opens: bool) -> None:
 
 
 def open_newest(engine: Engine, store: ContextStore) -> str | None:
-    """Ask the context that was saved last for a token, before graphs of more rows are captured, and return its name.
+    """Ask the newest saved context for two tokens, before graphs of more rows are captured, and return its name.
 
-    Its codes and windows then lie on the GPU, and threads make its int8 rows: without, the first questions of a new
-    process wait for the files, and their tokens for the CPU. The context is evicted like any idle text. None: there is
-    none, or it cannot be opened, which its first question tells.
+    Its codes and windows are then on the GPU, and threads make its int8 rows. Otherwise the first questions of a new
+    process wait for the files, and the CPU attends for their tokens. The context is evicted like other idle texts.
+    None: there is none, or it cannot be opened; the error is logged.
     """
     from retrieval_attn.engine.request import Request
 
-    newest = max((one for one in store.list() if not one.is_automatic), key=lambda one: one.saved_at, default=None)
-    if newest is None:
-        return None
+    name, began = "", time.perf_counter()
     try:
-        began = time.perf_counter()
+        named = [one for one in store.list() if not one.is_automatic]
+        if not named:
+            return None
+        name = max(named, key=lambda one: one.saved_at).name
         # the first token comes from reading, the second from a step, which asks for the rows
-        engine.submit(Request(((0,),), 2, context=newest.name, priority="batch")).result()
+        engine.submit(Request(((0,),), 2, context=name, priority="batch")).result()
     except RetrievalAttentionError as error:
-        log.info("the saved context %r was not opened ahead: %s", newest.name, error)
+        log.info("the saved context %r was not opened ahead: %s", name, error)
         return None
-    log.info("opened the saved context %r ahead in %.1f s", newest.name, time.perf_counter() - began)
-    return newest.name
+    log.info("opened the saved context %r ahead in %.1f s", name, time.perf_counter() - began)
+    return name

@@ -62,7 +62,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """An engine that has read TEXT, whose copies to the host run in threads as beside a GPU."""
+    """Return an engine that has read TEXT. Its copies to the host run in threads, as they do with a GPU."""
     monkeypatch.setattr(host_work, "overlaps", lambda device: True)
 
     class Loaded:

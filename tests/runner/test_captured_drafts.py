@@ -284,7 +284,7 @@ def test_a_block_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 def test_a_capture_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next answer is told at once; steps of one token go on."""
+    """The next answer decodes without drafts from the start, by captured steps of one token."""
     model = build_model("llama")
     read, ids = read_by(model, 700)
     alone, tried = Answered(model, read, ids, 40), list[int]()

@@ -207,30 +207,31 @@ class _Spaces:
         """heads: how many there is room for."""
         self._shapes = [side.shape for side in like[:4]]
         self._sizes = [-(-side.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS for side in like[:4]]
-        nbytes = 4 * heads * sum(self._sizes)
-        left = pinned(nbytes) if device.type == "cuda" else torch.empty(nbytes, dtype=torch.uint8)
-        self._left = left.view(torch.float32).view(heads, -1)
-        self._there = torch.empty(self._left.shape, device=device)
-        self._count = 0
+        self._there = torch.empty(heads, sum(self._sizes), device=device)
+        self._spaces: list[CodeSpace] = []
 
     def fits(self, space: CodeSpace) -> bool:
         """Whether there is room for this one."""
-        return self._count < len(self._left) and [side.shape for side in space[:4]] == self._shapes
+        return len(self._spaces) < len(self._there) and [side.shape for side in space[:4]] == self._shapes
 
     def add(self, space: CodeSpace) -> DeviceSpace:
         """Where it will be."""
-        place, held = 0, self._left[self._count].numpy()
-        parts = self._there[self._count].split(self._sizes)
-        self._count += 1
-        for size, side in zip(self._sizes, space[:4], strict=True):
-            held[place : place + side.size] = side.reshape(-1)
-            place += size
+        parts = self._there[len(self._spaces)].split(self._sizes)
+        self._spaces.append(space)
         sides = [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return DeviceSpace(sides[0], sides[1], sides[2], sides[3], space.wide, space.narrow, space.thin)
 
     def send(self) -> None:
         """By one copy of the current stream; PyTorch keeps the page-locked memory until it is over."""
-        self._there[: self._count].copy_(self._left[: self._count], non_blocking=True)
+        there = self._there[: len(self._spaces)]
+        left = pinned(there.nbytes) if there.is_cuda else torch.empty(there.nbytes, dtype=torch.uint8)
+        rows = left.view(torch.float32).view(there.shape)
+        for held, space in zip(rows.numpy(), self._spaces, strict=True):
+            place = 0
+            for size, side in zip(self._sizes, space[:4], strict=True):
+                held[place : place + side.size] = side.reshape(-1)
+                place += size
+        there.copy_(rows, non_blocking=True)
 
 
 def _empty_codes(memory: CodeMemory, space: DeviceSpace, finer: DeviceSpace | None) -> DeviceCodes:
@@ -497,15 +498,15 @@ def load_codes(codes: Iterable[HeadCodes]) -> None:
             there = one._device
             if one.offloaded:
                 groups.setdefault((there.device, capacity_for(there.length), there.codes.shape[1]), []).append(one)
-        tasks: list[tuple[list[HeadCodes], Tensor, list[DeviceSpace]]] = []
+        tasks: list[tuple[list[HeadCodes], Tensor, list[DeviceSpace], list[_Spaces]]] = []
         for (device, tokens, key_bytes), heads in groups.items():
             with side_stream(device):
                 for start in range(0, len(heads), SLAB_HEADS):
                     part = heads[start : start + SLAB_HEADS]
                     memory = _taken(len(part), tokens, key_bytes, device)
-                    tasks.append((part, memory, _spaces_on([one._space for one in part], device)))
-        for part, memory, spaces in tasks:
-            coming = _senders().submit(_load_some, part, memory)
+                    tasks.append((part, memory, *_spaces_on([one._space for one in part], device)))
+        for part, memory, spaces, unsent in tasks:
+            coming = _senders().submit(_load_some, part, memory, unsent)
             for head, own, space in zip(part, memory, spaces, strict=True):
                 head.expect(own, space, coming)
 
@@ -521,16 +522,14 @@ def _is_offloaded(codes: DeviceCodes) -> bool:
     return not codes.on_host and len(codes.codes) < codes.length
 
 
-def _spaces_on(spaces: Sequence[CodeSpace], device: torch.device) -> list[DeviceSpace]:
-    """Copy spaces to a device, by the current stream."""
+def _spaces_on(spaces: Sequence[CodeSpace], device: torch.device) -> tuple[list[DeviceSpace], list[_Spaces]]:
+    """Allocate spaces on a device. Returns them and the blocks, whose `send` copies them."""
     found, sent = list[DeviceSpace](), list[_Spaces]()
     for space in spaces:
         if not sent or not sent[-1].fits(space):
             sent.append(_Spaces(space, len(spaces), device))
         found.append(sent[-1].add(space))
-    for one in sent:
-        one.send()
-    return found
+    return found, sent
 
 
 def _in_threads(work: Callable[..., None], tasks: Iterable[tuple[Any, ...]]) -> None:
@@ -546,11 +545,13 @@ def _offload_some(heads: list[HeadCodes]) -> None:
         head.offload()
 
 
-def _load_some(heads: list[HeadCodes], memory: Tensor) -> None:
-    """Copy codes of heads to memory (heads, capacity, key_bytes)."""
+def _load_some(heads: list[HeadCodes], memory: Tensor, spaces: list[_Spaces]) -> None:
+    """Copy codes of heads to memory (heads, capacity, key_bytes), and their spaces."""
     device = memory.device
 
     def copy() -> None:
+        for one in spaces:
+            one.send()
         for head, own in zip(heads, memory, strict=True):
             head.load(own)
 

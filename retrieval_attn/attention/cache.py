@@ -32,6 +32,7 @@ from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.rope import context_limit, counted_length, length_rope
 from retrieval_attn.model.weights import require_same, weight_state
 from retrieval_attn.offload.codes import HeadCodes
+from retrieval_attn.offload.staging import brought_together
 from retrieval_attn.offload.traffic import LayerStats
 from retrieval_attn.runner.support import require_supported
 
@@ -440,7 +441,7 @@ def windows_of(cache: RetrievalCache) -> list[WindowCache]:
 def offload_windows(cache: RetrievalCache) -> None:
     """Move the windows of a cache to host memory; only forks of it are used from now on."""
     for window in windows_of(cache):
-        window.offload()
+        window.offload(brought_together)
 
 
 log = logging.getLogger(__name__)

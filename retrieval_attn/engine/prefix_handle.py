@@ -38,6 +38,7 @@ from retrieval_attn.model.images import is_image_id
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
 from retrieval_attn.offload.codes import HeadCodes, copy_codes, load_codes, offload_codes
+from retrieval_attn.offload.staging import brought_together
 from retrieval_attn.offload.threads import TurnLock
 from retrieval_attn.saving.layers import mapped_bytes, require_savable
 
@@ -99,13 +100,15 @@ class PrefixEntry:
 
     def copy_to_host(self) -> None:
         """Copy windows and codes to host memory, so that `offload` need not. Thread-safe."""
-        self.copied = True
-        copy_codes(self._own)
-        self._segments.copy_to_host()
-        for window in windows_of(self._cache):
-            with self._lock.later():  # one by one: a question may wait for it
-                window.copy_to_host()
-        self._windows_copied = True
+        try:
+            copy_codes(self._own)
+            self._segments.copy_to_host()
+            for window in windows_of(self._cache):
+                with self._lock.later():  # one by one: a question may wait for it
+                    window.copy_to_host(brought_together)
+            self._windows_copied = True
+        finally:
+            self.copied = True  # after an error `offload` copies the rest
 
     def offload(self) -> None:
         """Move windows and codes to host memory, where forks find them. Thread-safe."""
@@ -113,7 +116,7 @@ class PrefixEntry:
             offload_windows(self._cache)
             offload_codes(self._own)
             self._segments.offload()
-            self._offloaded = self._windows_copied = True
+            self.copied = self._offloaded = self._windows_copied = True
 
     @property
     def offloaded_bytes(self) -> int:

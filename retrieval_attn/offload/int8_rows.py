@@ -36,7 +36,7 @@ from retrieval_attn.memory.reclaim import register
 from retrieval_attn.offload.codes import side_stream
 from retrieval_attn.offload.managed import as_device, has_managed, host_rows, take_pages
 from retrieval_attn.offload.page_lock import locked_rows
-from retrieval_attn.offload.staging import TORCH_DTYPE, copy_runs, pack, pinned, stored_on
+from retrieval_attn.offload.staging import TORCH_DTYPE, brought_together, copy_runs, pack, pinned, stored_on
 from retrieval_attn.offload.threads import ThreadPool, foreground, with_device_memory
 from retrieval_attn.store.mapped import populate
 
@@ -135,7 +135,7 @@ class Int8RowMirror(KVReplica[Segment]):
         with side_stream(self._device):
             if self._device.type == "cuda":  # what wrote them
                 torch.cuda.current_stream(self._device).wait_stream(torch.cuda.default_stream(self._device))
-            copy = self._steps.to("cpu", copy=True)
+            copy = brought_together([self._steps])[0].clone()
         self._copy = copy if writes == self._writes else None
         return copy
 

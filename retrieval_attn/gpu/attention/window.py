@@ -57,6 +57,17 @@ class TensorCopies:
         self._targets, self._sources = [], []
 
 
+Bring = Callable[[Items[Tensor]], list[Tensor]]
+"""Copies tensors to host memory and waits for the copies; see `offload.staging.brought_together`."""
+
+
+def _sendable(rows: Tensor, device: torch.device) -> Tensor:
+    """Return rows that a GPU copies without a wait: those in host memory in page-locked memory, which torch keeps."""
+    if device.type != "cuda" or rows.is_cuda:
+        return rows
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
+
+
 class WindowCache:
     """Sink and tail keys and values of one layer on one device.
 
@@ -315,16 +326,20 @@ class WindowCache:
         other._home = other._copies = None
         return other
 
-    def copy_to_host(self) -> None:
-        """Make the copy that `offload` needs; only clones are used from now on."""
-        if self._home is None and self._copies is None:
-            self._copies = self._key.to("cpu", copy=True), self._value.to("cpu", copy=True)
+    def copy_to_host(self, bring: Bring) -> None:
+        """Make the copy that `offload` needs; only clones are used from now on.
 
-    def offload(self) -> int:
+        bring: returns tensors in page-locked memory. A copy to other memory holds up the threads that launch steps.
+        """
+        if self._home is None and self._copies is None:
+            key, value = bring((self._key, self._value))
+            self._copies = key.clone(), value.clone()
+
+    def offload(self, bring: Bring) -> int:
         """Move the buffers to host memory; only clones are used from now on. Returns the freed bytes."""
         if self._home is not None:
             return 0
-        self.copy_to_host()
+        self.copy_to_host(bring)
         assert self._copies is not None
         self._home, freed = self._key.device, self.nbytes
         (self._key, self._value), self._places, self._copies = self._copies, None, None
@@ -338,7 +353,7 @@ class WindowCache:
         low, high, moved = *self.span, tail - self._tail
         key, value = (_room_for(part, tail + capacity, self._home) for part in self.buffers)
         for new, old in ((key, self._key), (value, self._value)):
-            new[:, :, low + moved : high + moved] = old[:, :, low:high]
+            new[:, :, low + moved : high + moved].copy_(_sendable(old[:, :, low:high], new.device), non_blocking=True)
         self._put(key, value, tail, capacity)
 
     def _put(self, key: Tensor, value: Tensor, tail: int, capacity: int | None = None) -> None:

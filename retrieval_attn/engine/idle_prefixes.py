@@ -1,8 +1,8 @@
 """Memory of prefixes that no request uses: in GPU memory, in host memory below it, and on the disk.
 
 After each step of the engine, idle prefixes beyond the limits of the GPU are offloaded, those beyond the limits of host
-memory are evicted, or saved to the disk before (`DiskTier`). In between, a thread copies what a later offload would
-copy, so that neither a step nor a question waits for it.
+memory are evicted, or saved to the disk before (`DiskTier`). After each prefill a thread copies what an offload would
+copy. The engine's thread offloads copied prefixes only, which moves nothing; the thread offloads the others.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class IdlePrefixes:
         self._scheduler, self._changed, self._waited_for = scheduler, changed, waited_for
         self._row_bytes = 0  # of int8 rows, after the last prefill
         self._copies = ThreadPool(1, "retrieval_attn-copy")
+        self._added = False  # there may be prefixes that no thread has copied
 
     @property
     def is_copying(self) -> bool:
@@ -74,8 +75,10 @@ class IdlePrefixes:
         """Offload, save and evict prefixes after a step that did `plan`."""
         if plan.read or plan.leave:
             self._row_bytes = held_rows_bytes()
+            self._added = True
         self._evict()
-        if plan.leave and not plan.read and not self.is_copying:
+        if self._added and not plan.read and not self.is_copying:
+            self._added = False
             self._copies.submit(self._tree.copy_ahead)
         if not any(plan) and self._disk is not None:
             self._disk.wait()  # requests may wait for the memory of a text that is being saved
@@ -85,12 +88,11 @@ class IdlePrefixes:
         with self._changed:
             lacking = self._scheduler.lacking_bytes
         most = self._idle.device
-        if most is not None and self._tree.sizes.device > most:
-            self._tree.offload(self._tree.sizes.device - most)
+        offloads = most is not None and self._offload_beyond(most)
         held, idle, limits = self._tree.sizes, self._tree.idle, self._limits
         rows = min(self._row_bytes, int(limits.host_bytes * ROWS_SHARE))
         room = min(self._idle.host, limits.host_bytes - rows)
-        over = max(idle.host - room, min(lacking, idle.host)), 0 if most is None else held.device - most
+        over = max(idle.host - room, min(lacking, idle.host)), 0 if most is None or offloads else held.device - most
         limit = Sizes(room, held.device if most is None else most, held.pages)
         if self._disk is not None:
             with self._changed:
@@ -103,3 +105,14 @@ class IdlePrefixes:
             more = self._scheduler.host_bytes_in_use + self._row_bytes - limits.host_bytes
         if more > 0 and self._row_bytes > rows:
             self._row_bytes -= drop_rows(min(more, self._row_bytes - rows))
+
+    def _offload_beyond(self, most: int) -> bool:
+        """Offload copied prefixes beyond `most` bytes of GPU memory. Return whether a thread offloads others."""
+        over = self._tree.sizes.device - most
+        if over > 0:
+            over -= self._tree.offload(over, copied=True)
+        if over <= 0 or not self._tree.can_offload(copied=False):
+            return False
+        if not self.is_copying:  # else after the copies under way, which may be enough
+            self._copies.submit(self._tree.offload, over)
+        return True

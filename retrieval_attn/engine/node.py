@@ -74,7 +74,7 @@ class Payload(Protocol):
 class Offloadable(Payload, Protocol):
     """Payload that can move from GPU to host memory and stays usable.
 
-    copied: whether `copy_to_host` is done.
+    copied: whether `copy_to_host` has ended.
     """
 
     copied: bool

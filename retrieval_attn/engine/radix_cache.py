@@ -415,13 +415,14 @@ class RadixCache:
             self._counts = self._counts.add_eviction(dropped, freed.total)
         return freed
 
-    def offload(self, device: int) -> int:
+    def offload(self, device: int, *, copied: bool | None = None) -> int:
         """Have idle entries move to host memory until `device` bytes of GPU memory are free, the last used one last.
 
-        Returns the freed bytes. An entry is moved without the lock; a request may lease it meanwhile.
+        Returns the freed bytes. An entry is moved without the lock; a request may lease it meanwhile. copied: True:
+        only entries whose offload copies nothing.
         """
         freed, tried = 0, set[int]()
-        while freed < device and (found := self._next_to_offload(tried)) is not None:
+        while freed < device and (found := self._next_to_offload(tried, copied=copied)) is not None:
             lease, held, before = found
             try:
                 held.offload()
@@ -435,9 +436,12 @@ class RadixCache:
         return freed
 
     def copy_ahead(self) -> None:
-        """Have all idle entries copy what their offload would copy, because requests wait for an offload."""
+        """Have all entries copy what their offload would copy, because requests wait for an offload.
+
+        Leased entries, too: requests do not change them.
+        """
         tried = set[int]()
-        while (found := self._next_to_offload(tried, copied=False)) is not None:
+        while (found := self._next_to_offload(tried, copied=False, leased=True)) is not None:
             lease, held, _ = found
             try:
                 held.copy_to_host()
@@ -448,10 +452,17 @@ class RadixCache:
                     self._residents.recount(lease.node)
                 lease.release()
 
-    def _next_to_offload(self, tried: set[int], *, copied: bool = True) -> tuple[Lease, Offloadable, int] | None:
+    def can_offload(self, *, copied: bool) -> bool:
+        """Return whether an idle entry can be offloaded, with data that is copied to host memory or is not."""
+        with self._lock:
+            return self._residents.next_to_offload((), copied=copied) is not None
+
+    def _next_to_offload(
+        self, tried: set[int], *, copied: bool | None, leased: bool = False
+    ) -> tuple[Lease, Offloadable, int] | None:
         """Pin the next entry to offload and add it to `tried`. Returns its GPU memory, too."""
         with self._lock:
-            found = self._residents.next_to_offload(tried, copied=copied)
+            found = self._residents.next_to_offload(tried, copied=copied, leased=leased)
             if found is None:
                 return None
             node, held = found

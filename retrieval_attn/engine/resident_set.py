@@ -126,16 +126,19 @@ class ResidentSet:
         self.sizes = self.sizes.plus(more)
         self.idle = self.idle if node.refs else self.idle.plus(more)
 
-    def next_to_offload(self, tried: Container[int], *, copied: bool = True) -> tuple[Node, Offloadable] | None:
-        """Return the least recently used node without leases that holds GPU memory which it can offload; None: none.
+    def next_to_offload(
+        self, tried: Container[int], *, copied: bool | None = None, leased: bool = False
+    ) -> tuple[Node, Offloadable] | None:
+        """Return the least recently used node that holds GPU memory which it can offload; None: none.
 
-        tried: numbers of nodes that are left out. copied: nodes whose data was copied to host memory, too.
+        tried: numbers of nodes that are left out. copied: whether the node's data has been copied to host memory; None:
+        either. leased: include nodes with leases.
         """
         best: tuple[Node, Offloadable] | None = None
         for node in self._nodes:
-            if node.refs or node.sizes.device < LEAST_OFFLOADED or node.number in tried:
+            if (node.refs and not leased) or node.sizes.device < LEAST_OFFLOADED or node.number in tried:
                 continue
-            if not isinstance(node.held, Offloadable) or (node.held.copied and not copied):
+            if not isinstance(node.held, Offloadable) or copied not in (None, node.held.copied):
                 continue
             if best is None or node.used < best[0].used:
                 best = node, node.held

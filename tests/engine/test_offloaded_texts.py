@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from retrieval_attn.engine import prefill_worker, prefix_handle, resident_set
 from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.prefix_handle import PrefixEntry
+from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request import Request
 from retrieval_attn.gpu.codes.host_row_gather import RowShape
 from retrieval_attn.memory.device_room import IndexChoice
@@ -247,6 +248,85 @@ def test_what_was_copied_ahead_is_offloaded_without_a_copy(monkeypatch: pytest.M
     entry.offload()
     assert all(one.offloaded for one in entry._own) and [window.buffers for window in windows] == copies
     assert answer(llm, entry.fork()) == expected
+
+
+def test_the_engine_copies_nothing_to_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts beyond the GPU's limit move to host memory without a copy of codes that the engine's thread waits for."""
+    llm = llm_of(CONFIG)
+    texts = [ids(700, number) for number in range(3)]
+    monkeypatch.setattr(prefix_handle, "on_device", apart)
+    monkeypatch.setattr(resident_set, "LEAST_OFFLOADED", 1 << 10)
+    moved: list[tuple[str, int]] = []
+    offload = prefix_handle.offload_codes
+
+    def noted(codes: list[HeadCodes]) -> None:
+        uncopied = [one for one in codes if not one.offloaded and one.copied_nbytes == 0]
+        moved.append((threading.current_thread().name, len(uncopied)))
+        offload(codes)
+
+    monkeypatch.setattr(prefix_handle, "offload_codes", noted)
+    with engine_of(llm, 1 << 16) as engine:
+        expected = [engine.submit(Request((text, QUESTION), 4)).result().tokens for text in texts]
+        answers, cached = ask_in_turn(engine, texts, 2)
+        assert answers == expected * 2 and cached == [700] * 6
+    assert moved and not [one for one in moved if one[0] == "retrieval_attn-engine" and one[1]]
+
+
+def test_a_leased_text_is_copied() -> None:
+    """A text is copied while a request uses it, so that its first eviction copies nothing."""
+    tree, copied = RadixCache(), list[str]()
+
+    class Text:
+        sizes, copied = Sizes(0, 1 << 24), False
+
+        def copy_to_host(self) -> None:
+            copied.append("copy")
+            self.copied = True
+
+        def offload(self) -> None:
+            copied.append("offload")
+            self.sizes = Sizes(1 << 24)
+
+    node = tree.insert(tree.root, ids(100, 1), Text(), None)
+    with tree.lease(node):
+        assert tree.offload(1, copied=True) == 0 and not tree.can_offload(copied=False)
+        tree.copy_ahead()
+        assert tree.offload(1) == 0 and copied == ["copy"]
+    assert tree.offload(1, copied=True) == 1 << 24 and copied == ["copy", "offload"]
+
+
+def test_threads_copy_the_spaces_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of an offloaded text copies neither codes nor spaces in the thread that steps."""
+    llm = llm_of(CONFIG)
+    entry = PrefixEntry.beyond(read_text(llm, 700, 4).cache, Sizes())
+    expected = answer(llm, entry.fork())
+    entry.offload()
+    threads, send = list[str](), codes_module._Spaces.send
+
+    def noted(spaces: Any) -> None:
+        threads.append(threading.current_thread().name)
+        send(spaces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codes_module._Spaces, "send", noted)
+        fork = entry.fork()
+        head_codes_of(fork)[-1].settle()
+    assert threads and all(name.startswith("retrieval_attn-send") for name in threads)
+    assert answer(llm, fork) == expected
+
+
+def test_a_window_is_copied_to_host_memory_at_once() -> None:
+    """Keys and values have one wait, and an offload of the copied window has none."""
+    [window, *_] = windows_of(read_text(llm_of(CONFIG), 300, 4).cache)
+    expected, brought = [one.clone() for one in window.buffers], list[int]()
+
+    def bring(tensors: Sequence[Tensor]) -> list[Tensor]:
+        brought.append(len(tensors))
+        return list(tensors)
+
+    window.copy_to_host(bring)
+    assert window.offload(bring) == window.nbytes and brought == [2]
+    assert all(torch.equal(*both) for both in zip(window.buffers, expected, strict=True))
 
 
 @pytest.mark.parametrize("change", ["none", "write", "write meanwhile"])

@@ -88,11 +88,13 @@ class IdlePrefixes:
         with self._changed:
             lacking = self._scheduler.lacking_bytes
         most = self._idle.device
-        offloads = most is not None and self._offload_beyond(most)
+        uncopied = 0 if most is None else self._tree.offload_copied(most)
+        if uncopied and not self.is_copying:
+            self._copies.submit(self._tree.offload, uncopied)
         held, idle, limits = self._tree.sizes, self._tree.idle, self._limits
         rows = min(self._row_bytes, int(limits.host_bytes * ROWS_SHARE))
         room = min(self._idle.host, limits.host_bytes - rows)
-        over = max(idle.host - room, min(lacking, idle.host)), 0 if most is None or offloads else held.device - most
+        over = max(idle.host - room, min(lacking, idle.host)), 0 if most is None or uncopied else held.device - most
         limit = Sizes(room, held.device if most is None else most, held.pages)
         if self._disk is not None:
             with self._changed:
@@ -105,14 +107,3 @@ class IdlePrefixes:
             more = self._scheduler.host_bytes_in_use + self._row_bytes - limits.host_bytes
         if more > 0 and self._row_bytes > rows:
             self._row_bytes -= drop_rows(min(more, self._row_bytes - rows))
-
-    def _offload_beyond(self, most: int) -> bool:
-        """Offload copied prefixes beyond `most` bytes of GPU memory. Return whether a thread offloads others."""
-        over = self._tree.sizes.device - most
-        if over > 0:
-            over -= self._tree.offload(over, copied=True)
-        if over <= 0 or not self._tree.can_offload(copied=False):
-            return False
-        if not self.is_copying:  # else after the copies under way, which may be enough
-            self._copies.submit(self._tree.offload, over)
-        return True

@@ -452,10 +452,13 @@ class RadixCache:
                     self._residents.recount(lease.node)
                 lease.release()
 
-    def can_offload(self, *, copied: bool) -> bool:
-        """Return whether an idle entry can be offloaded, with data that is copied to host memory or is not."""
+    def offload_copied(self, most: int) -> int:
+        """Offload copied entries beyond `most` bytes of GPU memory. Return the excess that others can free."""
+        over = self.sizes.device - most
+        if over > 0:
+            over -= self.offload(over, copied=True)
         with self._lock:
-            return self._residents.next_to_offload((), copied=copied) is not None
+            return max(over, 0) if self._residents.next_to_offload((), copied=False) is not None else 0
 
     def _next_to_offload(
         self, tried: set[int], *, copied: bool | None, leased: bool = False

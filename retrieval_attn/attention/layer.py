@@ -29,16 +29,55 @@ from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
 from retrieval_attn.offload.traffic import LayerStats
 
 
-class HandleLayer(CacheLayerMixin, AttendingLayer):
-    """transformers' protocol for one layer of a cache, without the attention.
+class PendingLayer(CacheLayerMixin, AttendingLayer):
+    """transformers' protocol for a layer that stores new keys and values in `attend`, not in `update`."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Note the new keys and values (batch, kv_heads, new, dim) and return handles to this layer."""
+        self._pending = (key_states, value_states)
+        self.is_initialized = True
+        return KVView(self, key_states), KVView(self, value_states)
+
+    def take_pending(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of `update`, once. Raises UnsupportedModelError if there are none."""
+        if self._pending is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends to another layer's keys without storing its own; models that share "
+                "keys and values between layers are not supported. Use the model with its own attention and cache."
+            )
+        pending, self._pending = self._pending, None
+        return pending
+
+    def discard_pending(self) -> None:
+        """Drop the keys and values of `update` that no attention has taken."""
+        self._pending = None
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class HandleLayer(PendingLayer):
+    """One layer of a cache, without the attention.
 
     batch: the rows, shared by all layers. commits: whether the columns of a forward count once this layer has stored
     them: the last layer of a cache.
     """
 
-    is_compileable = False
     is_croppable = True
-    supports_early_init = False
     is_sliding = False
 
     def __init__(self, batch: Batch | None = None) -> None:
@@ -47,7 +86,6 @@ class HandleLayer(CacheLayerMixin, AttendingLayer):
         self.batch = Batch() if batch is None else batch
         self.commits = batch is None
         self._stored = self._epoch = 0
-        self._pending: tuple[Tensor, Tensor] | None = None
         self._owner: weakref.ref[nn.Module] | None = None
 
     @property
@@ -60,15 +98,9 @@ class HandleLayer(CacheLayerMixin, AttendingLayer):
         """Columns that this layer has stored."""
         return self.batch.columns + self.ahead
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Note the new keys and values (batch, kv_heads, new, dim) and return handles to this layer."""
         self._start(key_states.shape[0])
-        self._pending = (key_states, value_states)
-        self.is_initialized = True
-        return KVView(self, key_states), KVView(self, value_states)
+        return super().update(key_states, value_states)
 
     def _start(self, rows: int) -> None:
         """Accept new tokens of `rows` rows. Raises CacheMismatchError after a failed forward or for other rows."""
@@ -80,14 +112,8 @@ class HandleLayer(CacheLayerMixin, AttendingLayer):
             )
         self.batch.start(rows)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.batch.columns + query_length, 0
-
     def get_seq_length(self) -> int:
         return self.batch.columns
-
-    def get_max_length(self) -> int:
-        return -1
 
     @property
     def batch_size(self) -> int:
@@ -105,18 +131,13 @@ class HandleLayer(CacheLayerMixin, AttendingLayer):
 
     def _take(self, module: nn.Module, query: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor]:
         """The pending keys and values, after checks that `module` and the mask are this layer's."""
-        if self._pending is None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} attends to another layer's keys without storing its own; models that "
-                "share keys and values between layers are not served. Use another cache for this model."
-            )
+        pending = self.take_pending(module)
         self._belong_to(module)
         if spec.q_offset != self._expected_offset():
             raise CacheMismatchError(
                 f"The forward starts at token {spec.q_offset}, this layer holds {self._expected_offset()}: an "
                 "earlier forward failed half-way or the cache was edited. Make a new cache."
             )
-        pending, self._pending = self._pending, None
         self._require_mask(module, spec)
         return pending
 

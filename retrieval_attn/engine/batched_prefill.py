@@ -25,7 +25,7 @@ from retrieval_attn.engine.gate import Gate, GatedRead, ReadCancelled
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
-from retrieval_attn.model.hooks import KVView, MaskSpec
+from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.rope import counting_as
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import PromptState
@@ -74,15 +74,13 @@ class PackedLayer(RowsLayer):
     packs = True
     _rows: PackedCache
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Note the new keys and values (1, kv_heads, tokens, dim) and return handles. Raises CacheMismatchError."""
+    def _check_new(self, key_states: Tensor) -> None:
+        """Require keys of (1, kv_heads, tokens, dim). Raises CacheMismatchError."""
         tokens = self._rows.spans[-1].stop
         if key_states.shape[0] != 1 or key_states.shape[2] != tokens:
             raise CacheMismatchError(
                 f"A forward with a PackedCache is of {tokens} tokens in one row, got keys {tuple(key_states.shape)}."
             )
-        self._pending = (key_states, value_states)
-        return KVView(self, key_states), KVView(self, value_states)
 
     def attend(
         self,
@@ -97,7 +95,7 @@ class PackedLayer(RowsLayer):
         """Each row's new tokens to its own: query (1, q_heads, tokens, head_dim), float32 of value_dim out."""
         if self._rows.on_cell is not None:
             self._rows.on_cell()
-        key, value = self._take_pending(module)
+        key, value = self.take_pending(module)
         out: Tensor | None = None
         together: list[RowRead] = []
         for row, (layer, span) in enumerate(zip(self._layers, self._rows.spans, strict=True)):

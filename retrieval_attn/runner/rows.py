@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.decode_batch import DecodeTokens, StepPlans, decode_batch
-from retrieval_attn.attention.layer import CacheLayer
+from retrieval_attn.attention.layer import CacheLayer, PendingLayer
 from retrieval_attn.attention.reread import goes_on
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
@@ -31,7 +31,7 @@ from retrieval_attn.errors import BackendError, CacheMismatchError, ShapeError, 
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.index.threads import use_threads
 from retrieval_attn.model.adapters import unwrapped
-from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
+from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.runner.attention import using_retrieval
@@ -392,29 +392,26 @@ class RowsCache(Cache):
         self.layers = []  # they refer back: what a row holds would stay until the garbage collector comes
 
 
-class RowsLayer(CacheLayerMixin, AttendingLayer):
+class RowsLayer(PendingLayer):
     """One layer of all rows: takes what is new, attends row by row."""
-
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
 
     def __init__(self, rows: RowsCache, number: int, layers: list[CacheLayer]) -> None:
         super().__init__()
         self._rows, self._number, self._layers = rows, number, layers
         self.is_sliding = layers[0].is_sliding
-        self._pending: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Note the new keys and values (tokens, kv_heads, 1, dim) and return handles. Raises CacheMismatchError."""
+        self._check_new(key_states)
+        return super().update(key_states, value_states)
+
+    def _check_new(self, key_states: Tensor) -> None:
+        """Require keys of (tokens, kv_heads, 1, dim). Raises CacheMismatchError."""
         tokens = self._rows.spans[-1].stop
         if key_states.shape[0] != tokens or key_states.shape[2] != 1:
             raise CacheMismatchError(
                 f"A forward with a RowsCache takes {tokens} new tokens for its {len(self._layers)} rows, got keys "
                 f"{tuple(key_states.shape)}; read longer prompts with the cache of one row."
             )
-        self._pending = (key_states, value_states)
-        return KVView(self, key_states), KVView(self, value_states)
 
     def attend(
         self,
@@ -427,7 +424,7 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
         sink_logits: Tensor | None,
     ) -> Tensor:
         """Each row's new tokens to its own: query (tokens, q_heads, 1, head_dim), float32 of value_dim out."""
-        key, value = self._take_pending(module)
+        key, value = self.take_pending(module)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
         together: list[tuple[int, RetrievalLayer]] = []
         on_host = query.device.type == "cpu"
@@ -472,28 +469,8 @@ class RowsLayer(CacheLayerMixin, AttendingLayer):
             out[tokens] = found[tokens]
         return out
 
-    def _take_pending(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of `update`, once. Raises UnsupportedModelError."""
-        if self._pending is None:
-            raise UnsupportedModelError(
-                f"Layer {self._number} ({type(module).__name__}) attends to another layer's keys without storing its "
-                "own; models that share keys and values between layers are not supported. Use the model with its own "
-                "attention and cache."
-            )
-        pending, self._pending = self._pending, None
-        return pending
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._rows.get_seq_length() + query_length, 0
-
     def get_seq_length(self) -> int:
         return self._rows.get_seq_length()
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
 
 
 def _as_block(part: Tensor) -> Tensor:

@@ -14,16 +14,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.layer import PendingLayer
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.errors import CacheMismatchError, CaptureError, RetrievalAttentionError, UnsupportedModelError
+from retrieval_attn.errors import CacheMismatchError, CaptureError, RetrievalAttentionError
 from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.model.fused.layers import fused_layers
 from retrieval_attn.model.fused.norms import fused_norms
-from retrieval_attn.model.hooks import AttendingLayer, KVView, MaskSpec
+from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.model.layers import experts_of_one_token
 from retrieval_attn.runner.graph.decoder import CapturedStep, GraphDecoder, attending
 from retrieval_attn.runner.graph.slot import Buffers
@@ -212,24 +213,14 @@ class RecordedCache(Cache):
         return int(self.batch.columns)
 
 
-class RecordedLayer(CacheLayerMixin, AttendingLayer):
-    """One layer of all sequences, as transformers sees it."""
-
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
+class RecordedLayer(PendingLayer):
+    """One layer of all sequences, as transformers sees it: new keys and values are (rows, kv_heads, 1, dim)."""
 
     def __init__(self, graph: AttentionRecorder, number: int, retrieving: bool, sliding: bool) -> None:
         super().__init__()
         self._graph = weakref.ref(graph)  # a cycle would keep the graph's buffers until Python collects it
         self._number, self._retrieving, self.is_sliding = number, retrieving, sliding
-        self.pending: Buffers | None = None
         self.batch: Any = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Note new keys and values (rows, kv_heads, 1, dim) and return handles."""
-        self.pending = (key_states, value_states)
-        return KVView(self, key_states), KVView(self, value_states)
 
     def attend(
         self,
@@ -242,24 +233,10 @@ class RecordedLayer(CacheLayerMixin, AttendingLayer):
         sink_logits: Tensor | None,
     ) -> Tensor:
         """Record the attention of each sequence's new token, (rows, q_heads, 1, value_dim)."""
-        if self.pending is None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} attends to another layer's keys without storing its own; models that share "
-                "keys and values between layers are not supported. Use the model with its own attention and cache."
-            )
-        new, self.pending = self.pending, None
+        new = self.take_pending(module)
         graph, scoring = self._graph(), Scoring(scale, softcap)
         assert graph is not None, "a recorded forward of a graph that was dropped"
         return graph.attend(self._number, query, new, scoring, sink_logits, retrieving=self._retrieving)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
     def get_seq_length(self) -> int:
         return int(self.batch.columns)
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True

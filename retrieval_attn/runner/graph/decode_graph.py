@@ -591,7 +591,7 @@ class DecodeGraph:
         """Drop keys and values noted by a forward that was recorded or failed."""
         for layer in self.cache.layers:
             if isinstance(layer, RecordedLayer):
-                layer.pending = None
+                layer.discard_pending()
 
     def add_tail(self) -> None:
         """Add the tail mass estimated by replays to the sequences' layers."""

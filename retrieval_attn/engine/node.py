@@ -263,17 +263,6 @@ class Branches:
         found += seen.at(tokens, rest)
         return found
 
-    def finds(self, child: Node) -> bool:
-        """Return whether a child is found at its place by its own ids."""
-        seen = self._seen.get(child.namespace)
-        key = child.ids[: self._key_tokens]
-        return (
-            seen is not None
-            and child in seen.found.get((child.at, key.tobytes()), ())
-            and len(key) in seen.lengths.get(child.at, ())
-            and (not self._children[child] or child.at in seen.doubled)
-        )
-
     def doubles(self, child: Node) -> bool:
         """Return whether a child doubles the span. Raises KeyError for any other node."""
         return self._children[child]

@@ -11,8 +11,7 @@ import contextlib
 import logging
 import math
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -57,12 +56,11 @@ class Group:
 
 @dataclass
 class TierEntry:
-    """State of a group. nbytes: size on disk. busy: requests that read it, which prevents eviction. used: last use."""
+    """State of a group. nbytes: size on disk. saved_at: when the newest of its contexts was saved, seconds."""
 
     nbytes: int
     in_ram: bool = True
-    busy: int = 0
-    used: float = 0.0
+    saved_at: float = 0.0
 
 
 class Moves(NamedTuple):
@@ -84,7 +82,7 @@ def plan_moves(entries: Mapping[str, TierEntry], queue: Sequence[str], ram_bytes
     """Choose the groups to prefetch and evict; change nothing.
 
     The prefetch window is as many groups of the queue as `ram_bytes` holds of mean size. Eviction takes groups outside
-    the queue first, the least recently used first, then the queue's last, but none that is needed before the group that
+    the queue first, the earliest saved first, then the queue's last, but none that is needed before the group that
     it would make room for. Unknown digests of the queue are skipped.
     """
     if not entries:
@@ -95,9 +93,9 @@ def plan_moves(entries: Mapping[str, TierEntry], queue: Sequence[str], ram_bytes
     missing = [digest for digest in waiting[: math.ceil(ram_bytes / mean_bytes)] if not entries[digest].in_ram]
 
     def value(digest: str) -> tuple[int, float]:
-        return (1, -ranks[digest]) if digest in ranks else (0, entries[digest].used)
+        return (1, -ranks[digest]) if digest in ranks else (0, entries[digest].saved_at)
 
-    victims = sorted((digest for digest, entry in entries.items() if entry.in_ram and not entry.busy), key=value)
+    victims = sorted((digest for digest, entry in entries.items() if entry.in_ram), key=value)
     free = ram_bytes - sum(entry.nbytes for entry in entries.values() if entry.in_ram)
     evicted = 0
     while free < 0 and evicted < len(victims):
@@ -128,8 +126,6 @@ class Shelf:
         """Groups by digest, as of the last `refresh`."""
         self._groups: dict[str, Group] = {}
         self._of_name: dict[str, tuple[str, ...]] = {}
-        self._used: dict[str, float] = {}
-        self._busy: dict[str, int] = {}
         self._lock = threading.RLock()
         self._wake = threading.Condition()
         self._queue: tuple[str, ...] | None = None
@@ -162,23 +158,6 @@ class Shelf:
         with self._wake:
             return self._wake.wait_for(lambda: self._queue is None and not self._working, timeout_seconds)
 
-    @contextlib.contextmanager
-    def using(self, name: str) -> Iterator[None]:
-        """Mark a context as used by a request inside the block, which prevents its eviction.
-
-        Raises UnknownContextError.
-        """
-        self._store.resolve(name)
-        with self._lock:
-            self._used[name] = time.time()
-            self._busy[name] = self._busy.get(name, 0) + 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._used[name] = time.time()
-                self._busy[name] -= 1
-
     def apply(self, names: Sequence[str]) -> Done:
         """Prefetch these contexts in this thread; see `expect`."""
         return self._apply(tuple(names), lambda: False)
@@ -201,8 +180,7 @@ class Shelf:
                 digest: TierEntry(
                     group.nbytes,
                     in_ram=group.resident_bytes() >= IN_RAM * group.nbytes,
-                    busy=sum(self._busy.get(name, 0) for name in group.names),
-                    used=max(self._used.get(name, contexts[name].saved_at) for name in group.names),
+                    saved_at=max(contexts[name].saved_at for name in group.names),
                 )
                 for digest, group in self._groups.items()
             }

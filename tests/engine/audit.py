@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retrieval_attn.engine.inflight_prefills import InflightPrefills
-from retrieval_attn.engine.node import Node, Sizes
+from retrieval_attn.engine.node import Branches, Node, Sizes
 from retrieval_attn.engine.paged_prefix import PagePool
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request_needs import State
@@ -128,6 +128,18 @@ def check_residents(residents: ResidentSet) -> None:
             raise AssertionError(f"{node!r} is listed as in memory, but it or its parent is not")
 
 
+def _is_found(branches: Branches, child: Node) -> bool:
+    """Return whether a lookup by a child's own ids finds it."""
+    seen = branches._seen.get(child.namespace)
+    key = child.ids[: branches._key_tokens]
+    return (
+        seen is not None
+        and child in seen.found.get((child.at, key.tobytes()), ())
+        and len(key) in seen.lengths.get(child.at, ())
+        and (not branches.doubles(child) or child.at in seen.doubled)
+    )
+
+
 def _check_node(node: Node, children: Sequence[Node]) -> None:
     """Require that a node and its children agree."""
     if node.refs != node.leases + sum(child.refs for child in children) or node.leases < 0:
@@ -141,7 +153,7 @@ def _check_node(node: Node, children: Sequence[Node]) -> None:
         assert node.branches is not None
         if child.parent is not node or child.gone or child.start != node.start + child.at or not len(child):
             raise AssertionError(f"{child!r} is not linked as a child of {node!r}")
-        if not node.branches.finds(child) or node.branches.doubles(child) != inside:
+        if not _is_found(node.branches, child) or node.branches.doubles(child) != inside:
             raise AssertionError(f"{child!r} cannot be found from {node!r}")
         if node.namespace is not None and child.namespace != node.namespace:
             raise AssertionError(f"{child!r} has another namespace than {node!r}")

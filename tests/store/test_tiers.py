@@ -9,8 +9,8 @@ import pytest
 from retrieval_attn.store.shelf import Moves, TierEntry, plan_moves
 
 
-def entry(used: float = 0.0, *, ram: bool = True, nbytes: int = 10, busy: int = 0) -> TierEntry:
-    return TierEntry(nbytes, in_ram=ram, busy=busy, used=used)
+def entry(saved_at: float = 0.0, *, ram: bool = True, nbytes: int = 10) -> TierEntry:
+    return TierEntry(nbytes, in_ram=ram, saved_at=saved_at)
 
 
 def test_waiting_entries_are_fetched_in_their_order() -> None:
@@ -33,16 +33,11 @@ def test_ram_evicts_what_no_request_waits_for_then_the_end_of_the_queue() -> Non
     assert plan_moves(entries, "cdab", 30) == Moves(["c", "d"], ["x", "b"])
 
 
-def test_outside_the_queue_the_least_recently_used_goes_first() -> None:
+def test_outside_the_queue_the_earliest_saved_goes_first() -> None:
     entries = {"new": entry(3.0), "old": entry(1.0), "middle": entry(2.0)}
     assert plan_moves(entries, [], 20).evict == ["old"]
     assert plan_moves(entries, [], 0).evict == ["old", "middle", "new"]
     assert plan_moves(entries, ["old"], 10).evict == ["middle", "new"]
-
-
-def test_an_entry_that_a_request_reads_stays() -> None:
-    entries = {"read": entry(busy=1), "free": entry(1.0)}
-    assert plan_moves(entries, [], 0) == Moves([], ["free"])
 
 
 def test_no_entries_no_moves() -> None:
@@ -51,23 +46,20 @@ def test_no_entries_no_moves() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_keep_the_budget(seed: int) -> None:
-    """Random stores, queues and budgets: no entry in two lists, busy ones stay, room is made if possible."""
+    """Random stores, queues and budgets: no entry in two lists, room is made if possible."""
     draw = random.Random(seed)
     entries = {
-        f"{number}": entry(
-            draw.random(), ram=draw.random() < 0.5, nbytes=draw.randrange(20), busy=draw.random() < 0.1
-        )
-        for number in range(40)
-    }  # fmt: skip
+        f"{number}": entry(draw.random(), ram=draw.random() < 0.5, nbytes=draw.randrange(20)) for number in range(40)
+    }
     for _ in range(50):
         queue, budget = draw.choices(list(entries), k=draw.randrange(30)), draw.randrange(500)
         moves = plan_moves(entries, queue, budget)
         every = [*moves.fetch, *moves.evict]
         assert len(every) == len(set(every))
         assert all(not entries[digest].in_ram and digest in queue for digest in moves.fetch)
-        assert all(entries[digest].in_ram and not entries[digest].busy for digest in moves.evict)
+        assert all(entries[digest].in_ram for digest in moves.evict)
         for digest in every:
             entries[digest].in_ram = digest in moves.fetch
         free = budget - sum(one.nbytes for one in entries.values() if one.in_ram)
         assert free >= 0 or not moves.fetch
-        assert free >= 0 or all(one.busy or not one.nbytes for one in entries.values() if one.in_ram)
+        assert free >= 0 or all(not one.nbytes for one in entries.values() if one.in_ram)

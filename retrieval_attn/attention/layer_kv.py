@@ -362,15 +362,14 @@ class LayerKV:
         self._sinks = [self._sinks[row] for row in rows]
         self._retrieve_stops = [self._retrieve_stops[row] for row in rows]
 
-    def fork(self, batch: Batch, stats: LayerStats, number: int | None = None, *, copied: bool = True) -> LayerKV:
+    def fork(self, batch: Batch, stats: LayerStats, *, copied: bool = True) -> LayerKV:
         """The same tokens for a fork of the batch: the host's are shared, the window is copied.
 
-        number: of the layer it is for, None = the same. copied: see `RetrievalCache.view`.
+        copied: see `RetrievalCache.view`.
         """
         other = object.__new__(LayerKV)
         other.__dict__.update(self.__dict__)
         other.batch, other.stats = batch, stats
-        other.number = self.number if number is None else number
         # what a fork continues may have kept no room: it is made again, of the size that captured graphs know
         if copied:
             other.window = self.window.clone(self._size.slots(self.window.tail_len), self._config.sink)

@@ -329,15 +329,6 @@ def default_pool() -> Pool:
         return _default
 
 
-def set_default_pool(pool: Pool) -> None:
-    """Let `pool` be the one that `default_pool` returns. An earlier one is closed unless it is the same."""
-    global _default
-    with _default_lock:
-        before, _default = _default, pool
-    if before is not None and before is not pool:
-        before.close()
-
-
 _default: Pool | None = None
 _default_lock = threading.Lock()
 _forkable: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()

@@ -115,11 +115,6 @@ class SequenceKV:
         self.replicas[PathClusters.kind] = value
 
     @property
-    def indexed_tokens(self) -> int:
-        """Tokens of the path that indexes cover."""
-        return indexed_from(self, 0)
-
-    @property
     def index_kinds(self) -> dict[str, int]:
         """How many heads of the path's indexed segments have an index of each kind."""
         return dict(Counter(index.kind for span in self._spans for index in span.segment.indexes))

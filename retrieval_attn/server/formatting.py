@@ -96,7 +96,24 @@ class Head:
         return {"id": self.id, "object": self._kind, **self._rest, "choices": choices, "usage": usage}
 
 
-class ChatForm:
+class _ChunkedForm:
+    """The parts of a `Form` that answers in chunks of a `Head` have in common."""
+
+    def __init__(self, head: Head, texts: TokenTexts, top: int, visible: frozenset[int] = frozenset()) -> None:
+        """See `ChatForm`."""
+        self._head, self.id, self._texts, self._top = head, head.id, texts, top
+        self._tokens = AnswerTokens(texts, visible)
+
+    def ending(self, usage: Value, *, wanted: bool) -> bytes:
+        """See `Form`."""
+        return (self._head.chunk([], usage) if wanted else b"") + DONE
+
+    def failure(self, failure: ApiError) -> bytes:
+        """See `Form`."""
+        return failure_event(failure)
+
+
+class ChatForm(_ChunkedForm):
     """A `Form` of POST /v1/chat/completions."""
 
     def __init__(
@@ -111,9 +128,8 @@ class ChatForm:
 
         make_reader: return a parser of one choice. visible: special tokens that the text keeps.
         """
-        self._head = Head("chatcmpl", model, whole="chat.completion", chunk="chat.completion.chunk")
-        self.id, self._texts, self._top = self._head.id, texts, top
-        self._tokens = AnswerTokens(texts, visible)
+        head = Head("chatcmpl", model, whole="chat.completion", chunk="chat.completion.chunk")
+        super().__init__(head, texts, top, visible)
         self._readers: defaultdict[int, AnswerReader] = defaultdict(make_reader)
         self._called: set[int] = set()  # choices with a tool call
 
@@ -133,14 +149,6 @@ class ChatForm:
         """See `Form`."""
         delta = self._delta(index, self._readers.pop(index).end() if index in self._readers else ())
         return self._chunk(index, delta, self._reason(index, end), self._logprobs(self._tokens.end(index) or None))
-
-    def ending(self, usage: Value, *, wanted: bool) -> bytes:
-        """See `Form`."""
-        return (self._head.chunk([], usage) if wanted else b"") + DONE
-
-    def failure(self, failure: ApiError) -> bytes:
-        """See `Form`."""
-        return failure_event(failure)
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
         """See `Form`."""
@@ -193,14 +201,12 @@ class ChatForm:
         return {"content": content, "refusal": None}
 
 
-class TextForm:
+class TextForm(_ChunkedForm):
     """A `Form` of POST /v1/completions."""
 
     def __init__(self, model: str, texts: TokenTexts, top: int) -> None:
         """top: as in `ChatForm`."""
-        self._head = Head("cmpl", model, whole="text_completion", chunk="text_completion")
-        self.id, self._texts, self._top = self._head.id, texts, top
-        self._tokens = AnswerTokens(texts)
+        super().__init__(Head("cmpl", model, whole="text_completion", chunk="text_completion"), texts, top)
 
     def opening(self, index: int) -> bytes:
         """See `Form`."""
@@ -214,14 +220,6 @@ class TextForm:
     def closing(self, index: int, end: Finished) -> bytes:
         """See `Form`."""
         return self._chunk(index, "", end.reason, self._logprobs(self._tokens.end(index) or None))
-
-    def ending(self, usage: Value, *, wanted: bool) -> bytes:
-        """See `Form`."""
-        return (self._head.chunk([], usage) if wanted else b"") + DONE
-
-    def failure(self, failure: ApiError) -> bytes:
-        """See `Form`."""
-        return failure_event(failure)
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
         """See `Form`."""

@@ -19,7 +19,7 @@ from retrieval_attn.cpu.step import plan as engine_module
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.step.run import entry_at
 from retrieval_attn.cpu.step.tables import SearchRange
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.store import SequenceKV, indexed_from
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.index.auto import notes
 from retrieval_attn.index.flat import FlatIndex
@@ -247,7 +247,7 @@ def test_tail_after_the_graph_is_scanned_then_inserted(pool: Pool, heads: list[S
     queries = np.concatenate([head.decode for head in heads])[:, :1]
     got = attend_path(path, queries, SINKS, TOKENS, 20, scale=SCALE)
     exact = attend_path(whole, queries, SINKS, TOKENS, 20, scale=SCALE)
-    assert path.indexed_tokens == TOKENS - 500 - SINKS
+    assert indexed_from(path, 0) == TOKENS - 500 - SINKS
     assert got.keys_scanned >= 2 * GROUP * 500
     # the newest 500 alone give at most what everything gives, and all of it is seen
     newest = attend_path(whole, queries, TOKENS - 500, TOKENS, 20, scale=SCALE)
@@ -255,7 +255,7 @@ def test_tail_after_the_graph_is_scanned_then_inserted(pool: Pool, heads: list[S
     assert np.exp(got.lse - exact.lse).mean() > 0.9
     path.tail_tokens = 499
     attend_path(path, queries, SINKS, TOKENS, 20, scale=SCALE)
-    assert path.indexed_tokens == TOKENS - SINKS
+    assert indexed_from(path, 0) == TOKENS - SINKS
     assert_close(attend_path(path, queries, SINKS, TOKENS, 20, scale=SCALE), apart(path, queries, TOKENS, 20))
 
 
@@ -298,10 +298,10 @@ def test_notes_and_extension(pool: Pool, heads: list[SyntheticHead]) -> None:
     assert path.index_notes == ["because"]
     before = path.index_seconds
     path.extend_index(TOKENS - 100)
-    assert path.indexed_tokens == TOKENS - 100 - SINKS and path.index_seconds > before
+    assert indexed_from(path, 0) == TOKENS - 100 - SINKS and path.index_seconds > before
     empty = SequenceKV(1, 4, 4, F32)
     empty.extend_index(0)
-    assert empty.index_notes == [] and empty.index_kinds == {} and empty.indexed_tokens == 0
+    assert empty.index_notes == [] and empty.index_kinds == {} and indexed_from(empty, 0) == 0
 
 
 def test_captured_mass(pool: Pool) -> None:

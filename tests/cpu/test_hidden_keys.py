@@ -10,7 +10,7 @@ import pytest
 
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.cpu.store import SequenceKV, indexed_from
 from retrieval_attn.index.formats import Format, from_float32
 from retrieval_attn.index.roargraph import index as graph_module
 from retrieval_attn.index.sketch import build as sketch_module
@@ -81,7 +81,7 @@ def test_hidden_keys_are_not_found_and_the_others_are(
                 assert got.keys_scanned < best.keys_scanned
     path.tail_tokens = 0
     attend_path(path, queries, hidden, TOKENS, K, scale=SCALE)
-    assert path.indexed_tokens == TOKENS - SINKS
+    assert indexed_from(path, 0) == TOKENS - SINKS
     got = attend_path(path, queries, hidden, TOKENS, K, scale=SCALE)
     assert np.abs(got.out).max() < 10
     whole = attend_path(path, queries, SINKS, TOKENS, K, scale=SCALE)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from retrieval_attn.cpu.matrix import BFLOAT16, BYTES, FLOATS, FORMS, MIDDLE, StoredMatrix
-from retrieval_attn.cpu.pool import Pool, set_default_pool
+from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.errors import BackendError, ShapeError
 
 Floats = npt.NDArray[np.float32]
@@ -70,7 +70,7 @@ def test_products_are_those_of_the_widened_weights(form: Any, moved: bool) -> No
 
 @pytest.mark.parametrize("moved", [False, True], ids=["scaled", "moved"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_parts_are_multiplied_by_number(form: Any, moved: bool) -> None:
+def test_parts_are_multiplied_by_number(form: Any, moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs with some parts each; what a pair gives does not depend on the other pairs and threads."""
     part_rows, parts_of_all, columns = 24, 5, 64
     own, weights = arrays(form, part_rows * parts_of_all, columns, moved=moved)
@@ -86,7 +86,7 @@ def test_parts_are_multiplied_by_number(form: Any, moved: bool) -> None:
         found = []
         for threads in (1, 3):
             with Pool(threads) as pool:
-                set_default_pool(pool)
+                monkeypatch.setattr("retrieval_attn.cpu.matrix.default_pool", lambda: pool)
                 out = np.full(expected.shape, np.nan, np.float32)
                 matrix.multiply_parts(
                     inputs.ctypes.data, queries, chosen.ctypes.data, chosen.size, part_rows, out.ctypes.data
@@ -96,7 +96,7 @@ def test_parts_are_multiplied_by_number(form: Any, moved: bool) -> None:
         assert np.array_equal(found[0], found[1])
 
 
-def test_a_bias_is_added_and_results_do_not_depend_on_threads() -> None:
+def test_a_bias_is_added_and_results_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, weights = arrays(FORMS[5], 1000, 640, moved=True)
     bias = np.random.default_rng(0).standard_normal(1000, dtype=np.float32) * 100
     inputs = np.random.default_rng(1).standard_normal((5, 640), dtype=np.float32)
@@ -104,7 +104,7 @@ def test_a_bias_is_added_and_results_do_not_depend_on_threads() -> None:
     found = []
     for threads in (1, 2, 5):
         with Pool(threads) as pool:
-            set_default_pool(pool)
+            monkeypatch.setattr("retrieval_attn.cpu.matrix.default_pool", lambda: pool)
             found.append(product(StoredMatrix(parts[0], parts[1], parts[2], bias), inputs))
     assert np.abs(found[0] - expected).max() < 1e-5 * np.abs(expected).max()
     assert all(np.array_equal(found[0], other) for other in found[1:])

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pytest
 from numba import carray, cfunc, njit
 
-from retrieval_attn.cpu.pool import JobError, Pool, default_pool, run_job, set_default_pool
+from retrieval_attn.cpu.pool import JobError, Pool, default_pool, run_job
 from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.index.task.atomics import at_address, atomic_add, atomic_load, atomic_swap, nanoseconds
 from tests.cpu.reference import in_threads
@@ -220,14 +220,10 @@ def test_close_joins_the_threads_and_refuses_jobs(words: Words) -> None:
 
 
 def test_the_shared_pool_is_one_until_it_is_closed() -> None:
-    """And it may be replaced, which closes the earlier one."""
     first = default_pool()
     assert default_pool() is first and not first.closed
-    mine = Pool(1)
-    set_default_pool(mine)
-    assert first.closed and default_pool() is mine
-    mine.close()
-    assert default_pool() is not mine and not default_pool().closed
+    first.close()
+    assert default_pool() is not first and not default_pool().closed
 
 
 @pytest.mark.parametrize(

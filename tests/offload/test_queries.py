@@ -11,6 +11,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
+from retrieval_attn.cpu.store import indexed_from
 from retrieval_attn.index import RoarGraphIndex
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.rope import length_rope
@@ -190,7 +191,7 @@ def test_a_short_turn_extends_the_index_and_a_long_one_builds_it_anew() -> None:
             index = layer.hosts[0].segments[0]._index
             assert index is not None
             built.append(index.heads[0])
-            assert layer.hosts[0].indexed_tokens == layer.columns - config.window - config.sink
+            assert indexed_from(layer.hosts[0], 0) == layer.columns - config.window - config.sink
     ra.disable(model)
     assert built[0] is built[1], "60 tokens after 180 are inserted"
     assert built[1] is not built[2], "900 tokens after 240 are built anew"

@@ -8,6 +8,7 @@ import pytest
 
 import retrieval_attn.attention.layer_kv as held_module
 from retrieval_attn.attention.layer_kv import LayerKV
+from retrieval_attn.cpu.store import indexed_from
 from retrieval_attn.offload.work import HostWork
 from retrieval_attn.runner.graph.sequence_slot import GraphSlot
 from tests.runner.graph_cases import DEVICE
@@ -118,5 +119,5 @@ def test_windows_of_short_indexed_texts_move_as_alone(kind: str) -> None:
     for pair in rows.pairs:
         layers: list[Any] = [*pair.row.layers, *pair.alone.layers]
         for layer in layers:
-            assert layer.hosts[0].indexed_tokens > 0
+            assert indexed_from(layer.hosts[0], 0) > 0
     rows.check_books()

@@ -65,7 +65,6 @@ def test_blocks_are_the_sums_of_their_bytes(instruction: bool, size: int) -> Non
     assert sums.tolist() == wanted
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_change_nothing(threads: int) -> None:
-    data = np.random.default_rng(1).integers(0, 256, 800 * BLOCK + 5, np.uint8)
-    np.testing.assert_array_equal(crc.block_sums(data, threads=threads), crc.block_sums(data))
+def test_sums_of_an_array_are_those_of_its_blocks() -> None:
+    data = np.random.default_rng(1).integers(0, 256, 8 * BLOCK + 5, np.uint8)
+    assert crc.block_sums(data).tolist() == [crc.crc32c(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]

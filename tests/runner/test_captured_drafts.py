@@ -96,6 +96,17 @@ def furthest(one: Answered, other: Answered) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(one.logits, other.logits, strict=True))
 
 
+def greedy_answers(model: Any, options: dict[str, Any], right: bool) -> tuple[Answered, Answered]:
+    """The model's own tokens, by steps launched ahead and by blocks: all drafts right, or one in four wrong."""
+    read, ids = read_by(model, 900, **options)
+    alone = Answered(model, read, ids, 90)
+    drafted = Answered(model, read, ids, 90, drafter=Script(alone.tokens, None if right else random.Random(5)))
+    assert drafted.tokens == alone.tokens
+    proposed, accepted = drafted.drafted
+    assert accepted == proposed > 40 if right else 10 < accepted < proposed
+    return alone, drafted
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_as_without_drafts(name: str) -> None:
     """Right and wrong drafts over several evictions, forced tokens: logits, windows, host keys, indexes, clusters."""
@@ -129,15 +140,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("right", [True, False])
 def test_greedy_answers(options: dict[str, Any], right: bool) -> None:
-    """The model's own tokens, by steps launched ahead and by blocks: all drafts right, or one in four wrong."""
-    model = build_model("llama")
-    read, ids = read_by(model, 900, **options)
-    alone = Answered(model, read, ids, 90)
-    drafter = Script(alone.tokens, None if right else random.Random(5))
-    drafted = Answered(model, read, ids, 90, drafter=drafter)
-    assert drafted.tokens == alone.tokens
-    proposed, accepted = drafted.drafted
-    assert accepted == proposed > 40 if right else 10 < accepted < proposed
+    alone, drafted = greedy_answers(build_model("llama"), options, right)
     assert drafted.steps is not None and drafted.steps.replays < (50 if right else 75)
     require_equal(drafted.cache, alone.cache, 1e-4)
 

@@ -13,7 +13,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.runner.drafted_steps import BLOCKS
 from tests.runner.graph_cases import DEVICE, FINER, MODELS, ROARGRAPH
-from tests.runner.test_captured_drafts import Answered, furthest, idle_pools, read_by
+from tests.runner.test_captured_drafts import Answered, furthest, greedy_answers, idle_pools, read_by
 from tests.runner.test_drafts import Script, require_equal
 from tests.tiny_models import tiny_model
 
@@ -58,14 +58,8 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("right", [True, False])
 def test_greedy_answers(options: dict[str, Any], right: bool) -> None:
-    """float32: the text without drafts, by replays."""
-    model = on_device("llama")
-    read, ids = read_by(model, 900, **options)
-    alone = Answered(model, read, ids, 90)
-    drafted = Answered(model, read, ids, 90, drafter=Script(alone.tokens, None if right else random.Random(5)))
-    assert drafted.tokens == alone.tokens
-    proposed, accepted = drafted.drafted
-    assert accepted == proposed > 40 if right else 10 < accepted < proposed
+    """float32, by replays."""
+    greedy_answers(on_device("llama"), options, right)
 
 
 def test_bfloat16_blocks_are_as_close_as_rounding() -> None:

@@ -15,8 +15,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +34,10 @@ from retrieval_attn.offload.managed import move_table
 from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn.runner.ready import move_experts
 from retrieval_attn_eval.bench.random_model import RANDOM_SHAPES, has_float_experts, random_config, random_model
-from retrieval_attn_eval.bench.session.card import watch
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from retrieval_attn_eval.flags import as_tokens
-from tests.emulation.emulated import emulated
-from tools.card.near import add_read_window, near_reads
-from tools.card.runs import card_names
-from tools.card.subject import answered, save_found
+from tools.card.near import near_reads
+from tools.card.subject import add_card_flags, answered, recorded
 
 SHAPES = [name for name, sizes in RANDOM_SHAPES.items() if "model_type" in sizes]
 BITS = 24
@@ -165,18 +161,10 @@ def main() -> int:
     """Measure, and write found.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="gpt-oss-120b", choices=SHAPES)
-    parser.add_argument("--layers", type=int, metavar="N", help="only the first ones (default: all of them)")
     parser.add_argument("--length", type=as_tokens, default=131072, help="of the text (default: %(default)s)")
-    parser.add_argument("--tokens", type=as_tokens, default=64, help="of an answer (default: %(default)s)")
     parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law (default: %(default)s)")
     parser.add_argument("--host-experts", type=int, metavar="N", help="of each layer (default: what the plan says)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="hard cap (default: %(default)s)")
-    parser.add_argument("--prefill-chunk", type=as_tokens, default=8192, help="see Config (default: %(default)s)")
-    add_read_window(parser)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+    add_card_flags(parser)
     args = parser.parse_args()
     device, config = choose_device(args.device), ra.Config(prefill_chunk=args.prefill_chunk)
     if device.type == "cuda":
@@ -202,26 +190,19 @@ def main() -> int:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (args.length,), generator=torch.Generator().manual_seed(args.seed)).tolist()
     rows: list[dict[str, Any]] = []
-    sampler = watch(next(iter(card_names("uuid")), None))
-    try:
-        with emulated() if args.emulate else nullcontext():
-            context = ra.Context(model, number_tokenizer(vocabulary), config)
-            began = time.perf_counter()
-            with near_reads(args.read_window), routed(model, 0.0):
-                context.read(ids, progress=False)
-            found["read_seconds"] = time.perf_counter() - began
-            found["index"] = context.cache.index.config.to_dict()["index_options"]
-            ways = [
-                Routing("uniform", 0.0), Routing("zipf", args.exponent), Routing("zipf, moved", args.exponent, True),
-                Routing("router", None),
-            ]  # fmt: skip
-            for way in ways:
-                rows.append(measured(model, context, ids, way, args.tokens, needed))
-        found["card_gib"] = None if sampler is None else sampler.peak() / GIB
-    finally:
-        if sampler is not None:
-            sampler.close()
-        save_found(args, None, {**found, "rows": rows})
+    with recorded(args, found, rows):
+        context = ra.Context(model, number_tokenizer(vocabulary), config)
+        began = time.perf_counter()
+        with near_reads(args.read_window), routed(model, 0.0):
+            context.read(ids, progress=False)
+        found["read_seconds"] = time.perf_counter() - began
+        found["index"] = context.cache.index.config.to_dict()["index_options"]
+        ways = [
+            Routing("uniform", 0.0), Routing("zipf", args.exponent), Routing("zipf, moved", args.exponent, True),
+            Routing("router", None),
+        ]  # fmt: skip
+        for way in ways:
+            rows.append(measured(model, context, ids, way, args.tokens, needed))
     return 0
 
 

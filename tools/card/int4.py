@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,14 +32,11 @@ from retrieval_attn.runner.full_attention import kept_pages
 from retrieval_attn.runner.graph import capture
 from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn_eval.bench.methods import parse
-from retrieval_attn_eval.bench.session.card import watch
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from retrieval_attn_eval.flags import as_tokens
-from tests.emulation.emulated import emulated
 from tools.card.four_bits import SHAPES, made
-from tools.card.near import add_read_window, near_reads
-from tools.card.runs import card_names
-from tools.card.subject import answered, save_found
+from tools.card.near import near_reads
+from tools.card.subject import add_card_flags, answered, recorded
 
 WAYS = "kernels", "modules"
 
@@ -96,21 +92,13 @@ def main() -> int:
     """Measure, and write found.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3-8b", choices=SHAPES)
-    parser.add_argument("--layers", type=int, metavar="N", help="only the first ones (default: all of them)")
     parser.add_argument("--lengths", default="4k,128k", help="the first one without search (default: %(default)s)")
-    parser.add_argument("--tokens", type=as_tokens, default=64, help="of an answer (default: %(default)s)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="hard cap, once the model is made")
     parser.add_argument("--indexes", default="auto", help="of the longer texts, one after the other (%(default)s)")
     parser.add_argument("--host-dtype", default="auto", help="storage of host keys (default: the model's dtype)")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--full-attention", default="auto", help="auto, always or never (default: %(default)s)")
     parser.add_argument("--host-table", action="store_true", help="the input embedding's table in host memory")
-    parser.add_argument("--prefill-chunk", type=as_tokens, default=8192, help="see Config (default: %(default)s)")
-    add_read_window(parser)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+    add_card_flags(parser)
     args = parser.parse_args()
     device = choose_device(args.device)
     began = time.perf_counter()
@@ -131,21 +119,14 @@ def main() -> int:
     )  # fmt: skip
     ra.enable(model, config)
     rows: list[dict[str, Any]] = []
-    sampler = watch(next(iter(card_names("uuid")), None))
-    try:
-        with emulated() if args.emulate else nullcontext():
-            for number, length in enumerate(as_tokens(one) for one in args.lengths.split(",")):
-                for spec in parse(args.indexes if number else "full", known=()):
-                    chosen = config.replace(index=spec.name, index_options=spec.options)
-                    rows += of_length(model, chosen, length, args)
-                    gc.collect()
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
-        found["card_gib"] = None if sampler is None else sampler.peak() / GIB
-    finally:
-        if sampler is not None:
-            sampler.close()
-    save_found(args, None, {**found, "rows": rows})
+    with recorded(args, found, rows):
+        for number, length in enumerate(as_tokens(one) for one in args.lengths.split(",")):
+            for spec in parse(args.indexes if number else "full", known=()):
+                chosen = config.replace(index=spec.name, index_options=spec.options)
+                rows += of_length(model, chosen, length, args)
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
     return 0
 
 

@@ -6,7 +6,8 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ import numpy as np
 
 import retrieval_attn as ra
 from retrieval_attn.cli.model_args import index_fields
-from retrieval_attn.memory.units import parse_bytes
+from retrieval_attn.memory.units import GIB, parse_bytes
 from retrieval_attn_eval.bench.serve.drive import Served
+from retrieval_attn_eval.bench.session.card import watch
 from retrieval_attn_eval.bench.session.flags import add_model_flags, add_running_flags
 from retrieval_attn_eval.bench.session.subject import Settings, Subject
-from retrieval_attn_eval.flags import parse_retrieve
+from retrieval_attn_eval.flags import as_tokens, parse_retrieve
+from tests.emulation.emulated import emulated
+from tools.card.near import add_read_window
+from tools.card.runs import card_names
 
-__all__ = ["answered", "in_ms", "llm_of", "parser_of", "request_of", "save_found"]
+__all__ = ["add_card_flags", "answered", "in_ms", "llm_of", "parser_of", "recorded", "request_of", "save_found"]
 
 ANSWERS = 3
 QUESTION = 16
@@ -35,6 +40,33 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
     return parser
+
+
+def add_card_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of scripts that make a model of a shape on one card."""
+    parser.add_argument("--layers", type=int, metavar="N", help="only the first ones (default: all of them)")
+    parser.add_argument("--tokens", type=as_tokens, default=64, help="of an answer (default: %(default)s)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--gpu-memory", default="24GiB", metavar="SIZE", help="hard cap (default: %(default)s)")
+    parser.add_argument("--prefill-chunk", type=as_tokens, default=8192, help="see Config (default: %(default)s)")
+    add_read_window(parser)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--emulate", action="store_true", help="graphs that are emulated, without a GPU")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+
+
+@contextmanager
+def recorded(args: argparse.Namespace, found: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[None]:
+    """Sample the card's memory in this context; write found.json with `rows` at its end, after an error too."""
+    sampler = watch(next(iter(card_names("uuid")), None))
+    try:
+        with emulated() if args.emulate else nullcontext():
+            yield
+        found["card_gib"] = None if sampler is None else sampler.peak() / GIB
+    finally:
+        if sampler is not None:
+            sampler.close()
+        save_found(args, None, {**found, "rows": rows})
 
 
 def llm_of(args: argparse.Namespace) -> tuple[Served, Subject]:

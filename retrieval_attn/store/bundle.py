@@ -23,11 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, StoreError
-from retrieval_attn.store.crc import block_sums, crc32c
 from retrieval_attn.store.disk import Disk, damaged, guarded
 from retrieval_attn.store.mapped import Mapped
 from retrieval_attn.store.polynomial import BLOCK
-from retrieval_attn.store.record import canonical, is_count, is_fields, is_list_of, parse_json
+from retrieval_attn.store.record import block_sums, canonical, crc32c, is_count, is_fields, is_list_of, parse_json
 
 MAGIC = b"RABUNDLE"
 VERSION = 1

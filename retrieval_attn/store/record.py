@@ -1,16 +1,22 @@
-"""Records: small JSON files with a checksum, written in one way only, so that no changed bit goes unseen."""
+"""Records: small JSON files with a checksum, written in one way only, so that no changed bit goes unseen.
+
+Checksums are CRC-32C (Castagnoli); the polynomial, its reflection and the inverted start and end are those of RFC 3720,
+appendix B.4. Records are short: a loop in Python does them, so that listing contexts imports no compiler.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.store.crc import crc32c
+from retrieval_attn.store.polynomial import BLOCK, byte_table
 
 _BEGIN, _MIDDLE, _END = b'{"crc32c":"', b'","record":', b"}\n"
 MAX_BYTES = 1 << 24
@@ -18,6 +24,39 @@ MAX_BYTES = 1 << 24
 Check = Callable[[Any], bool]
 """Returns whether a parsed JSON value can be what a program wrote."""
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_SHORT, _LONG = 64, 1 << 15
+"""Bytes from which kernels are worth a call where they are loaded; and where Numba must be imported for them first."""
+
+_loaded = False
+
+
+def _kernels() -> ModuleType:
+    global _loaded
+    from retrieval_attn.store import crc_kernels
+
+    _loaded = True
+    return crc_kernels
+
+
+def crc32c(data: bytes | memoryview | npt.NDArray[np.uint8], start: int = 0) -> int:
+    """The checksum of `data`, contiguous bytes. start: the checksum of what came before them; 0 for nothing."""
+    view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    if len(view) >= (_SHORT if _loaded else _LONG):
+        return _kernels().checksum(np.frombuffer(view, np.uint8), start)
+    table, register = byte_table(), ~start & 0xFFFFFFFF
+    for byte in view:
+        register = table[(register ^ byte) & 255] ^ register >> 8
+    return ~register & 0xFFFFFFFF
+
+
+def block_sums(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
+    """The checksum of every BLOCK bytes of `data`, (bytes,) contiguous; the last block may be shorter.
+
+    Holds no interpreter lock.
+    """
+    sums = np.zeros(-(-len(data) // BLOCK), np.uint32)
+    _kernels().blocks(data, sums)
+    return sums
 
 
 def is_text(value: Any) -> bool:

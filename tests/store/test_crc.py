@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from retrieval_attn.store import crc, crc_kernels
+from retrieval_attn.store import crc_kernels, record
 from retrieval_attn.store.polynomial import BLOCK, POLYNOMIAL
 
 
@@ -34,11 +34,11 @@ WAYS = [False, pytest.param(True, marks=pytest.mark.skipif(not crc_kernels.has_i
 def test_known_values(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without compiled kernels."""
     for loaded in (False, True):
-        monkeypatch.setattr(crc, "_loaded", loaded)
-        assert crc.crc32c(data) == KNOWN[data] == bit_by_bit(data)
-    monkeypatch.setattr(crc, "_loaded", False)
+        monkeypatch.setattr(record, "_loaded", loaded)
+        assert record.crc32c(data) == KNOWN[data] == bit_by_bit(data)
+    monkeypatch.setattr(record, "_loaded", False)
     longer = data * 9
-    assert crc.crc32c(longer) == bit_by_bit(longer) == crc_kernels.checksum(np.frombuffer(longer, np.uint8), 0)
+    assert record.crc32c(longer) == bit_by_bit(longer) == crc_kernels.checksum(np.frombuffer(longer, np.uint8), 0)
 
 
 @pytest.mark.parametrize("instruction", WAYS)
@@ -52,7 +52,7 @@ def test_kernels_agree_with_single_bits(instruction: bool) -> None:
             assert crc_kernels.checksum(part, 0, instruction=instruction) == wanted
             half = crc_kernels.checksum(part[: size // 3], 0, instruction=instruction)
             assert crc_kernels.checksum(part[size // 3 :], half, instruction=instruction) == wanted
-            assert crc.crc32c(part[size // 3 :], half) == wanted
+            assert record.crc32c(part[size // 3 :], half) == wanted
 
 
 @pytest.mark.parametrize("instruction", WAYS)
@@ -67,4 +67,6 @@ def test_blocks_are_the_sums_of_their_bytes(instruction: bool, size: int) -> Non
 
 def test_sums_of_an_array_are_those_of_its_blocks() -> None:
     data = np.random.default_rng(1).integers(0, 256, 8 * BLOCK + 5, np.uint8)
-    assert crc.block_sums(data).tolist() == [crc.crc32c(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    assert record.block_sums(data).tolist() == [
+        record.crc32c(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)
+    ]

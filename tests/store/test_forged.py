@@ -17,8 +17,7 @@ import pytest
 from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreError
 from retrieval_attn.store import ContextStore, record
 from retrieval_attn.store.bundle import _PREFIX, _SEALED
-from retrieval_attn.store.crc import crc32c
-from retrieval_attn.store.record import decode, encode
+from retrieval_attn.store.record import crc32c, decode, encode
 from tests.store.cases import IDS, save
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
@@ -21,7 +20,7 @@ from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.prefill_batch import Lanes, PrefillTokens, RowRead, read_together
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill, clear_frames, read_batch, settling, undo
-from retrieval_attn.engine.gate import Gate, GatedRead, ReadCancelled
+from retrieval_attn.engine.gate import Gate, GatedRead, ReadCancelled, prefill_threads
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
@@ -231,8 +230,7 @@ class BatchedPrefill(GatedRead):
         self._packed: PackedCache | None = None
         for read in self.reads:
             read.begin(self)
-        self._thread = threading.Thread(target=self._run, name="retrieval_attn-read", daemon=True)
-        self._thread.start()
+        self._over = prefill_threads.start(self._run)
 
     def leave_out(self, read: PrefillRequest) -> None:
         """This one is cancelled between two chunks, and its cache as before; without the last one, all is over."""
@@ -247,7 +245,7 @@ class BatchedPrefill(GatedRead):
             if over:
                 self._gate.cancel()
         if over:
-            self._thread.join()
+            self._over.wait()
 
     # -- the thread ----------------------------------------------------------------------------------
 

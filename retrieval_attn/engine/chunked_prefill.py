@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import traceback
 import weakref
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from retrieval_attn.answer_loop import AnswerLoop, PromptRows
 from retrieval_attn.attention.cache import RetrievalCache, Rollback
 from retrieval_attn.attention.layer import CacheLayer
-from retrieval_attn.engine.gate import Gate, GatedRead
+from retrieval_attn.engine.gate import Gate, GatedRead, prefill_threads
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.model.placement import devices
 from retrieval_attn.runner.decode import PromptState
@@ -81,10 +80,7 @@ class ChunkedPrefill(GatedRead):
         self._gate = Gate(chunks, settling(loop.model), layer_chunks if ends else 0, unit, pictured)
         self._end = _End()
         self.cache = cache
-        self._thread = threading.Thread(
-            target=_run, args=(loop, cache, batch, self._gate, self._end), name="retrieval_attn-read", daemon=True
-        )
-        self._thread.start()
+        self._over = prefill_threads.start(functools.partial(_run, loop, cache, batch, self._gate, self._end))
         weakref.finalize(self, self._gate.cancel)
 
     def result(self, timeout: float | None = None) -> PromptState:
@@ -105,7 +101,7 @@ class ChunkedPrefill(GatedRead):
         A prefill that is done stays done.
         """
         self._gate.cancel()
-        self._thread.join()
+        self._over.wait()
 
     @property
     def finishing(self) -> bool:

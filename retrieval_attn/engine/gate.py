@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 from retrieval_attn.errors import ConfigError
 
-__all__ = ["ChunkKind", "Gate", "GatedRead", "ReadCancelled"]
+__all__ = ["ChunkKind", "Gate", "GatedRead", "PrefillThreads", "ReadCancelled", "prefill_threads"]
+
+log = logging.getLogger(__name__)
 
 ChunkKind = Literal["chunk", "end", "image"]
 """Chunks whose durations differ: of tokens in a layer, the end of a layer's pass, a layer of a vision tower."""
@@ -162,11 +167,65 @@ class Gate:
         return (not self.granted or self._holders > 0) and not self._cancelled
 
 
+@dataclass(frozen=True)
+class _Work:
+    run: Callable[[], None]
+    over: threading.Event
+
+
+class PrefillThreads:
+    """Daemon threads that run prefills, each one after another; the last used one first.
+
+    They stay, since PyTorch keeps cuDNN's plans per thread: a new thread takes .2 to .5 s for each again.
+    """
+
+    def __init__(self) -> None:
+        self._resting: list[queue.SimpleQueue[_Work]] = []
+        self._lock = threading.Lock()
+        self._started = 0
+
+    @property
+    def running(self) -> int:
+        """Prefills whose thread has not come back from them."""
+        with self._lock:
+            return self._started - len(self._resting)
+
+    def start(self, work: Callable[[], None]) -> threading.Event:
+        """Run `work`, which raises nothing. The event is set once it has returned and is forgotten."""
+        over = threading.Event()
+        with self._lock:
+            inbox = self._resting.pop() if self._resting else None
+            self._started += inbox is None
+        if inbox is None:
+            inbox = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(inbox,), name="retrieval_attn-read", daemon=True).start()
+        inbox.put(_Work(work, over))
+        return over
+
+    def _run(self, inbox: queue.SimpleQueue[_Work]) -> None:
+        while True:
+            work = inbox.get()
+            over = work.over
+            try:
+                work.run()
+            except BaseException:
+                log.exception("a prefill thread failed")
+            del work
+            with self._lock:
+                self._resting.append(inbox)
+            over.set()
+            del over
+
+
+prefill_threads = PrefillThreads()
+"""Of the process."""
+
+
 class GatedRead:
     """A prefill in a gated thread, as the engine's thread uses it."""
 
     _gate: Gate
-    _thread: threading.Thread
+    _over: threading.Event
 
     @property
     def done(self) -> bool:
@@ -209,5 +268,5 @@ class GatedRead:
 
     def _joined(self, waited: bool) -> bool:
         if self.done:
-            self._thread.join()  # it has nothing left to do
+            self._over.wait()  # it has nothing left to do
         return waited

@@ -21,6 +21,7 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.cpu import segment
 from retrieval_attn.engine import prefill_worker as readings
 from retrieval_attn.engine.engine import READ_TOKENS, Engine, default_limits
+from retrieval_attn.engine.gate import prefill_threads
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.errors import AdmissionError, ConfigError, ContextLengthError, EngineFullError, InputDataError
@@ -404,7 +405,7 @@ def test_what_is_answered_leaves_nothing_behind() -> None:
             ticket.result()
         engine.submit(Request(((5,),), 1)).result()  # the ticks after the last end have passed
         assert caches() - before <= engine.stats["shared"].prefix_entries_resident + 1
-        assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-read")]
+        assert prefill_threads.running == 0
     del engine, tickets, ticket
     assert caches() == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import retrieval_attn as ra
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.engine.engine import Engine, default_limits
+from retrieval_attn.engine.gate import prefill_threads
 from retrieval_attn.engine.request import Finished, Request, RequestHandle
 from retrieval_attn.engine.request_needs import State
 from retrieval_attn.errors import EngineFullError, MemoryPlanError
@@ -64,7 +64,7 @@ def engine_of(llm: Any, **changes: Any) -> Iterator[Engine]:
         until(lambda: engine._scheduler.idle)
         check_engine(engine)
         assert engine._tree is not None and engine._tree.root.refs == 0
-        assert not [one.name for one in threading.enumerate() if one.name.startswith("retrieval_attn-read")]
+        assert prefill_threads.running == 0
 
 
 def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError, ConfigError, ShapeError
 from retrieval_attn.gpu.attention import flash as flash_math
-from retrieval_attn.gpu.attention.flash import BACKENDS, Call, _square, attend, math_attention
+from retrieval_attn.gpu.attention.flash import BACKENDS, attend
 from retrieval_attn.gpu.attention.merge import Partial
 from tests.reference.attention import reference_attention
 
@@ -92,29 +92,17 @@ def compare(name: str, case: Case, group: int, inputs: tuple[Tensor, Tensor, Ten
         assert error.max() <= 2e-5 * max(1.0, float(expected.lse[~empty].abs().max())) + rough, where
 
 
-@pytest.mark.parametrize(
-    ("past", "queries", "lengths"),
-    [
-        (14 * 16, 16, [64, 64, 64, 16, 16]),
-        (32 * 16, 16, [64] * 8),
-        (16, 16, [16]),
-        (13 * 16, 12, [208]),
-        (100, 16, [100]),
-    ],
-)
-def test_a_kernel_with_plans_sees_few_lengths(past: int, queries: int, lengths: list[int]) -> None:
-    """The past in pieces of few lengths, every key once; with an odd chunk in one."""
-    seen: list[int] = []
-
-    def run(call: Call) -> Partial:
-        if not call.causal:
-            seen.append(call.keys)
-        return math_attention(call.query, call.key, call.value, scale=call.scale, causal=call.causal)
-
-    inputs = tensors("cpu", torch.float32, 2, 32, queries, past + queries)
-    got = _square(run, planned=True)(Call(*inputs, scale=SCALE, causal=True))
-    assert seen == lengths
-    compare("planned", Case("", queries, past + queries, causal=True), 2, inputs, got)
+@pytest.mark.cuda
+@pytest.mark.parametrize("causal", [False, True])
+def test_cudnn_in_planned_pieces(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """Padded queries, and earlier keys in pieces; on the CPU `test_a_kernel_that_plans_is_called_with_few_shapes`."""
+    monkeypatch.setattr(flash_math, "PLANNED_KEYS", (256, 64, 16))
+    if reason := BACKENDS["torch-cudnn"].missing(torch.device("cuda")):
+        pytest.skip(reason)
+    for past, queries in ((0, 100), (16, 64), (720, 100), (333, 33)):
+        inputs = tensors("cuda", torch.bfloat16, 4, 128, queries, past + queries)
+        got = attend(*inputs, scale=SCALE, causal=causal, backends=["torch-cudnn"])
+        compare("planned", Case("", queries, past + queries, causal=causal), 4, inputs, got)
 
 
 @ON_CPU_FEW

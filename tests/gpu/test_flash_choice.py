@@ -160,3 +160,29 @@ def test_long_calls_ask_cudnn_first_where_it_is_faster(monkeypatch: pytest.Monke
     assert sorted(flash._ordered(long, BACKENDS)) == sorted(BACKENDS)
     assert flash._ordered(short, BACKENDS) == list(BACKENDS)
     assert flash._ordered(long, ["math", "torch-cudnn"]) == ["math", "torch-cudnn"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_kernel_that_plans_is_called_with_few_shapes(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """PyTorch makes a plan for each shape: chunks of several prompts differ in their queries and in the keys before them.
+
+    One key per "piece" of 16, 64 and 256 in place of thousands, so that a CPU attends quickly.
+    """
+    monkeypatch.setattr(flash, "PLANNED_KEYS", (256, 64, 16))
+    shapes = set[tuple[int, int, bool]]()
+
+    def run(call: Call) -> flash.Partial:
+        shapes.add((call.queries, call.keys, call.causal))
+        assert not call.causal or call.queries == call.keys, "the mask of such a kernel is aligned top-left"
+        return flash._run_math(call)
+
+    attended, chance = flash._planned(run), torch.Generator().manual_seed(5)
+    for past in (*range(0, 700, 37), 64, 320):
+        for queries in (17, 24, 32, 50):
+            query = torch.randn(1, 4, queries, 8, generator=chance)
+            key, value = torch.randn(2, 1, 2, past + queries, 8, generator=chance).unbind()
+            made = Call(query, key, value, 0.3, causal)
+            right, found = flash._run_math(made), attended(made)
+            torch.testing.assert_close(found.out, right.out, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found.lse, right.lse, atol=1e-5, rtol=1e-5)
+    assert len(shapes) <= 2 * (3 + causal)  # queries of 32 and 64; keys of three pieces, and the diagonal

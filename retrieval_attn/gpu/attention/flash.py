@@ -109,41 +109,71 @@ def _half_refusal(call: Call) -> str | None:
     return "takes no mask" if call.mask is not None else None
 
 
-def _square(run: Callable[[Call], Partial], planned: bool = False) -> Callable[[Call], Partial]:
-    """`run`, for kernels whose causal mask is aligned top-left: earlier keys and the diagonal block merge.
-
-    planned: the kernel makes a plan for each new shape, see `_planned_lengths`.
-    """
+def _square(run: Callable[[Call], Partial]) -> Callable[[Call], Partial]:
+    """`run`, for kernels whose causal mask is aligned top-left: earlier keys and the diagonal block merge."""
 
     def split(call: Call) -> Partial:
         past = call.keys - call.queries
         if not call.causal or past == 0:
             return run(call)
-        whole = run(replace(call, key=call.key[:, :, past:], value=call.value[:, :, past:]))
-        start = 0
-        for length in _planned_lengths(past, call.queries) if planned else [past]:
-            span = slice(start, start + length)
-            before = replace(call, key=call.key[:, :, span], value=call.value[:, :, span], causal=False)
-            whole, start = merge([run(before), whole]), start + length
-        return whole
+        whole = run(_part(call, past, call.keys, causal=True))
+        return merge([run(_part(call, 0, past)), whole])
 
     return split
 
 
-MOST_PLANNED = 4
-"""Chunks of earlier keys in one call at most, where the lengths of calls are to be few."""
+PLANNED_KEYS = (1 << 15, 1 << 13, 1 << 11)
+"""Numbers of keys for which plans are made."""
 
 
-def _planned_lengths(past: int, queries: int) -> list[int]:
-    """Lengths whose sum is `past`, of few kinds where a prompt is read in even chunks: MOST_PLANNED chunks, or one.
+def _planned(run: Callable[[Call], Partial]) -> Callable[[Call], Partial]:
+    """`run`, for a kernel that makes a plan for each new shape: it is called with few shapes only.
 
-    A plan of cuDNN takes .2 to .5 s on an H100, and the past of every chunk is of another length: 16 plans for 128K
-    tokens in chunks of 8,192, 3 with these lengths. An odd chunk, the last of a prompt, sees its past in one piece.
+    A plan of cuDNN takes .2 to .5 s on an H100, and PyTorch keeps plans per thread. Every chunk of a prompt has other
+    earlier keys, and every prompt another last chunk. Queries are padded to a power of two, and the keys before them
+    are attended in pieces of PLANNED_KEYS. What is left of these has other kernels.
     """
-    chunks, odd = divmod(past, queries)
-    if odd or queries & (queries - 1):
-        return [past]
-    return [MOST_PLANNED * queries] * (chunks // MOST_PLANNED) + [queries] * (chunks % MOST_PLANNED)
+
+    def attended(call: Call) -> Partial:
+        queries, past = call.queries, call.keys - call.queries if call.causal else call.keys
+        padding = (1 << (queries - 1).bit_length()) - queries
+        wide = replace(call, query=_padded(call.query, padding))
+        whole: Partial | None = None
+        start = 0
+        if call.causal:
+            diagonal = _part(wide, past, call.keys, causal=True)
+            key, value = _padded(diagonal.key, padding), _padded(diagonal.value, padding)
+            whole = _first(run(replace(diagonal, key=key, value=value)), queries)
+        for length in PLANNED_KEYS:
+            while past - start >= length:
+                part = _first(run(_part(wide, start, start + length)), queries)
+                whole = part if whole is None else merge([whole, part])
+                start += length
+        if start < past:
+            rest = _part(call, start, past)
+            part = _choose(rest, [name for name in BACKENDS if name != "torch-cudnn"]).run(rest)
+            whole = part if whole is None else merge([whole, part])
+        assert whole is not None, "a call has keys"
+        return whole
+
+    return attended
+
+
+def _part(call: Call, start: int, stop: int, *, causal: bool = False) -> Call:
+    """The call over keys [start, stop)."""
+    return replace(call, key=call.key[:, :, start:stop], value=call.value[:, :, start:stop], causal=causal)
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """rows (batch, heads, tokens, dim) with `count` tokens of zeros after them."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, count)) if count else rows
+
+
+def _first(part: Partial, queries: int) -> Partial:
+    """The partial output of the first queries."""
+    if part.out.shape[2] == queries:
+        return part
+    return Partial(part.out[:, :, :queries].contiguous(), part.lse[:, :, :queries].contiguous())
 
 
 # --- flash-attn 2 ---------------------------------------------------------------------------------------
@@ -354,7 +384,7 @@ BACKENDS = {
         Backend("flash-attn", _missing_flash_attn, _half_refusal, _run_flash_attn),
         Backend("torch-flash", _missing_torch_flash, _refuse_torch_flash, _run_torch_flash),
         Backend("flash-attn-4", _missing_flash_attn_4, _half_refusal, _run_flash_attn_4),
-        Backend("torch-cudnn", _missing_torch_cudnn, _refuse_torch_cudnn, _square(_run_torch_cudnn, planned=True)),
+        Backend("torch-cudnn", _missing_torch_cudnn, _refuse_torch_cudnn, _planned(_run_torch_cudnn)),
         Backend("torch-efficient", _missing_torch_efficient, _refuse_torch_efficient, _run_torch_efficient),
         Backend("torch-flash-cpu", _missing_cpu_flash, _refuse_cpu_flash, _square(_run_cpu_flash)),
         Backend("math", lambda device: None, _refuse_math, _run_math),
@@ -416,7 +446,7 @@ def math_attention(
 logger = logging.getLogger(__name__)
 
 CUDNN_QUERIES = 1024
-"""Queries from which on cuDNN comes first: a plan for each shape is made once, and costs milliseconds."""
+"""Queries from which on cuDNN comes first."""
 
 
 def attend(

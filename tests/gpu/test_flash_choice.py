@@ -164,7 +164,7 @@ def test_long_calls_ask_cudnn_first_where_it_is_faster(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_kernel_that_plans_is_called_with_few_shapes(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
-    """PyTorch makes a plan for each shape: chunks of several prompts differ in their queries and in the keys before them.
+    """PyTorch makes a plan for each shape: chunks of prompts differ in their queries and in the keys before them.
 
     One key per "piece" of 16, 64 and 256 in place of thousands, so that a CPU attends quickly.
     """

@@ -42,7 +42,7 @@ def test_every_model_is_as_without_drafts(name: str) -> None:
     if alone.how != "graph":
         pytest.skip(alone.how)
     drafted = Answered(model, read, ids, 70, script=script, drafter=Script(script, random.Random(5)))
-    if name == "gpt_oss" and not drafted.drafted[0]:
+    if name in ("gpt_oss", "qwen3_moe") and not drafted.drafted[0]:
         pytest.skip("transformers' experts look at values on the CPU for several tokens: packed ones do not")
     assert 10 < drafted.drafted[1] < drafted.drafted[0]
     assert furthest(drafted, alone) < TOLERANCE

@@ -242,7 +242,7 @@ class TestSavedSegments:
         for _ in range(2):
             found = walked(Uploads(torch.device("cuda", 0)), UploadSpan.of(host), torch.float32)
             assert all(map(torch.equal, found, wanted)) and not host.segments[0].locked_ends
-        assert len(caplog.records) == 1 and "saved contexts" in caplog.text
+        assert caplog.text.count("saved contexts") == 1  # other tests' memory may be refused, too
 
     def test_files_are_unlocked_before_they_are_unmapped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         unlocked: list[int] = []

@@ -24,7 +24,7 @@ from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.config import Config, resolve
 from retrieval_attn.cpu.store import SequenceKV, held_memory, replicas_of, segments_of
 from retrieval_attn.errors import CacheMismatchError, ContextLengthError, UnsupportedModelError
-from retrieval_attn.gpu.attention.window import WindowCache
+from retrieval_attn.gpu.attention.window import WindowCache, copy_to_host
 from retrieval_attn.index.base import DeviceSearch, KeyIndex
 from retrieval_attn.index.threads import check_threads, refuse_forked, use_threads
 from retrieval_attn.memory.device_room import IndexChoice
@@ -440,8 +440,10 @@ def windows_of(cache: RetrievalCache) -> list[WindowCache]:
 
 def offload_windows(cache: RetrievalCache) -> None:
     """Move the windows of a cache to host memory; only forks of it are used from now on."""
-    for window in windows_of(cache):
-        window.offload(brought_together)
+    windows = windows_of(cache)
+    copy_to_host(windows, brought_together)
+    for window in windows:
+        window.offload()
 
 
 log = logging.getLogger(__name__)

@@ -34,6 +34,7 @@ from retrieval_attn.engine.inflight_prefills import PrefillClaim
 from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
 from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.engine.saved_text import OpenedText, UnsavedText
+from retrieval_attn.gpu.attention.window import copy_to_host
 from retrieval_attn.model.images import is_image_id
 from retrieval_attn.model.rope import Factors, length_rope
 from retrieval_attn.model.weights import WeightState
@@ -43,6 +44,10 @@ from retrieval_attn.offload.threads import TurnLock
 from retrieval_attn.saving.layers import mapped_bytes, require_savable
 
 __all__ = ["AnswerEntry", "PrefixEntry", "PrefixHandle", "crop_end", "joined_parts", "text_mark"]
+
+
+WINDOWS_AT_ONCE = 8
+"""Windows of a prefix that are copied to host memory while its lock is held."""
 
 
 class PrefixEntry:
@@ -103,9 +108,10 @@ class PrefixEntry:
         try:
             copy_codes(self._own)
             self._segments.copy_to_host()
-            for window in windows_of(self._cache):
-                with self._lock.later():  # one by one: a question may wait for it
-                    window.copy_to_host(brought_together)
+            windows = windows_of(self._cache)
+            for start in range(0, len(windows), WINDOWS_AT_ONCE):
+                with self._lock.later():  # few at once: a question may wait for it
+                    copy_to_host(windows[start : start + WINDOWS_AT_ONCE], brought_together)
             self._windows_copied = True
         finally:
             self.copied = True  # after an error `offload` copies the rest

@@ -11,7 +11,7 @@ rows of a batch by one gather (`slide_together`).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -61,11 +61,17 @@ Bring = Callable[[Items[Tensor]], list[Tensor]]
 """Copies tensors to host memory and waits for the copies; see `offload.staging.brought_together`."""
 
 
-def _sendable(rows: Tensor, device: torch.device) -> Tensor:
-    """Return rows that a GPU copies without a wait: those in host memory in page-locked memory, which torch keeps."""
-    if device.type != "cuda" or rows.is_cuda:
-        return rows
-    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
+def copy_to_host(windows: Iterable[WindowCache], bring: Bring) -> None:
+    """Make the copies that `offload` of windows needs, with one wait; only clones are used from now on.
+
+    bring: returns tensors in page-locked memory. A copy to other memory holds up the threads that launch steps, and
+    back from it each tensor waits.
+    """
+    todo = [window for window in windows if window.lacks_copy]
+    buffers = [part for window in todo for part in window.buffers]
+    copies = [copy.clone() if copy is own else copy for copy, own in zip(bring(buffers), buffers, strict=True)]
+    for number, window in enumerate(todo):
+        window.keep_copy(copies[2 * number], copies[2 * number + 1])
 
 
 class WindowCache:
@@ -326,21 +332,20 @@ class WindowCache:
         other._home = other._copies = None
         return other
 
-    def copy_to_host(self, bring: Bring) -> None:
-        """Make the copy that `offload` needs; only clones are used from now on.
+    @property
+    def lacks_copy(self) -> bool:
+        """Whether `offload` would have nothing to put in place of the buffers."""
+        return self._home is None and self._copies is None
 
-        bring: returns tensors in page-locked memory. A copy to other memory holds up the threads that launch steps.
-        """
-        if self._home is None and self._copies is None:
-            key, value = bring((self._key, self._value))
-            self._copies = key.clone(), value.clone()
+    def keep_copy(self, key: Tensor, value: Tensor) -> None:
+        """Take the copies of the buffers in host memory, see `copy_to_host`."""
+        self._copies = key, value
 
-    def offload(self, bring: Bring) -> int:
-        """Move the buffers to host memory; only clones are used from now on. Returns the freed bytes."""
+    def offload(self) -> int:
+        """Put the copies in place of the buffers; only clones are used from now on. Returns the freed bytes."""
         if self._home is not None:
             return 0
-        self.copy_to_host(bring)
-        assert self._copies is not None
+        assert self._copies is not None, "copy_to_host comes first"
         self._home, freed = self._key.device, self.nbytes
         (self._key, self._value), self._places, self._copies = self._copies, None, None
         return freed
@@ -353,7 +358,8 @@ class WindowCache:
         low, high, moved = *self.span, tail - self._tail
         key, value = (_room_for(part, tail + capacity, self._home) for part in self.buffers)
         for new, old in ((key, self._key), (value, self._value)):
-            new[:, :, low + moved : high + moved].copy_(_sendable(old[:, :, low:high], new.device), non_blocking=True)
+            there = old.to(new.device, non_blocking=True)  # whole: a part of it is not one piece of memory
+            new[:, :, low + moved : high + moved] = there[:, :, low:high]
         self._put(key, value, tail, capacity)
 
     def _put(self, key: Tensor, value: Tensor, tail: int, capacity: int | None = None) -> None:

@@ -40,21 +40,27 @@ def quiet() -> None:
         logging.getLogger(name).addFilter(noise)
 
 
-def skip_unused() -> None:
-    """Let transformers do without scikit-learn in this process, a server's: it takes a quarter of all imports.
+UNUSED = ("sklearn", "scipy")
+"""What transformers imports, if it is installed, for assisted decoding and losses of object detection."""
 
-    transformers imports it, if it is installed, for a threshold of assisted decoding. Call this before modules of
-    transformers are imported. Other code can import scikit-learn as before.
+
+def skip_unused() -> None:
+    """Let transformers do without UNUSED in this process, a server's: they take a third of all imports.
+
+    Call this before models of transformers are imported. Other code can import them as before.
     """
     import transformers.utils.import_utils as checks
 
-    if "sklearn" in sys.modules:
-        return
-    sys.modules["sklearn"] = None  # type: ignore[assignment]  # it cannot be imported
-    try:
-        checks.is_sklearn_available()  # the result is cached
-    finally:
-        del sys.modules["sklearn"]
+    for name in UNUSED:
+        if name in sys.modules:
+            continue
+        is_available = getattr(checks, f"is_{name}_available")
+        is_available.cache_clear()  # `import transformers` asks for some
+        sys.modules[name] = None  # type: ignore[assignment]  # it cannot be imported
+        try:
+            is_available()  # the result is cached
+        finally:
+            del sys.modules[name]
 
 
 WEIGHTS = (".safetensors", ".gguf")

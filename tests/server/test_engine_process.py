@@ -288,7 +288,8 @@ def test_a_process_starts_before_torch_is_imported_if_there_is_a_gpu(
 def test_a_server_does_not_import_what_it_does_not_use() -> None:
     """`tests/preload.py` skips as a server does."""
     pytest.importorskip("sklearn")
-    code = "import sys; print({'sklearn', 'pandas', 'torch'} & set(sys.modules)); import sklearn.metrics"
+    looked = "{'sklearn', 'scipy.optimize', 'pandas', 'torch'} & set(sys.modules)"
+    code = f"import sys, retrieval_attn.server.worker; print({looked}); import sklearn.metrics, scipy.optimize"
     found = run_preloaded(["-c", code])
     assert (found.returncode, found.stdout) == (0, "{'torch'}\n"), found.stderr
 

@@ -42,6 +42,8 @@ INT8_KEYS = f"{_MEASURED} in int8 and by retrieval: {_IN_INT8}; with weights in 
 H100_BANDWIDTH = 3.35e12
 GPU_BANDWIDTHS = {"RTX 3090": 0.936e12, "RTX 4090": DEVICE_BANDWIDTH, "H100 SXM": H100_BANDWIDTH}
 """Bytes per second of GPUs for which a speed is estimated."""
+PCIE_4 = frozenset(("RTX 3090", "RTX 4090"))
+"""Those whose bus has half of BUS_BANDWIDTH."""
 READ_FACTOR = 1.1
 """Time of reading bytes of GPU memory in a step, relative to the bandwidth (fitted to the H100 times above)."""
 LAYER_SECONDS, SEARCH_SECONDS = 33e-6, 85e-6
@@ -283,17 +285,17 @@ class Arithmetic:
     def speeds(self) -> tuple[SpeedEstimate, ...]:
         """Estimate the time of a token for GPU_BANDWIDTHS; empty for a model that attends to no whole context.
 
-        What does not depend on the GPU's bandwidth takes as long as on the H100's machine: launches, the host's part
-        and the bus.
+        Launches and the host's part take as long as on the H100's machine.
         """
         reads, size = self._device_reads(), self.device_size
         if not reads.reader.full_layers:
             return ()
-        step = LAYER_SECONDS * reads.reader.layers + reads.bus / BUS_BANDWIDTH
         search = SEARCH_SECONDS * reads.reader.full_layers
         codes = size.context * size.coded_token_bytes
         found = []
         for gpu, bandwidth in GPU_BANDWIDTHS.items():
+            bus = BUS_BANDWIDTH / 2 if gpu in PCIE_4 else BUS_BANDWIDTH
+            step = LAYER_SECONDS * reads.reader.layers + reads.bus / bus
             full = step + READ_FACTOR * (reads.plain + reads.kv) / bandwidth
             ours = step + search + READ_FACTOR * (reads.plain + reads.window + codes) / bandwidth
             estimated = size.coded and not size.codes.staged

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from retrieval_attn.memory.units import show_bytes
 
-BUS_BANDWIDTH = 50e9
-"""Bytes per second by which a kernel reads host memory: PCIe 5 of 16 lanes (an assumption)."""
+BUS_BANDWIDTH = 38e9
+"""Bytes per second by which the kernel of experts reads host memory over PCIe 5 of 16 lanes: a step's, H200."""
 UNPLANNED = 1 << 28
 """Bytes of a GPU that experts leave, which a prefill would not have for its index (`memory/device_room.py`, MARGIN)."""
 

@@ -177,9 +177,10 @@ def test_the_plan_puts_experts_into_host_memory(tmp_path: Path) -> None:
     whole = ra.plan(source, context=131072, gpu_memory="80GiB", host_memory="64GiB")
     assert whole.fits and whole.shape.routed is not None and not whole.shape.routed.on_host
     assert not any(one.name == "experts" for one in whole.host)
-    slower = [one.retrieval_ms - other.retrieval_ms for one, other in zip(found.speeds, whole.speeds, strict=True)]  # type: ignore[operator]
-    bus = 1000 * routed.bus_bytes / 50e9
-    assert all(0.8 * bus < one <= bus for one in slower), (slower, bus)
+    for one, other in zip(found.speeds, whole.speeds, strict=True):
+        assert one.retrieval_ms is not None and other.retrieval_ms is not None
+        bus = 1000 * routed.bus_bytes / (38e9 if one.gpu == "H100 SXM" else 19e9)
+        assert 0.8 * bus < one.retrieval_ms - other.retrieval_ms <= bus, (one, other, bus)
 
 
 def test_other_experts_stay_in_gpu_memory(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ UNUSED = ("sklearn", "scipy")
 
 
 def skip_unused() -> None:
-    """Let transformers do without UNUSED in this process, a server's: they take a third of all imports.
+    """Let transformers do without UNUSED in this process, a server's: scikit-learn takes a quarter of all imports.
 
     Call this before models of transformers are imported. Other code can import them as before.
     """

@@ -95,12 +95,20 @@ class PrefillWorker:
         self._packs = True
 
     def waited_for(self) -> dict[Node, int]:
-        """Return the nodes that waiting requests continue, with positions in the queue, of MAX_WAITING requests."""
+        """Return the nodes that MAX_WAITING requests without a lease continue, with positions in the queue.
+
+        An admitted request may wait for GPU memory before it takes its lease.
+        """
         found: dict[Node, int] = {}
         if self._tree is None:
             return found
         with self._changed:
-            waiting = [row for key, row in self._rows.items() if self._scheduler.state(key) is State.WAITING]
+            states = {key: self._scheduler.state(key) for key in self._rows}
+        waiting = [
+            row
+            for key, row in self._rows.items()
+            if states[key] is State.WAITING or (states[key] is State.READING and row.sharing.lease is None)
+        ]
         for position, row in enumerate(waiting[:MAX_WAITING]):
             found.setdefault(row.sharing.cached_node(self._tree), position)
         return found

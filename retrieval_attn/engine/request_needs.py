@@ -42,7 +42,8 @@ class RequestNeeds:
         max_tokens: largest number of generated tokens, at least 1.
         cached_tokens: leading prompt tokens in the prefix cache, at most prompt_tokens - 1: the last one is computed.
         opened_tokens: tokens of a saved context, which take memory and no prefill.
-        known_tokens: tokens that are cached now and may be evicted; they affect the order and reserve nothing.
+        known_tokens: tokens that are cached now and may be evicted; they affect the order, and a request is admitted
+            without memory for them.
         owner: account of fair queueing.
     """
 

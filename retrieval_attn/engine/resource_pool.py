@@ -109,8 +109,21 @@ class ResourcePool:
     @property
     def promised_bytes(self) -> int:
         """Bytes reserved by requests before prefill for tokens in the prefix cache, which they will free."""
-        new = (entry.job for entry in self.held[State.READING].values() if not entry.chunks_done)
-        return sum(max(job.known_tokens - job.cached_tokens, 0) for job in new) * self._limits.token_bytes
+        reading = self.held[State.READING].values()
+        return sum(self.known_bytes(entry.job) for entry in reading if not entry.chunks_done)
+
+    def known_bytes(self, job: RequestNeeds) -> int:
+        """Return the bytes of a request's tokens that are in the prefix cache now and not yet leased for it."""
+        return max(job.known_tokens - job.cached_tokens, 0) * self._limits.token_bytes
+
+    def lacking_bytes(self, entry: ScheduledRequest) -> int:
+        """Return the host bytes that a waiting request lacks, at most 0 if it can be admitted.
+
+        Known tokens are leased in the round of the admission, which frees what was reserved for them: a request that
+        knows some may count on that, of its own and of others.
+        """
+        known = self.known_bytes(entry.job)
+        return entry.host_bytes - known - self.free_bytes - (self.promised_bytes if known else 0)
 
     def shrink(self, entry: ScheduledRequest, job: RequestNeeds) -> None:
         """Free what an admitted request reserved beyond the needs of `job`, which has more cached tokens."""

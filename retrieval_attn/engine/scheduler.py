@@ -312,10 +312,11 @@ class Scheduler:
             for count in (1, TRIES):
                 for name in self._queues[interactive].heads(count, with_long=with_long)[count > 1 :]:
                     entry = self._places.entries[name]
-                    if entry.host_bytes > self._places.free_bytes:
+                    if self._places.lacking_bytes(entry) > 0:
                         blocked = blocked or entry
                         coming = self._places.free_bytes + self._places.promised_bytes
-                        self.lacking_bytes = max(blocked.host_bytes - coming, 0)
+                        needed = blocked.host_bytes - self._places.known_bytes(blocked.job)
+                        self.lacking_bytes = max(needed - coming, 0)
                         if blocked.overtaken >= OVERTAKES:
                             return None
                     elif self._places.has_room or (interactive and self._preempt_one()):

@@ -159,8 +159,8 @@ class IndexChoice:
             return
         room = free - MARGIN
         lacking = needed(shape, room + idle) - room
-        if lacking > 0 and reclaim(device=lacking)[1]:
-            torch.cuda.empty_cache()  # freed codes are fragments between other tensors
+        if lacking > 0:
+            reclaim(device=lacking)
 
     def decide(self, tokens: int, batch: int = 1) -> IndexSpec:
         """Choose the index for the first `tokens` tokens of each of `batch` sequences; set `config` and `spec`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import threading
 import weakref
@@ -216,8 +217,19 @@ class _Spaces:
 
     def add(self, space: CodeSpace) -> DeviceSpace:
         """Where it will be."""
-        parts = self._there[len(self._spaces)].split(self._sizes)
+        self.take(space)
+        return self._placed(len(self._spaces) - 1)
+
+    def take(self, space: CodeSpace) -> None:
+        """It is one of them."""
         self._spaces.append(space)
+
+    def placed(self) -> list[DeviceSpace]:
+        """Where they will be."""
+        return [self._placed(number) for number in range(len(self._spaces))]
+
+    def _placed(self, number: int) -> DeviceSpace:
+        parts, space = self._there[number].split(self._sizes), self._spaces[number]
         sides = [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return DeviceSpace(sides[0], sides[1], sides[2], sides[3], space.wide, space.narrow, space.thin)
 
@@ -282,8 +294,9 @@ class HeadCodes:
         """
         self._device, self._fmt, self._space, self._lent, self._sent = device, fmt, space, lent, sent
         self._copy: np.ndarray[Any, Any] | None = None  # in host memory, of codes that were offloaded once
-        self._loading: DeviceCodes | None = None  # being loaded
-        self._load_future: Future[None] | None = None  # done when they are loaded
+        self._loading: Tensor | None = None  # memory of codes that are being loaded
+        self._loaded: DeviceCodes | None = None  # in that memory
+        self._load_future: Future[None] | None = None  # done when they are
         self.owner: weakref.ref[Any] | None = None
 
     @property
@@ -307,11 +320,11 @@ class HeadCodes:
         try:
             future.result()
         except BaseException:
-            self._loading = self._load_future = None  # they stay offloaded
+            self._loading = self._loaded = self._load_future = None  # they stay offloaded
             raise
         with _landing:
-            if self._loading is not None:
-                self._device, self._loading, self._load_future = self._loading, None, None
+            if self._loaded is not None:
+                self._device, self._loading, self._loaded, self._load_future = self._loaded, None, None, None
 
     @property
     def copied_nbytes(self) -> int:
@@ -346,18 +359,19 @@ class HeadCodes:
             self._copy = self.rows().codes.copy()
         return True
 
-    def expect(self, memory: Tensor, space: DeviceSpace, coming: Future[None]) -> None:
+    def expect(self, memory: Tensor, coming: Future[None]) -> None:
         """Use memory (capacity, key_bytes) once `coming` is done, which copies the codes to it by `load`."""
-        loaded = DeviceCodes(space, memory, self._device.finer)
-        loaded.length = self._device.length
         with _landing:
-            self._loading, self._load_future = loaded, coming
+            self._loading, self._load_future = memory, coming
 
-    def load(self, memory: Tensor) -> None:
-        """Copy the codes to memory (capacity, key_bytes), by the current stream."""
+    def load(self, memory: Tensor, space: DeviceSpace) -> None:
+        """Copy the codes to memory (capacity, key_bytes), by the current stream. space: theirs, on the device."""
         assert self._copy is not None
         for start, some in _outbox.parts(self._copy, memory.device):
             memory[start : start + len(some)].copy_(torch.from_numpy(some), non_blocking=True)
+        loaded = DeviceCodes(space, memory, self._device.finer)
+        loaded.length = self._device.length
+        self._loaded = loaded
 
     @classmethod
     def empty(
@@ -371,8 +385,8 @@ class HeadCodes:
 
     @property
     def device_nbytes(self) -> int:
-        there = self._device if (loaded := self._loading) is None else loaded
-        return 0 if there.on_host else there.codes.nbytes
+        there, memory = self._device, self._loading
+        return 0 if there.on_host else (there.codes if memory is None else memory).nbytes
 
     @property
     def host_nbytes(self) -> int:
@@ -475,7 +489,10 @@ def offload_codes(codes: Iterable[HeadCodes]) -> None:
         some = list(codes)
         for one in some:
             one.settle()  # not in a thread of the pool that brings them
-        _in_threads(_offload_some, [(some[start : start + SLAB_HEADS],) for start in range(0, len(some), SLAB_HEADS)])
+        uncopied = [one for one in some if not one.copied_nbytes]
+        _in_threads(_copy_some, [(uncopied[at : at + SLAB_HEADS],) for at in range(0, len(uncopied), SLAB_HEADS)])
+        for one in some:
+            one.offload()
 
 
 def copy_codes(codes: Sequence[HeadCodes]) -> None:
@@ -498,17 +515,17 @@ def load_codes(codes: Iterable[HeadCodes]) -> None:
             there = one._device
             if one.offloaded:
                 groups.setdefault((there.device, capacity_for(there.length), there.codes.shape[1]), []).append(one)
-        tasks: list[tuple[list[HeadCodes], Tensor, list[DeviceSpace], list[_Spaces]]] = []
+        tasks: list[tuple[list[HeadCodes], Tensor, list[_Spaces]]] = []
         for (device, tokens, key_bytes), heads in groups.items():
             with side_stream(device):
                 for start in range(0, len(heads), SLAB_HEADS):
                     part = heads[start : start + SLAB_HEADS]
                     memory = _taken(len(part), tokens, key_bytes, device)
-                    tasks.append((part, memory, *_spaces_on([one._space for one in part], device)))
-        for part, memory, spaces, unsent in tasks:
-            coming = _senders().submit(_load_some, part, memory, unsent)
-            for head, own, space in zip(part, memory, spaces, strict=True):
-                head.expect(own, space, coming)
+                    tasks.append((part, memory, _spaces_on([one._space for one in part], device)))
+        for part, memory, spaces in tasks:
+            coming = _senders().submit(_load_some, part, memory, spaces)
+            for head, own in zip(part, memory, strict=True):
+                head.expect(own, coming)
 
 
 SLAB_HEADS = 8
@@ -522,14 +539,14 @@ def _is_offloaded(codes: DeviceCodes) -> bool:
     return not codes.on_host and len(codes.codes) < codes.length
 
 
-def _spaces_on(spaces: Sequence[CodeSpace], device: torch.device) -> tuple[list[DeviceSpace], list[_Spaces]]:
-    """Allocate spaces on a device. Returns them and the blocks, whose `send` copies them."""
-    found, sent = list[DeviceSpace](), list[_Spaces]()
+def _spaces_on(spaces: Sequence[CodeSpace], device: torch.device) -> list[_Spaces]:
+    """Allocate spaces on a device, in blocks whose `send` copies them."""
+    found = list[_Spaces]()
     for space in spaces:
-        if not sent or not sent[-1].fits(space):
-            sent.append(_Spaces(space, len(spaces), device))
-        found.append(sent[-1].add(space))
-    return found, sent
+        if not found or not found[-1].fits(space):
+            found.append(_Spaces(space, len(spaces), device))
+        found[-1].take(space)
+    return found
 
 
 def _in_threads(work: Callable[..., None], tasks: Iterable[tuple[Any, ...]]) -> None:
@@ -540,9 +557,9 @@ def _in_threads(work: Callable[..., None], tasks: Iterable[tuple[Any, ...]]) -> 
         future.result()
 
 
-def _offload_some(heads: list[HeadCodes]) -> None:
+def _copy_some(heads: list[HeadCodes]) -> None:
     for head in heads:
-        head.offload()
+        head.copy_to_host()
 
 
 def _load_some(heads: list[HeadCodes], memory: Tensor, spaces: list[_Spaces]) -> None:
@@ -550,10 +567,11 @@ def _load_some(heads: list[HeadCodes], memory: Tensor, spaces: list[_Spaces]) ->
     device = memory.device
 
     def copy() -> None:
-        for one in spaces:
-            one.send()
-        for head, own in zip(heads, memory, strict=True):
-            head.load(own)
+        for block in spaces:
+            block.send()
+        there = itertools.chain.from_iterable(block.placed() for block in spaces)
+        for head, own, space in zip(heads, memory, there, strict=True):
+            head.load(own, space)
 
     with torch.inference_mode(False), torch.no_grad():
         if device.type != "cuda":

@@ -70,7 +70,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     _require(rows <= limits.rows + limits.ahead, f"{rows} jobs are admitted and not parked")
     held_bytes = sum(limits.job_bytes(entry.job) for entry in entries.values() if entry.state is not State.WAITING)
     _equal("free + held host bytes", places.unreserved_bytes + held_bytes, limits.host_bytes)
-    _require(places.unreserved_bytes >= 0, f"{places.unreserved_bytes:,} free host bytes")
+    counted_on = sum(places.known_bytes(entry.job) for entry in places.admitted())
+    _require(places.unreserved_bytes + counted_on >= 0, f"{places.unreserved_bytes:,} free host bytes")
     slots = [*places.free_slots, *(entry.slot for entry in seated)]
     _equal("free + used slots", sorted(slots), list(range(limits.rows)))
     _equal("jobs with a slot", sum(entry.slot >= 0 for entry in entries.values()), len(seated))

@@ -93,6 +93,8 @@ class Plant:
                 request.read = request.chunks == 0
         if self.there and self.draw.random() < 0.1:  # which may turn out wrong
             name = self.draw.choice(list(self.there))
+            if self.scheduler.state(name) is not State.WAITING:
+                return
             known = self.draw.randint(0, self.there[name].job.prompt_tokens - 1)
             self.scheduler.set_known(name, known)
             self.there[name].job = replace(self.there[name].job, known_tokens=known)
@@ -144,7 +146,7 @@ class Plant:
         for name in plan.start:
             assert name not in self.started
             self.started.add(name)
-            self._check_bytes()
+            self._check_bytes(name)
         for name in plan.decode:
             request = self.there[name]
             assert name in self.started and name not in self.parked, name
@@ -156,8 +158,20 @@ class Plant:
         jobs = [self.there[name].job for name in self.started]
         return sum(job.prompt_tokens - job.cached_tokens + job.max_tokens for job in jobs)
 
-    def _check_bytes(self) -> None:
-        assert self._reserved_tokens() * self.limits.token_bytes + self.outside <= self.limits.host_bytes
+    def _promised_tokens(self) -> int:
+        """Known tokens of admitted jobs of which no chunk is told: the tree has them, as far as anybody can tell."""
+        new = [name for name in self.started if self.scheduler.state(name) is State.READING]
+        told = self.scheduler._places.entries
+        jobs = [self.there[name].job for name in new if not told[name].chunks_done]
+        return sum(max(job.known_tokens - job.cached_tokens, 0) for job in jobs)
+
+    def _check_bytes(self, name: str) -> None:
+        """Of who was admitted: reserved bytes fit, if it knows tokens without those that leases will free."""
+        tokens = self._reserved_tokens()
+        job = self.there[name].job
+        if job.known_tokens > job.cached_tokens:
+            tokens -= self._promised_tokens()
+        assert tokens * self.limits.token_bytes + self.outside <= self.limits.host_bytes
 
     def _check_books(self, plan: SchedulerOutput) -> None:
         limits = self.limits

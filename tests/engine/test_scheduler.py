@@ -137,15 +137,28 @@ class TestAdmission:
         assert bench.tokens == {"a": 50, "b": 50}
         bench.scheduler.set_cached("a", 5)
 
-    def test_nothing_is_given_up_for_bytes_that_come_back_by_themselves(self) -> None:
-        """Two jobs that were just admitted find 900 of their tokens in the tree: the third waits for these bytes."""
-        bench = Bench(host_bytes=29_000)
+    def test_jobs_on_a_known_text_are_admitted_together(self) -> None:
+        """Eight jobs on a text in the tree need memory for their own tokens, not eight times that of the text."""
+        bench = Bench(host_bytes=14_000, rows=8)
         bench.scheduler.set_outside(9_000)
-        for name in "abc":
+        names = tuple(f"j{number}" for number in range(8))
+        for name in names:
             bench.submit(name, prompt=900, tokens=50, known_tokens=890)
-        assert bench.schedule().start == ("a", "b") and bench.scheduler.lacking_bytes == 0
+        assert bench.schedule().start == names and bench.scheduler.lacking_bytes == 0
+        for name in names:
+            bench.scheduler.set_cached(name, 890)
+        bench.submit("more", prompt=900, tokens=50, known_tokens=890)
+        assert bench.schedule().start == () and bench.scheduler.lacking_bytes == 8 * 600 + 600 - 5_000
+
+    def test_nothing_is_given_up_for_bytes_that_come_back_by_themselves(self) -> None:
+        """A job that was just admitted finds 890 of its tokens in the tree: one that knows none waits for these."""
+        bench = Bench(host_bytes=19_000)
+        bench.scheduler.set_outside(9_000)
+        bench.submit("a", prompt=900, tokens=50, known_tokens=890)
+        bench.submit("b", prompt=800, tokens=50)
+        assert bench.schedule().start == ("a",) and bench.scheduler.lacking_bytes == 0
         bench.scheduler.set_cached("a", 890)
-        assert bench.schedule().start == ("c",) and bench.scheduler.lacking_bytes == 0
+        assert bench.schedule().start == ("b",) and bench.scheduler.lacking_bytes == 0
 
     def test_what_is_read_after_all_gives_nothing_back(self) -> None:
         """The tree gave up what a job was to find there: it reads that, and others lack what it reserved."""

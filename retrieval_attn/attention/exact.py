@@ -266,13 +266,18 @@ class ExactPass:
             raise CacheMismatchError(f"A pass announced {new.total} tokens and brought {new.filled}.")
         return self._held.host_work(*new.new, new.valid, make)
 
-    def finish(self, work: HostWork, model: nn.Module | None, module: nn.Module | None, *, slid: bool = False) -> None:
+    def finish(
+        self, work: HostWork, model: nn.Module | None, module: nn.Module | None, *, slid: bool = False,
+        between: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
         """Store the pass in host memory, window, sinks and index by `work`, which continues while a GPU computes.
 
         model, module: the model and its attention layer, as far as they are known: they move training queries. slid:
-        see `LayerKV.take_pass`.
+        see `LayerKV.take_pass`. between: see `CacheLayer.end_pass`.
         """
         held, new = self._held, self.new
+        if between is not None:
+            work.clusters.between = between
         work.start_copy()
         held.take_pass(new, work, slid=slid)
         for host, (row, *_) in rows_by_path(held.hosts):

@@ -253,8 +253,8 @@ class CacheLayer(HandleLayer):
         """
         self._announced, self._alone = total, alone
 
-    def end_pass(self) -> None:
-        """All tokens of the pass have arrived."""
+    def end_pass(self, between: Callable[[], object] | None = None) -> None:
+        """All tokens of the pass have arrived. between: called between the parts of what that takes; raises nothing."""
         self._announced = None
         self._note_stored(0)
 
@@ -371,13 +371,14 @@ class LayeredCache(Cache):
 
     on_chunk: called before each chunk of each decoder layer, of which a short forward has one, with the most tokens
     that it may have; returns how many it has at most. None: all of these. on_end: called behind a layer's last chunk,
-    before what ends its pass, or None. on_image: called before each layer of the vision tower, or None.
+    before what ends its pass (True), and between the parts of that (False), or None. on_image: called before each layer
+    of the vision tower, or None.
     """
 
     config: Config
     on_layer: Callable[[], object] | None = None
     on_chunk: Callable[[int], int] | None = None
-    on_end: Callable[[], object] | None = None
+    on_end: Callable[[bool], object] | None = None
     on_image: Callable[[], object] | None = None
 
     def fork(self) -> Self:

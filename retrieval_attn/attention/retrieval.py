@@ -210,7 +210,7 @@ class RetrievalLayer(CacheLayer):
 
     # -- passes: prefill and exact append ------------------------------------------------------------
 
-    def end_pass(self) -> None:
+    def end_pass(self, between: Callable[[], object] | None = None) -> None:
         done, self._pass = self._pass, None
         exact = self.batch.paged_prefix
         if done is not None and exact is not None and self._goes_to_pages:
@@ -220,7 +220,7 @@ class RetrievalLayer(CacheLayer):
             self._note_stored(done.new.total)
         elif done is not None:
             self._work = done.host_work()
-            self._finish_pass(done, self._work)
+            self._finish_pass(done, self._work, between=between)
         super().end_pass()
 
     def mark(self) -> object:
@@ -358,8 +358,10 @@ class RetrievalLayer(CacheLayer):
         self._finish_pass(done, self._work, slid=slid)
         CacheLayer.end_pass(self)
 
-    def _finish_pass(self, done: ExactPass, work: HostWork, *, slid: bool = False) -> None:
-        done.finish(work, alive(self._model), alive(self._owner), slid=slid)
+    def _finish_pass(
+        self, done: ExactPass, work: HostWork, *, slid: bool = False, between: Callable[[], object] | None = None
+    ) -> None:
+        done.finish(work, alive(self._model), alive(self._owner), slid=slid, between=between)
         self._note_stored(done.new.total)
 
     def begin_token(self, module: nn.Module, q_heads: int, spec: MaskSpec) -> LayerKV:

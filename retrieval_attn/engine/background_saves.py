@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from retrieval_attn.engine.ids import Ids
-from retrieval_attn.engine.node import Node, Sizes
+from retrieval_attn.engine.node import Node, Payload, Sizes
 from retrieval_attn.engine.prefix_handle import FIRST_MARK, AnswerEntry, PrefixEntry, text_mark
 from retrieval_attn.engine.radix_cache import MAX_MARKS, Lease, RadixCache
 from retrieval_attn.engine.saved_text import BLOCK_TOKENS, SavedTexts, UnsavedText
@@ -365,8 +365,9 @@ class DiskTier:
             time.sleep(WAIT_SECONDS)
 
     def evict(
-        self, need: Sizes, limit: Sizes, waiting: Callable[[], Mapping[Node, int]], free: int, lacking: int = 0
-    ) -> None:
+        self, need: Sizes, limit: Sizes, waiting: Callable[[], Mapping[Node, int]], free: int, lacking: int = 0,
+        release: Callable[[list[Payload]], object] | None = None,
+    ) -> None:  # fmt: skip
         """Evict entries that are saved, or cheaper to prefill again than to write, until `need` bytes are free; then
         save the next victims.
 
@@ -380,6 +381,7 @@ class DiskTier:
             free: bytes of free host memory. Entries are saved until it and the next victims that are saved have
                 SAVED_SHARE of the limit.
             lacking: bytes of host memory that a request waits for.
+            release: see `RadixCache.evict`.
         """
         saving, most_seconds = self._saving, WRITE_SECONDS if lacking else float("inf")
         slow = saving is not None and lacking > 0 and self._seconds_left(saving) > WRITE_SECONDS
@@ -392,7 +394,7 @@ class DiskTier:
         nodes, freed = waiting(), Sizes()
         if now.lacking:
             keeps = functools.partial(self._keeps, most_seconds) if now.host > 0 else self._note_eviction
-            freed = self._tree.evict(now, limit, waiting=nodes, keeps=keeps)
+            freed = self._tree.evict(now, limit, waiting=nodes, keeps=keeps, release=release)
         if slow and freed.host < lacking:  # its text is all that is left
             self._broken_until = max(self._broken_until, time.monotonic() + RECLAIM_SECONDS)
             self._saves.cancel_automatic(0.0)

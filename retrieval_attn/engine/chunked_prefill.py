@@ -127,7 +127,7 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
     try:
         before = Rollback(cache) if cache.get_seq_length() else None
         cache.on_chunk, cache.on_image = gate.enter, functools.partial(gate.enter, kind="image")
-        cache.on_end = functools.partial(gate.enter, kind="end") if gate.has_ends else None
+        cache.on_end = gate.enter_end if gate.has_ends else None
         try:
             state = loop.read_whole(cache, batch, read_done=gate.finish)
         finally:

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,7 @@ class Gate:
         total: planned chunks. A chunk is computed in one layer; after several chunks a layer's end counts as one more.
         granted: granted chunks that have not begun.
         next_kind: kind of the next chunk.
+        alone: whether no sequence decodes, so that the end of a layer's pass need not be interrupted.
         finishing: whether all chunks are done and the thread needs no further grants.
         ended: whether the thread has ended.
     """
@@ -55,6 +56,7 @@ class Gate:
         self._chunk_tokens = chunk_tokens
         self.granted = self._begun = self._holders = self._inside = 0
         self._waiting = self._cancelled = self.finishing = self.ended = False
+        self.alone = True
         self._image_chunks = image_chunks
         self.next_kind: ChunkKind = "image" if image_chunks else "chunk"
         self._settle = settle
@@ -86,9 +88,10 @@ class Gate:
         with self._changed:
             return 1 if self.next_kind == "end" else self._layer_chunks - self._in_layer % self._layer_chunks
 
-    def grant(self, chunks: int) -> None:
+    def grant(self, chunks: int, *, alone: bool = True) -> None:
         """Allow `chunks` further chunks."""
         with self._changed:
+            self.alone = alone
             self.granted += chunks
             self._changed.notify_all()
 
@@ -119,6 +122,17 @@ class Gate:
             self._in_layer = self._in_layer + taken if kind == "chunk" else 0
             self._inside, self.next_kind = taken, "image" if self._begun < self._image_chunks else "chunk"
             return taken * self._chunk_tokens
+
+    def enter_end(self, begins: bool) -> None:
+        """Block as `enter` before the end of a layer's pass, and between its parts while sequences decode.
+
+        A part that does not begin the end raises nothing: half of an end cannot be undone, the next chunk will raise.
+        """
+        if begins:
+            self.enter(kind="end")
+        elif not self.alone:
+            with suppress(ReadCancelled):
+                self.enter(kind="end")
 
     def settle(self) -> None:
         """Wait until the device has executed the thread's launches."""
@@ -252,11 +266,14 @@ class GatedRead:
         """Chunks before the next one of another kind, at least 1."""
         return self._gate.chunks_alike
 
-    def go(self, chunks: int) -> None:
-        """Grant `chunks` further chunks and return at once. Raises ConfigError for a number below 1."""
+    def go(self, chunks: int, *, alone: bool = True) -> None:
+        """Grant `chunks` further chunks and return at once. alone: no sequence decodes meanwhile.
+
+        Raises ConfigError for a number below 1.
+        """
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ConfigError(f"chunks={chunks!r} must be a whole number >= 1")
-        self._gate.grant(chunks)
+        self._gate.grant(chunks, alone=alone)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all granted chunks are complete. Returns False after `timeout` seconds."""

@@ -2,7 +2,8 @@
 
 After each step of the engine, idle prefixes beyond the limits of the GPU are offloaded, those beyond the limits of host
 memory are evicted, or saved to the disk before (`DiskTier`). After each prefill a thread copies what an offload would
-copy. The engine's thread offloads copied prefixes only, which moves nothing; the thread offloads the others.
+copy. The engine's thread offloads copied prefixes only, which moves nothing; the thread offloads the others. Another
+thread frees what is evicted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from retrieval_attn.config import Config
 from retrieval_attn.engine.background_saves import DiskTier
 from retrieval_attn.engine.limits import Limits
-from retrieval_attn.engine.node import Node, Sizes
+from retrieval_attn.engine.node import Node, Payload, Sizes
 from retrieval_attn.engine.paged_prefix import PagedKVPool
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput
@@ -64,6 +65,7 @@ class IdlePrefixes:
         self._scheduler, self._changed, self._waited_for = scheduler, changed, waited_for
         self._row_bytes = 0  # of int8 rows, after the last prefill
         self._copies = ThreadPool(1, "retrieval_attn-copy")
+        self._releases = ThreadPool(1, "retrieval_attn-free")
         self._added = False  # there may be prefixes that no thread has copied
 
     @property
@@ -83,6 +85,9 @@ class IdlePrefixes:
         if not any(plan) and self._disk is not None:
             self._disk.wait()  # requests may wait for the memory of a text that is being saved
 
+    def _release(self, gone: list[Payload]) -> None:
+        self._releases.submit(gone.clear)
+
     def _evict(self) -> None:
         """Evict idle prefixes if they hold more than their limit, or if the next request lacks host memory."""
         with self._changed:
@@ -99,9 +104,9 @@ class IdlePrefixes:
         if self._disk is not None:
             with self._changed:
                 free = min(room - idle.host, limits.host_bytes - self._scheduler.host_bytes_in_use)
-            self._disk.evict(Sizes(*over), limit, self._waited_for, free, lacking)
+            self._disk.evict(Sizes(*over), limit, self._waited_for, free, lacking, self._release)
         elif max(over) > 0:
-            self._tree.evict(Sizes(*over), limit, waiting=self._waited_for())
+            self._tree.evict(Sizes(*over), limit, waiting=self._waited_for(), release=self._release)
         with self._changed:
             self._scheduler.set_outside(self._tree.sizes.host)
             more = self._scheduler.host_bytes_in_use + self._row_bytes - limits.host_bytes

@@ -142,7 +142,7 @@ class PrefillWorker:
                 if read is not None:
                     before = read.chunks_done
                     if read.next_kind != "image" or self._scheduler.next_kind(number) == "image":
-                        read.go(min(granted[number], read.chunks_alike))
+                        read.go(min(granted[number], read.chunks_alike), alone=alone)
                         read.wait()
                     chunks[number] = read.chunks_done - before
                     if read.finishing:

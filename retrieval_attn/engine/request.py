@@ -70,7 +70,7 @@ class Request:
         pieces = [given] if all(isinstance(one, int) for one in given) else given
         if not pieces or not all(len(piece) for piece in pieces):
             raise InputDataError("A prompt, and each of its parts, needs at least one token id; got an empty one.")
-        object.__setattr__(self, "parts", tuple(tuple(int(token) for token in piece) for piece in pieces))
+        object.__setattr__(self, "parts", tuple(map(_plain_ids, pieces)))
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be an integer >= 1, got {self.max_tokens!r}.")
         if isinstance(self.stop, str) or not all(isinstance(one, str) and one for one in self.stop):
@@ -109,6 +109,11 @@ class Request:
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return sum(map(len, self.parts))
+
+
+def _plain_ids(piece: Sequence[Any]) -> tuple[int, ...]:
+    """Return token ids as a tuple of int. A loop over 100K of them would hold up threads that launch kernels."""
+    return tuple(piece) if set(map(type, piece)) == {int} else tuple(int(token) for token in piece)
 
 
 class Event(NamedTuple):

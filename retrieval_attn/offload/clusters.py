@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +51,19 @@ class _ClusterJob:
     made: list[Any] = field(default_factory=list)
 
 
+def _go_on() -> None:
+    """Do nothing."""
+
+
 class ClusterBuild:
-    """The clusters that one layer's pass asks for: `add` or `extend`, `fetch`, `place`."""
+    """The clusters that one layer's pass asks for: `add` or `extend`, `fetch`, `place`.
+
+    between: called between the parts of `add`, each of which takes some ms of a GPU for 100K keys.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.between: Callable[[], object] = _go_on
         self._jobs: list[_ClusterJob] = []
 
     @property
@@ -87,7 +96,9 @@ class ClusterBuild:
         if queries is not None and queries.shape[1]:
             grouped = queries.unflatten(0, (len(keys), -1))
             metric, weights = metric_of(grouped.flatten(1, 2)), usual_weights(keys, grouped, scale, softcap)
-        found = make_clusters(keys, values, metric, clusters_for(span[1] - span[0]), weights)
+            self.between()
+        found = make_clusters(keys, values, metric, clusters_for(span[1] - span[0]), weights, self.between)
+        self.between()
         sums = found.counts.float(), found.key_sums, found.value_sums
         probes, offsets = probes_of(found.centers, metric)
         means = found.key_sums / found.counts.clamp_min(1)[..., None]

@@ -314,8 +314,8 @@ class _ChunkedLayer:
             layer.begin_pass(tokens, self._stream.states.layout.kv_layers == 1)
             result = self._walk(cache, layer, hidden_states, args, kwargs)
             if cache.on_end is not None:
-                cache.on_end()  # behind the dearest chunk, what ends the layer would come on top
-            layer.end_pass()
+                cache.on_end(True)  # behind the dearest chunk, what ends the layer would come on top
+            layer.end_pass(None if cache.on_end is None else functools.partial(cache.on_end, False))
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

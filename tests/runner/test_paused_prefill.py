@@ -131,6 +131,23 @@ def test_who_drives_a_read_knows_which_cells_are_alike(loop: AnswerLoop) -> None
     short.result(WAIT)
 
 
+@pytest.mark.parametrize("index", ["flat", "auto"])
+def test_steps_run_within_the_end_of_a_layer(loop: AnswerLoop, index: str) -> None:
+    """While sequences decode, the clusters of a layer come in parts of their own, and have the same bits."""
+    plain, paused = new_cache(loop, index=index), new_cache(loop, index=index)
+    wanted = read_at_once(loop, plain, ids_of(1000))
+    read, kinds = ChunkedPrefill(loop, paused, ids_of(1000)), list[str]()
+    while not read.done:
+        assert read.wait(WAIT)
+        kinds.append(read.next_kind)
+        read.go(1, alone=False)
+        if read.finishing:
+            break
+    assert torch.equal(read.result(WAIT).logits, wanted.logits)
+    assert_same(paused, plain)
+    assert kinds[:8] == ["chunk"] * 4 + ["end"] * 4 and kinds.count("end") == 4 * len(paused.layers)
+
+
 def test_a_read_continues_what_is_there(loop: AnswerLoop) -> None:
     plain = new_cache(loop)
     read_at_once(loop, plain, ids_of(500))
@@ -146,26 +163,26 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.is_alive()}
 
 
-@pytest.mark.parametrize("prefix", [0, 400])
-def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int) -> None:
-    """At every chunk: no thread, no memory, and the cache as before."""
+@pytest.mark.parametrize(("prefix", "alone"), [(0, True), (0, False), (400, True), (400, False)])
+def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int, alone: bool) -> None:
+    """At every chunk: no thread, no memory, and the cache as before. alone: no sequence decodes."""
     first = new_cache(loop, index="roargraph")
     if prefix:
         read_at_once(loop, first, ids_of(prefix))
     layers, ids = len(first.layers), ids_of(700, 1)
     wanted = read_at_once(loop, first.fork(), ids).logits
-    chunks = 4 * layers
+    chunks = (4 if alone else 7) * layers  # of 300 tokens, and what ends a layer, in one part or four
     before = threads()
     for chunk in range(0, chunks + 1):
         cache = first.fork()
         held = cache.host_nbytes
         read = ChunkedPrefill(loop, cache, ids)
         if chunk:
-            read.go(chunk)
+            read.go(chunk, alone=alone)
         assert read.wait(WAIT)
         assert read.chunks_done == chunk
         read.cancel()
-        if chunk == chunks:  # there was no gate any more
+        if chunk >= chunks - (0 if alone else 3):  # within the last layer's end it cannot stop any more
             assert read.error is None and cache.get_seq_length() == prefix + len(ids)
             continue
         assert isinstance(read.error, ReadCancelled)
@@ -175,7 +192,7 @@ def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int) -> None:
         assert cache.on_chunk is None and cache.on_layer is None
         if chunk == layers:
             again = ChunkedPrefill(loop, cache, ids)
-            again.go(chunks)
+            again.go(chunks, alone=alone)
             assert torch.equal(again.result(WAIT).logits, wanted)
         assert prefill_threads.running == 0
     assert threads() <= before | {"retrieval_attn-read"}  # it stays

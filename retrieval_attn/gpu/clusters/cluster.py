@@ -12,7 +12,7 @@ Non-finite keys are put into some cluster and make its sums non-finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -140,13 +140,15 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def make_clusters(
-    keys: Tensor, values: Tensor, metric: Tensor | None, clusters: int, weights: Tensor | None = None
-) -> Clusters:
+    keys: Tensor, values: Tensor, metric: Tensor | None, clusters: int, weights: Tensor | None = None,
+    between: Callable[[], object] = lambda: None,
+) -> Clusters:  # fmt: skip
     """Cluster keys (heads, n, head_dim) with their values (heads, n, value_dim), any floating dtype, and sum them.
 
     metric: (heads, head_dim, head_dim) float32 as `metric_of` gives it; None: the identity. clusters: 1 to 256. Fewer
     keys than clusters leave some empty; without keys, centres are zeros. weights: (heads, n) float32 as `usual_weights`
-    gives them; None: all alike. Raises ShapeError.
+    gives them; None: all alike. between: called when the centres are found, before all keys are assigned. Raises
+    ShapeError.
     """
     heads, count, dim = keys.shape
     if not 1 <= clusters <= MAX_CLUSTERS or values.shape[:2] != keys.shape[:2]:
@@ -164,6 +166,7 @@ def make_clusters(
     rows = _JoinedRows(*sample, clusters)
     for _ in range(ROUNDS):
         means = _pass(rows, means, joint)[1].means(means)
+    between()
     rows = _JoinedRows(keys, values, clusters)
     members, sums = _pass(rows, means, joint, weights)
     found = sums.means(means)

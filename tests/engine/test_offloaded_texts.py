@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import weakref
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,8 +132,11 @@ class EngineSpec:
                 f"generation_config must be one of {', '.join(GENERATION_CONFIGS)}; got {self.generation_config!r}."
             )
 
-    def load(self) -> tuple[LLM, Engine]:
-        """Load the model and start its engine, warm for one row; log the seconds. Raises as `LLM` and `Engine`."""
+    def load(self, on_loaded: Callable[[], object] = lambda: None) -> tuple[LLM, Engine]:
+        """Load the model and start its engine, warm for one row; log the seconds. Raises as `LLM` and `Engine`.
+
+        on_loaded: called before graphs are captured.
+        """
         from retrieval_attn.config import Config
         from retrieval_attn.engine.engine import Engine, default_limits
         from retrieval_attn.llm import LLM
@@ -162,6 +165,7 @@ class EngineSpec:
             keep_session_seconds=self.keep_session_seconds,
         )
         started = time.perf_counter()
+        on_loaded()
         if self.warm_tokens:
             engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False, background=True)
         ready = time.perf_counter()

@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,9 +34,9 @@ DIED = 3
 class Worker:
     """Does what the frames of one socket say, until it is closed."""
 
-    def __init__(self, sock: socket.socket, engine: Engine) -> None:
-        """engine: this one's from now on."""
-        self._sock, self._engine = sock, engine
+    def __init__(self, sock: socket.socket, engine: Engine, on_warm: Callable[[], object] | None = None) -> None:
+        """engine: this one's from now on. on_warm: called once, when all graphs are captured."""
+        self._sock, self._engine, self._on_warm = sock, engine, on_warm
         self._outgoing: queue.SimpleQueue[Plain | tuple[int, Event | Finished] | None] = queue.SimpleQueue()
         self._tickets: dict[int, RequestHandle] = {}
         self._submitting: dict[int, bool] = {}
@@ -58,7 +59,11 @@ class Worker:
             if frame["do"] == "cancel":
                 self._cancel(frame["id"])
             elif frame["do"] == "ping":
-                self._outgoing.put({"id": frame["id"], "ok": self._engine.warming})
+                warming = self._engine.warming
+                self._outgoing.put({"id": frame["id"], "ok": warming})
+                if warming is None and self._on_warm is not None:
+                    self._on_warm()
+                    self._on_warm = None
             else:
                 if frame["do"] == "submit":
                     self._submitting[frame["id"]] = False

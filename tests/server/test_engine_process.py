@@ -263,6 +263,23 @@ def test_a_request_that_is_cancelled_before_it_is_submitted() -> None:
         assert not work.is_alive()
 
 
+def test_a_worker_is_told_once_that_all_graphs_are_captured() -> None:
+    """It has the garbage collector leave out what lives to the end."""
+    engine: Any = SlowEngine()
+    ours, theirs = socket.socketpair()
+    told: list[str] = []
+    with ours, theirs:
+        work = threading.Thread(target=Worker(theirs, engine, lambda: told.append("warm")).run)
+        work.start()
+        for warming in ([4, 15], None, None):
+            engine.warming = warming
+            ours.sendall(frames.frame_of({"do": "ping", "id": 0}))
+            assert frames.receive_frame(ours) == {"id": 0, "ok": warming}
+        ours.sendall(frames.frame_of({"do": "close", "drain": False}))
+        work.join(20)
+    assert told == ["warm"]
+
+
 def test_a_process_starts_before_torch_is_imported_if_there_is_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE, Format
-from retrieval_attn.offload.page_lock import say_refused
+from retrieval_attn.offload.page_lock import lock_array, say_refused
 
 BUFFER_BYTES = 32 << 20
 BUFFERS = 3
 _ALIGNED = 64
+LARGE_BYTES = 4 << 20
 
 CopyChunk = tuple[Sequence[Tensor], Callable[..., None]]
 """Tensors that fit a buffer together, and who takes them as NumPy arrays (16-bit floats as their bits, uint16)."""
@@ -158,7 +160,12 @@ def brought_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     stream = _bringing_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), torch.no_grad():
-        into = [pinned(one.nbytes).view(one.dtype).view(one.shape) if one.is_cuda else one for one in tensors]
+        sizes = [-(-one.nbytes // _ALIGNED) * _ALIGNED if one.is_cuda else 0 for one in tensors]
+        rooms = page_locked(sum(sizes)).split(sizes)
+        into = [
+            room[: one.nbytes].view(one.dtype).view(one.shape) if one.is_cuda else one
+            for one, room in zip(tensors, rooms, strict=True)
+        ]
         for one, held in zip(tensors, into, strict=True):
             if one.is_cuda:
                 copy_runs(held, one)
@@ -186,6 +193,19 @@ def bringing(device: torch.device, after: torch.cuda.Event | None) -> Iterator[N
 @functools.cache
 def _bringing_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def page_locked(size: int) -> Tensor:
+    """uint8 (size,), any contents; as `pinned`, and large memory without holding up threads that launch.
+
+    Where the driver takes pages itself, no thread can launch meanwhile; it registers pages that are there in .05 s per
+    GiB.
+    """
+    if size < LARGE_BYTES:
+        return pinned(size)
+    array = np.empty(size, np.uint8)
+    array[:: mmap.PAGESIZE] = 0  # takes the pages, without the interpreter's lock
+    return pinned(size) if lock_array(array) else torch.from_numpy(array)
 
 
 def pinned(size: int) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from retrieval_attn.offload.staging import Staging, pinned
+from retrieval_attn.offload.staging import LARGE_BYTES, Staging, brought_together, page_locked, pinned
 from retrieval_attn.offload.threads import SWITCH_SECONDS, ThreadPool, TurnLock
 from retrieval_attn.offload.traffic import traffic
 
@@ -126,3 +126,28 @@ def test_a_pool_works_at_once_keeps_order_and_goes_home() -> None:
         pool.map(lambda number: 1 // number, [1, 0, 2])
     assert pool.submit(lambda: 7).result(10) == 7
     assert not workers() and pool.busy == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("size", [100, LARGE_BYTES, 3 * LARGE_BYTES + 1])
+def test_page_locked_memory_is_known_to_the_driver(size: int) -> None:
+    """Large memory is registered; given back, its addresses can be registered again."""
+    for _ in range(2):
+        room = page_locked(size)
+        part = room[size // 2 :]
+    assert room.shape == (size,) and room.is_pinned() and part.is_pinned()
+    given = torch.arange(size, device="cuda").to(torch.uint8)
+    room.copy_(given, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(part, given[size // 2 :].cpu())
+
+
+@pytest.mark.cuda
+def test_tensors_are_brought_together() -> None:
+    """Of any shape, dtype and stride, in one room; one on the CPU is itself."""
+    given = [torch.randn(4, 300, 64, device="cuda", dtype=torch.bfloat16)[:, 10:200], torch.arange(7, device="cuda")]
+    given += [torch.randn(2, 1 << 20, device="cuda"), torch.ones(3), torch.empty(0, 5, device="cuda")]
+    found = brought_together(given)
+    assert found[3] is given[3] and all(one.device.type == "cpu" for one in found)
+    for one, own in zip(found, given, strict=True):
+        assert one.dtype == own.dtype and torch.equal(one, own.cpu())

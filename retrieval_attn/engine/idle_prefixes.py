@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput
 from retrieval_attn.memory.device_room import prefix_cache_device_bytes
 from retrieval_attn.offload.int8_rows import drop_rows, held_rows_bytes
+from retrieval_attn.offload.page_lock import unhurried
 from retrieval_attn.offload.threads import ThreadPool
 
 __all__ = ["IdleLimits", "IdlePrefixes", "most_device_bytes"]
@@ -65,7 +67,8 @@ class IdlePrefixes:
         self._scheduler, self._changed, self._waited_for = scheduler, changed, waited_for
         self._row_bytes = 0  # of int8 rows, after the last prefill
         self._copies = ThreadPool(1, "retrieval_attn-copy")
-        self._releases = ThreadPool(1, "retrieval_attn-free")
+        self._releases = ThreadPool(2, "retrieval_attn-free")
+        self._dropping: Future[int] | None = None  # int8 rows
         self._added = False  # there may be prefixes that no thread has copied
 
     @property
@@ -86,7 +89,7 @@ class IdlePrefixes:
             self._disk.wait()  # requests may wait for the memory of a text that is being saved
 
     def _release(self, gone: list[Payload]) -> None:
-        self._releases.submit(gone.clear)
+        self._releases.submit(_free, gone)
 
     def _evict(self) -> None:
         """Evict idle prefixes if they hold more than their limit, or if the next request lacks host memory."""
@@ -110,5 +113,12 @@ class IdlePrefixes:
         with self._changed:
             self._scheduler.set_outside(self._tree.sizes.host)
             more = self._scheduler.host_bytes_in_use + self._row_bytes - limits.host_bytes
-        if more > 0 and self._row_bytes > rows:
-            self._row_bytes -= drop_rows(min(more, self._row_bytes - rows))
+        if more > 0 and self._row_bytes > rows and (self._dropping is None or self._dropping.done()):
+            nbytes = min(more, self._row_bytes - rows)
+            self._row_bytes -= nbytes
+            self._dropping = self._releases.submit(drop_rows, nbytes)  # in a thread: the driver waits for the device
+
+
+def _free(gone: list[Payload]) -> None:
+    with unhurried():
+        gone.clear()

@@ -40,6 +40,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 START_SECONDS = 300.0
 SAVE_SECONDS = 90.0
 QUESTION_WORDS = 12
+TOGETHER_TOKENS = 256
+"""Of answers that decode together: of 64, the first client has all before the others begin."""
 SEPARATORS = {"a space": " ", "a newline": "\n", "a blank line": "\n\n"}
 
 
@@ -212,7 +214,8 @@ def eight(client: Client) -> None:
     """Eight clients at once on a document that nobody has read, and again when it is read."""
     text = words(5, client.args.words)
     for turn, what in enumerate(("unread", "read")):
-        found = client.together([chat(text, question(40 + 8 * turn + number)) for number in range(8)])
+        asked = [chat(text, question(40 + 8 * turn + number)) for number in range(8)]
+        found = client.together([(path, {**body, "max_tokens": TOGETHER_TOKENS}) for path, body in asked])
         client.note(f"eight at once, {what} document", found)
 
 

@@ -25,6 +25,7 @@ from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.engine.gate import Gate, GatedRead, prefill_threads
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.model.placement import devices
+from retrieval_attn.offload.threads import telling
 from retrieval_attn.runner.decode import PromptState
 from retrieval_attn.runner.prefill import abandon
 
@@ -129,7 +130,8 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
         cache.on_chunk, cache.on_image = gate.enter, functools.partial(gate.enter, kind="image")
         cache.on_end = gate.enter_end if gate.has_ends else None
         try:
-            state = loop.read_whole(cache, batch, read_done=gate.finish)
+            with telling(gate.stalled):
+                state = loop.read_whole(cache, batch, read_done=gate.finish)
         finally:
             cache.on_chunk = cache.on_end = cache.on_image = None
         cache.batch.note_ids(batch.ids)

@@ -33,6 +33,7 @@ class Gate:
         granted: granted chunks that have not begun.
         next_kind: kind of the next chunk.
         alone: whether no sequence decodes, so that the end of a layer's pass need not be interrupted.
+        is_stalled: whether the thread waits for others inside of a chunk.
         finishing: whether all chunks are done and the thread needs no further grants.
         ended: whether the thread has ended.
     """
@@ -55,7 +56,7 @@ class Gate:
         self.total, self._layer_chunks, self._in_layer = total, layer_chunks, 0
         self._chunk_tokens = chunk_tokens
         self.granted = self._begun = self._holders = self._inside = 0
-        self._waiting = self._cancelled = self.finishing = self.ended = False
+        self._waiting = self._cancelled = self.finishing = self.ended = self.is_stalled = False
         self.alone = True
         self._image_chunks = image_chunks
         self.next_kind: ChunkKind = "image" if image_chunks else "chunk"
@@ -152,11 +153,32 @@ class Gate:
             self.ended, self._inside = True, 0
             self._changed.notify_all()
 
-    def wait(self, timeout: float | None) -> bool:
-        """Wait until all granted chunks are complete. Returns False after `timeout` seconds."""
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Mark the thread, which calls this, as waiting for copies or index builds of others inside of a chunk."""
+        with self._changed:
+            self.is_stalled = True
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.is_stalled = False
+
+    def wait(self, timeout: float | None, *, or_stalled: bool = False) -> bool:
+        """Wait until all granted chunks are complete. Returns False after `timeout` seconds.
+
+        or_stalled: at most until the thread waits for others.
+        """
         with self._changed:
             return self._changed.wait_for(
-                lambda: self.ended or self.finishing or (self._waiting and not self.granted), timeout
+                lambda: (
+                    self.ended
+                    or self.finishing
+                    or (self._waiting and not self.granted)
+                    or (or_stalled and self.is_stalled)
+                ),
+                timeout,
             )
 
     def wait_ended(self, timeout: float | None) -> bool:
@@ -275,9 +297,17 @@ class GatedRead:
             raise ConfigError(f"chunks={chunks!r} must be a whole number >= 1")
         self._gate.grant(chunks, alone=alone)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all granted chunks are complete. Returns False after `timeout` seconds."""
-        return self._joined(self._gate.wait(timeout))
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the thread waits for copies or index builds of others inside of a chunk."""
+        return self._gate.is_stalled
+
+    def wait(self, timeout: float | None = None, *, or_stalled: bool = False) -> bool:
+        """Wait until all granted chunks are complete. Returns False after `timeout` seconds.
+
+        or_stalled: at most until the thread waits for others.
+        """
+        return self._joined(self._gate.wait(timeout, or_stalled=or_stalled))
 
     def wait_done(self, timeout: float | None) -> bool:
         """Wait until the prefill is `done`. Returns False after `timeout` seconds."""

@@ -142,8 +142,9 @@ class PrefillWorker:
                 if read is not None:
                     before = read.chunks_done
                     if read.next_kind != "image" or self._scheduler.next_kind(number) == "image":
-                        read.go(min(granted[number], read.chunks_alike), alone=alone)
-                        read.wait()
+                        if alone or not read.is_stalled:
+                            read.go(min(granted[number], read.chunks_alike), alone=alone)
+                        read.wait(or_stalled=not alone)
                     chunks[number] = read.chunks_done - before
                     if read.finishing:
                         read.wait_done(END_SECONDS)

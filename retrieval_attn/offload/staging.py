@@ -203,8 +203,8 @@ def page_locked(size: int) -> Tensor:
     """
     if size < LARGE_BYTES:
         return pinned(size)
-    array = np.empty(size, np.uint8)
-    array[:: mmap.PAGESIZE] = 0  # takes the pages, without the interpreter's lock
+    array = np.frombuffer(mmap.mmap(-1, size), np.uint8)  # pages of its own: a page is registered once
+    array[:: mmap.PAGESIZE] = 0  # takes them, without the interpreter's lock
     return pinned(size) if lock_array(array) else torch.from_numpy(array)
 
 

@@ -79,6 +79,29 @@ class TurnLock:
             yield
 
 
+_told = threading.local()
+
+
+@contextlib.contextmanager
+def telling(stalled: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    """Within it, the calling thread enters `stalled()` wherever it waits for work of other threads."""
+    _told.stalled = stalled
+    try:
+        yield
+    finally:
+        _told.stalled = None
+
+
+def wait_for(futures: Iterable[Future[Any]]) -> None:
+    """Wait until all are done, whatever their results; see `telling`."""
+    left = [one for one in futures if not one.done()]
+    if not left:
+        return
+    stalled = getattr(_told, "stalled", None)
+    with contextlib.nullcontext() if stalled is None else stalled():
+        wait(left)
+
+
 BUSY_SECONDS = 0.1
 """Time after a decode step or an upload in which threads of the background yield to the next one."""
 

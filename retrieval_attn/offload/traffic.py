@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from retrieval_attn.offload.threads import take_turns_often
+from retrieval_attn.offload.threads import take_turns_often, wait_for
 
 
 @dataclass
@@ -83,9 +83,9 @@ class Traffic:
         works = self._under_way()
         leaving = [left for work in works if (left := work.leaving())]
         before = leaving if alone else leaving[:-earlier]
-        concurrent.futures.wait([future for left in before for future in left])
+        wait_for(future for left in before for future in left)
         building = [future for work in works for future in work.building()]
-        concurrent.futures.wait(building[: max(0, len(building) - BACKLOG)])
+        wait_for(building[: max(0, len(building) - BACKLOG)])
         return time.perf_counter() - began if before or building[BACKLOG:] else 0.0
 
     def drain(self) -> None:

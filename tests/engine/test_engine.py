@@ -7,6 +7,7 @@ import itertools
 import random
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,12 @@ from retrieval_attn.cpu import segment
 from retrieval_attn.engine import prefill_worker as readings
 from retrieval_attn.engine.engine import READ_TOKENS, Engine, default_limits
 from retrieval_attn.engine.gate import prefill_threads
-from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.engine.request import Finished, Request, RequestHandle
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.errors import AdmissionError, ConfigError, ContextLengthError, EngineFullError, InputDataError
 from retrieval_attn.offload import page_lock
+from retrieval_attn.offload.threads import wait_for
+from retrieval_attn.offload.traffic import Traffic
 from retrieval_attn.runner import graph_runner as bucket
 from retrieval_attn.runner.rows import RowsFailedError, step
 from retrieval_attn.sampling.sampler import Sampler
@@ -165,11 +168,41 @@ def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -
         for before, one in itertools.pairwise(ticks)
         for chunks in one.read.values()
     ]
-    assert [chunks for chunks, end in read if end] == [1] * (2 * layers)  # chunks of 5 and of 4
+    ends = [chunks for chunks, end in read if end and chunks]  # of 5 chunks and of 4; in parts while the row decodes
+    assert set(ends) == {1} and 2 * layers <= len(ends) <= 4 * 2 * layers
     assert sum(chunks for chunks, end in read if not end) >= (5 + 4) * layers
     for before, one in itertools.pairwise(ticks):
         ends = [name for name, kind in before.next_kinds.items() if kind == "end"]
         assert not ends or ends == list(one.read)
+
+
+def test_rows_get_tokens_while_a_read_waits_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that end once the row has more tokens: if the row waited for them, both would wait for ever."""
+    llm = llm_of(CONFIG.replace(prefill_chunk=64))
+    told, copies, make_room = list[int](), Future[None](), Traffic.make_room
+
+    def waits(traffic: Traffic, alone: bool = False, earlier: int = 1) -> float:
+        if told:
+            wait_for([copies])
+        return make_room(traffic, alone, earlier)
+
+    def listen(row: RequestHandle) -> None:
+        for _ in row:
+            told.append(1)
+            if len(told) == 30:
+                copies.set_result(None)
+
+    with Engine(llm) as engine:
+        row = engine.submit(Request((ids(20, 1),), 60, stop_ids=frozenset()))
+        listening = threading.Thread(target=listen, args=(row,))
+        listening.start()
+        while not told:
+            time.sleep(0.001)
+        monkeypatch.setattr(Traffic, "make_room", waits)
+        found = engine.submit(Request((ids(300, 2), ids(200, 3)), 2, stop_ids=frozenset())).result()
+        listening.join(60)
+    assert len(told) == 60
+    assert found.tokens == alone(llm, Request((ids(300, 2), ids(200, 3)), 2, stop_ids=frozenset())).tokens
 
 
 @pytest.mark.parametrize("read_before", [True, False])

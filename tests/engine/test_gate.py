@@ -1,13 +1,15 @@
-"""Threads of prefills: they stay, because PyTorch keeps cuDNN's plans per thread."""
+"""Gates of prefill threads; the threads stay, because PyTorch keeps cuDNN's plans per thread."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from concurrent.futures import Future
 
 import pytest
 
-from retrieval_attn.engine.gate import PrefillThreads
+from retrieval_attn.engine.gate import Gate, PrefillThreads
+from retrieval_attn.offload.threads import telling, wait_for
 
 
 def test_the_next_prefill_runs_in_the_same_thread() -> None:
@@ -56,3 +58,35 @@ def test_a_prefill_that_raises_does_not_end_the_thread(caplog: pytest.LogCapture
 
     assert threads.start(fails).wait(10) and "no memory" in caplog.text
     assert threads.start(lambda: None).wait(10) and threads.running == 0
+
+
+def test_the_engine_goes_on_while_a_chunk_waits_for_copies() -> None:
+    """On an H200 rows waited .1 s in each layer, until the keys of the one before had left the device."""
+    gate, copies = Gate(2), Future[None]()
+
+    def read() -> None:
+        gate.enter()
+        with telling(gate.stalled):
+            wait_for([copies])
+        gate.enter()
+        gate.end()
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    gate.grant(1)
+    assert gate.wait(10, or_stalled=True) and gate.is_stalled and gate.chunks_done == 0
+    assert not gate.wait(0.05), "the chunk is not complete"
+    copies.set_result(None)
+    assert gate.wait(10) and not gate.is_stalled and gate.chunks_done == 1
+    gate.grant(1)
+    thread.join(10)
+    assert gate.ended
+
+
+def test_waiting_for_what_is_done_stalls_nothing() -> None:
+    gate, done = Gate(1), Future[None]()
+    done.set_exception(OSError("told to who asks for the result"))
+    with telling(gate.stalled):
+        wait_for([done])
+    wait_for([done])
+    assert not gate.is_stalled

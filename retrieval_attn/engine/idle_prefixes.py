@@ -9,6 +9,7 @@ thread frees what is evicted.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from retrieval_attn.offload.threads import ThreadPool
 
 __all__ = ["IdleLimits", "IdlePrefixes", "most_device_bytes"]
 
+COUNT_SECONDS = 0.25
+"""Between two counts of int8 rows during a prefill: one takes some ms of a step, and threads add .1 GB meanwhile."""
 ROWS_SHARE = 0.25
 """Share of the requests' host memory that int8 rows keep when idle prefixes need it."""
 
@@ -65,7 +68,7 @@ class IdlePrefixes:
         """changed: the lock of `scheduler`. waited_for: see `PrefillWorker.waited_for`."""
         self._tree, self._disk, self._limits, self._idle = tree, disk, limits, idle
         self._scheduler, self._changed, self._waited_for = scheduler, changed, waited_for
-        self._row_bytes = 0  # of int8 rows, after the last prefill
+        self._row_bytes, self._count_at = 0, 0.0  # of int8 rows, when they were counted, and when to count again
         self._copies = ThreadPool(1, "retrieval_attn-copy")
         self._releases = ThreadPool(2, "retrieval_attn-free")
         self._dropping: Future[int] | None = None  # int8 rows
@@ -78,9 +81,9 @@ class IdlePrefixes:
 
     def after_step(self, plan: SchedulerOutput) -> None:
         """Offload, save and evict prefixes after a step that did `plan`."""
-        if plan.read or plan.leave:
-            self._row_bytes = held_rows_bytes()
-            self._added = True
+        self._added = self._added or bool(plan.read or plan.leave)
+        if plan.leave or (plan.read and time.monotonic() >= self._count_at):
+            self._row_bytes, self._count_at = held_rows_bytes(), time.monotonic() + COUNT_SECONDS
         self._evict()
         if self._added and not plan.read and not self.is_copying:
             self._added = False

@@ -14,7 +14,6 @@ import pytest
 
 from retrieval_attn.cpu.host_attend import attend_paths, plan_paths
 from retrieval_attn.cpu.pool import Pool
-from retrieval_attn.cpu.step import plan as plan_module
 from retrieval_attn.cpu.step import planned as planned_module
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.cpu.step.tables import StepBuffers
@@ -72,24 +71,6 @@ def test_results_land_in_the_given_buffers_across_plans(pool: Pool) -> None:
             np.testing.assert_array_equal(buffers.lse.reshape(len(paths), Q_HEADS, n)[row], part.lse)
         assert step.address == address
         assert step.cost(1.0).keys_scanned > 0 and buffers.descriptor[words.NANOSECONDS] > 0
-
-
-@pytest.mark.parametrize(("thread_bytes", "threads"), [(1 << 20, 1), (1 << 16, 2), (1 << 10, 2)])
-def test_few_keys_are_read_by_few_threads(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, thread_bytes: int, threads: int
-) -> None:
-    """A device waits for the last thread, which may not run at once. 650 tokens have 180 KB; the pool has 2 threads."""
-    monkeypatch.setattr(plan_module, "THREAD_BYTES", thread_bytes)
-    buffers, path = buffers_for(pool, 1), path_of(pool, 700, 1)
-    step = LayerStep(pool, Format.FLOAT32, buffers=buffers)
-    assert plan_paths(step, [path], [(3, 650)], (Q_HEADS, 1), 20, scale=0.3)
-    assert int(step._step["width"][0]) == threads
-    queries = np.random.default_rng(3).standard_normal((1, Q_HEADS, 1, DIM), dtype=np.float32)
-    buffers.queries[: queries.size] = queries.ravel()
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(step.callback)(step.address)
-    step.raise_error()
-    [part] = attend_paths([path], list(queries), [(3, 650)], 20, scale=0.3)
-    np.testing.assert_array_equal(buffers.out[: part.out.size].reshape(part.out.shape), part.out)
 
 
 def test_forgetting_lets_go_of_the_keys(pool: Pool) -> None:

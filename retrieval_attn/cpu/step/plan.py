@@ -7,7 +7,6 @@ alive, and turns error words into exceptions. What a step computes is in `run.py
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -42,9 +41,6 @@ from retrieval_attn.index.task.search import CALL_FAILED, ScratchLayout
 from retrieval_attn.index.task.tasks import ATTEND_TIME, BYTES, LIST_HEAD, SCANNED, SEARCH_TIME, STEP
 
 TASKS_PER_THREAD = 4
-THREAD_BYTES = 1 << 20
-"""Keys and values for each thread of a step that a device waits for. More threads would take less time, unless one of
-them does not run at once: each of 32 layers waits for the last one, 20 to 80 ms while others index what is read."""
 MAX_LISTS_BYTES = 256 << 20
 """Most memory for candidates of one step; beyond it the caller takes another way."""
 
@@ -169,8 +165,6 @@ class LayerStep:
             raise ConfigError(f"top_k={top_k}, positions={positions}, threads={threads} must be at least 1")
         threads = self.pool.threads if threads is None else min(threads, self.pool.threads)
         dims = _dims_of(rows, self._fmt)
-        if self._buffers is not None:
-            threads = min(threads, _threads_for(rows))
         parts = -(-TASKS_PER_THREAD * threads // (len(rows) * dims[0])) if threads > 1 else 1
         keep = _rounded_top_k(rows, top_k)
         tables, named = ([None] * len(rows), 0) if rest is None else rest
@@ -335,14 +329,6 @@ def _dims_of(rows: Sequence[Sequence[SearchRange]], fmt: Format) -> tuple[int, i
     if piece is None:
         raise ShapeError("a step needs at least one piece of one row")
     return len(piece.keys), fmt.dim_of(piece.keys), fmt.dim_of(piece.values)
-
-
-def _threads_for(rows: Sequence[Sequence[SearchRange]]) -> int:
-    """Return a power of two, so that few plans differ from the one before."""
-    nbytes = 0
-    for piece in itertools.chain.from_iterable(rows):
-        nbytes += (piece.high - piece.low) * len(piece.keys) * (piece.keys.strides[1] + piece.values.strides[1])
-    return 1 << max(0, (nbytes // THREAD_BYTES).bit_length() - 1)
 
 
 def _failure(step: npt.NDArray[Any], places: TaskTable, heads: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from retrieval_attn.cpu.step.tables import SearchRange
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge
-from retrieval_attn.gpu.clusters.mass import ClusterMass, TailPartial, name_with_mass
+from retrieval_attn.gpu.clusters.mass import TailPartial, name_with_mass
 from retrieval_attn.gpu.codes.candidates import MAX_SLOTS, Candidates, StoredRows, attend_candidates, slots_for
 from retrieval_attn.gpu.codes.late import LateClusters, attend_late
 from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch
@@ -129,7 +130,7 @@ class DeviceCodeSource(AttentionSource[CodedRange]):
 
     def __init__(self, request: AttentionRequest, ranges: list[CodedRange]) -> None:
         super().__init__(request, ranges)
-        self._gathers: list[HostGather | DeviceGather] = []
+        self._gathers: list[QuestionGather] = []
 
     @classmethod
     def covers(cls, request: AttentionRequest, tokens: TokenRange) -> CodedRange | None:
@@ -145,7 +146,7 @@ class DeviceCodeSource(AttentionSource[CodedRange]):
             self.request.held.uploads.clear()  # the layer before may have sent keys ahead
         self._gathers[0].begin()
 
-    def _gather(self, over: CodedRange) -> HostGather | DeviceGather:
+    def _gather(self, over: CodedRange) -> QuestionGather:
         # one copy for both: dtype, and the order of rows
         queries = stacked(self.query, over.rows).to(torch.float32, memory_format=torch.contiguous_format).contiguous()
         uploads = self.request.held.uploads
@@ -195,39 +196,53 @@ class QuestionShape(NamedTuple):
         return max(1, -(-positions // chunks))
 
 
-class HostGather:
-    """Attention of queries (q_heads, positions, head_dim) on a device to a `CodedRange`, by the host.
+class QuestionGather(ABC):
+    """Attention of queries (q_heads, positions, head_dim) on a device to a `CodedRange`, in chunks of positions.
 
-    rest: after `finish`, the estimated share of the weights, (q_heads, positions) float32 on the device; None
-    without clusters.
+    rest: after `finish`, the estimated share of the weights, (q_heads, positions) float32 on the device; None if it is
+    not summed.
     """
 
     rest: Tensor | None = None
+
+    def __init__(self, over: CodedRange, queries: Tensor, scoring: Scoring, size: int) -> None:
+        """size: positions of a chunk."""
+        self._over, self._queries, self._scoring = over, queries.float().contiguous(), scoring
+        positions = queries.shape[1]
+        self._chunks = [slice(at, min(at + size, positions)) for at in range(0, positions, size)]
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Launch the search of the first chunk; at most once, before `finish`."""
+
+    @abstractmethod
+    def finish(self) -> tuple[Partial, StepCost]:
+        """Return out (q_heads, positions, value_dim) and lse (q_heads, positions), float32 on the device, and the cost.
+
+        Raises BackendError, with the layer and head named, if a search failed.
+        """
+
+
+class HostGather(QuestionGather):
+    """The host gathers, scores and attends. rest: None without clusters."""
 
     def __init__(self, over: CodedRange, queries: Tensor, scoring: Scoring) -> None:
         path = over.host
         heads = queries.shape[0], path.num_kv_heads, path.head_dim, path.value_dim
         shape = QuestionShape(queries.device, *heads, path.fmt, over.shape)
-        self._over, self._queries, self._scoring = over, queries.float(), scoring
+        super().__init__(over, queries, scoring, shape.chunk(queries.shape[1]))
         self._pool = default_pool() if path.pool is None else path.pool
         self._shape = shape
         self._rests: list[TailPartial] = []  # of the chunks so far
         self._desk: _ChunkBuffers | None = None
-        size = shape.chunk(queries.shape[1])
-        self._chunks = [slice(at, min(at + size, queries.shape[1])) for at in range(0, queries.shape[1], size)]
 
     def begin(self) -> None:
-        """Launch the search of the first chunk; at most once, before `finish`."""
         if self._desk is None and self._chunks:
             self._desk = _ChunkBuffers.take(self._shape, self._pool)
-            self._desk.bind(self._over)
+            self._desk.search.bind(self._over)
             self._send(0)
 
     def finish(self) -> tuple[Partial, StepCost]:
-        """out (q_heads, positions, value_dim) and lse (q_heads, positions), float32 on the device, and the cost.
-
-        Raises BackendError, with the layer and head named, if a search failed.
-        """
         self.begin()
         shape, device = self._queries.shape[:2], self._queries.device
         out = torch.empty(*shape, self._shape.value_dim, dtype=torch.float32, device=device)
@@ -257,7 +272,7 @@ class HostGather:
         assert self._desk is not None
         queries = self._queries[:, self._chunks[number]].contiguous()
         with on_device(queries.device):
-            ids, rest = self._desk.name(queries, self._scoring)
+            ids, rest = self._desk.search.name(queries.flatten(0, 1), self._scoring)
             self._desk.slots[number % 2].receive(queries, ids)
         if rest is not None:
             self._rests.append(rest)
@@ -277,42 +292,34 @@ class HostGather:
         return step.run()
 
 
-class DeviceGather:
-    """The same by the device: keys and values are uploaded. The bus moves as many bytes a second as the host gathers.
+class DeviceGather(QuestionGather):
+    """The device gathers out of uploaded keys and values: the bus moves as many bytes a second as the host gathers.
 
     Only if `CodedRange.device_gathers`. A question with a query that is not finite takes the host's way, which looks at
-    all keys. rest: None, for which share is estimated is not summed here; on the host's way as there.
+    all keys, and has its `rest`.
     """
 
-    rest: Tensor | None = None
-
     def __init__(self, over: CodedRange, queries: Tensor, uploads: LayerUploads, scoring: Scoring) -> None:
-        self._over, self._queries, self._uploads = over, queries.float().contiguous(), uploads
-        self._scoring = scoring
-        self._rest: TailPartial | None = None  # of the turn whose keys were named
         q_heads, positions, _ = queries.shape
         at_once = max(1, MOST_CANDIDATES // (q_heads * over.shape.room))
-        turns = -(-positions // at_once)
-        size = max(1, -(-positions // max(1, turns)))
-        self._turns = [slice(at, min(at + size, positions)) for at in range(0, positions, size)]
+        chunks = -(-positions // at_once)
+        super().__init__(over, queries, scoring, max(1, -(-positions // max(1, chunks))))
+        self._uploads = uploads
+        self._rest: TailPartial | None = None  # of the chunk whose keys were named
         self._ids: Tensor | None = None
 
     def begin(self) -> None:
-        """Let the device name keys for the first queries: it needs no keys for that."""
-        if self._ids is None and self._turns:
-            self._ids = self._name(self._turns[0])
+        if self._ids is None and self._chunks:
+            self._ids = self._name(self._chunks[0])  # it needs no keys for that
 
     def finish(self) -> tuple[Partial, StepCost]:
-        """out (q_heads, positions, value_dim) and lse (q_heads, positions), float32 on the device, and the cost.
-
-        Works of the device may be under way still; its seconds are those until the last was launched.
-        """
+        """See `QuestionGather`. Kernels may be in flight still; the cost's seconds end with the last launch."""
         q_heads, positions, _ = self._queries.shape
         out = self._queries.new_empty(q_heads, positions, self._over.host.value_dim)
         lse = self._queries.new_empty(q_heads, positions)
         self.begin()
         costs = []
-        for number, part in enumerate(self._turns):
+        for number, part in enumerate(self._chunks):
             began = time.perf_counter()
             ids = self._name(part) if self._ids is None else self._ids
             self._ids = None
@@ -326,7 +333,7 @@ class DeviceGather:
                 return found
             searched = time.perf_counter()
             with on_device(ids.device):
-                self._attend(part, ids, number == len(self._turns) - 1, Partial(out, lse))
+                self._attend(part, ids, number == len(self._chunks) - 1, Partial(out, lse))
             scanned = q_heads * (part.stop - part.start) * (self._over.stop - self._over.scanned_from)
             seconds = searched - began, time.perf_counter() - searched
             costs.append(StepCost(*seconds, int(named) + scanned, self._over.stop * self._over.host.token_bytes))
@@ -341,13 +348,11 @@ class DeviceGather:
     def _name(self, part: slice) -> Tensor:
         """Ids (q_heads * positions, room) int32 for queries of some positions."""
         queries, path = self._queries[:, part].flatten(0, 1), self._over.host
-        search = QuestionSearch(path.num_kv_heads, len(queries) // path.num_kv_heads, self._over.shape, queries.device)
-        mass = new_mass(path.num_kv_heads, path.value_dim, queries.device, waits=False)
+        heads, value_dim = path.num_kv_heads, path.value_dim
+        search = _CandidateSearch(heads, len(queries) // heads, value_dim, self._over.shape, queries.device)
         with on_device(queries.device):
-            search.bind(self._over.codes)
-            if self._over.parts.entries is not None:
-                mass.bind(self._over.parts.entries)
-            ids, self._rest = name_and_estimate(search, mass, queries, self._scoring)
+            search.bind(self._over)
+            ids, self._rest = search.name(queries, self._scoring)
         return ids
 
     def _attend(self, part: slice, ids: Tensor, last: bool, into: Partial) -> None:
@@ -461,9 +466,8 @@ class _ChunkBuffers:
         self._pool = pool  # kept, so that its id stays taken
         with torch.inference_mode(False), torch.no_grad():  # the next question may come outside inference mode
             self.slots = [_Slot(shape, pool) for _ in range(2)]
-            members = shape.group * shape.most
-            self.search: QuestionSearch = QuestionSearch(shape.kv_heads, members, shape.codes, shape.device)
-            self.mass = new_mass(shape.kv_heads, shape.value_dim, shape.device, waits=False)
+            sizes = shape.kv_heads, shape.group * shape.most, shape.value_dim
+            self.search = _CandidateSearch(*sizes, shape.codes, shape.device)
 
     @classmethod
     def take(cls, shape: QuestionShape, pool: Pool) -> _ChunkBuffers:
@@ -476,38 +480,40 @@ class _ChunkBuffers:
                 return idle.pop()
         return cls(shape, pool)
 
-    def bind(self, over: CodedRange) -> None:
-        """Bind the search to the codes of a range, and the estimate to its clusters."""
-        self.search.bind(over.codes)
-        if over.parts.entries is not None:
-            self.mass.bind(over.parts.entries)
-
     def give_back(self) -> None:
         """Release keys, codes and clusters; the next question may take the buffers."""
         self.search.forget()
-        self.mass.forget()
         for slot in self.slots:
             slot.step.forget()
         with self._lock:
             self._idle.setdefault(self._key, []).append(self)
 
+
+class _CandidateSearch:
+    """Search of a range's codes on the device for `members` queries of each key-value head."""
+
+    def __init__(self, kv_heads: int, members: int, value_dim: int, shape: CodeShape, device: torch.device) -> None:
+        self._search: QuestionSearch = QuestionSearch(kv_heads, members, shape, device)
+        self._mass = new_mass(kv_heads, value_dim, device, waits=False)
+
+    def bind(self, over: CodedRange) -> None:
+        """Bind the codes and the clusters of a range."""
+        self._search.bind(over.codes)
+        if over.parts.entries is not None:
+            self._mass.bind(over.parts.entries)
+
+    def forget(self) -> None:
+        """Release codes and clusters."""
+        self._search.forget()
+        self._mass.forget()
+
     def name(self, queries: Tensor, scoring: Scoring) -> tuple[Tensor, TailPartial | None]:
-        """Select candidates of queries (q_heads, positions, head_dim) on the device: (q_heads * positions, room) int32.
-
-        Return the estimate of all other keys, too, if clusters are bound.
-        """
-        return name_and_estimate(self.search, self.mass, queries.flatten(0, 1), scoring)
-
-
-def name_and_estimate(
-    search: QuestionSearch, mass: ClusterMass, queries: Tensor, scoring: Scoring
-) -> tuple[Tensor, TailPartial | None]:
-    """Select candidates (m, room) int32 of queries (m, head_dim), and estimate other keys; None without clusters."""
-    ids = torch.empty(len(queries), search.shape.room, dtype=torch.int32, device=queries.device)
-    if not any(mass.entries):
-        search.name(queries, ids)
-        return ids, None
-    return ids, name_with_mass(search, mass, queries, ids, scoring)
+        """Select candidates (m, room) int32 of queries (m, head_dim). Estimate other keys; None without clusters."""
+        ids = torch.empty(len(queries), self._search.shape.room, dtype=torch.int32, device=queries.device)
+        if not any(self._mass.entries):
+            self._search.name(queries, ids)
+            return ids, None
+        return ids, name_with_mass(self._search, self._mass, queries, ids, scoring)
 
 
 def joined(rests: list[TailPartial], q_heads: int) -> Partial:

@@ -72,7 +72,7 @@ from retrieval_attn.runner import drafts
 from retrieval_attn.runner.drafted_steps import BLOCKS
 from retrieval_attn.runner.full_attention import forms_for_all
 from retrieval_attn.runner.graph.host import code_shape, split_microbatches
-from retrieval_attn.runner.graph.host_row_gather import device_reads, estimated_logits_of
+from retrieval_attn.runner.graph.host_row_gather import device_reads
 from retrieval_attn.runner.graph.pool import acquire, release, waits_for
 from retrieval_attn.runner.graph.slot import window_of
 from retrieval_attn.runner.graph.support import runtime_for
@@ -470,7 +470,7 @@ class LayerLaunches:
             )
 
     def _told(self, queries: int, codes: CodeShape) -> EstimatedLogits | None:
-        return estimated_logits_of(queries, codes.room, codes.named, self._host_reads.key_share, self._key.device)
+        return EstimatedLogits.of(queries, codes, self._host_reads.key_share, self._key.device)
 
     def search_question(self) -> None:
         """Search codes as a question does."""

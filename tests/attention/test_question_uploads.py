@@ -139,7 +139,7 @@ def test_heads_come_in_blocks_and_queries_in_turns(group: int, monkeypatch: pyte
     monkeypatch.setattr(device_codes, "MOST_CANDIDATES", 18 * 3 * group * over(path).shape.room)
     monkeypatch.setattr(named_keys, "NUMBERS_AT_ONCE", 7 * 64 * 32)
     part = DeviceGather(over(path), queries, uploads_of(path), Scoring(SCALE))
-    assert [one.stop - one.start for one in part._turns] == [17, 17, 16]
+    assert [one.stop - one.start for one in part._chunks] == [17, 17, 16]
     part.begin()
     out, cost = part.finish()
     agree((out.out, out.lse, cost), expected)

@@ -176,7 +176,7 @@ def test_a_desk_lets_go_of_the_context() -> None:
     first, second = one.finish()[0], other.finish()[0]
     assert torch.equal(first.out, second.out) and torch.equal(first.lse, second.lse)
     for desk in desks:
-        assert not any(desk.search.entries) and not any(slot.step.rows for slot in desk.slots)
+        assert not any(desk.search._search.entries) and not any(slot.step.rows for slot in desk.slots)
 
 
 def test_an_index_that_names_nonsense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

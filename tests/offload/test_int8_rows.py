@@ -160,8 +160,8 @@ def test_rows_go_with_their_cache() -> None:
     del done
     gc.collect()
     assert decoder.graphs and held and not any(one() for one in held)
-    reaches: list[Any] = [host._reached for slot in decoder.slots for host in slot.hosts]
-    assert reaches and not any(entry for one in reaches for entry in one._reach.entries)
+    reaches: list[Any] = [host._gather for slot in decoder.slots for host in slot.hosts]
+    assert reaches and not any(entry for one in reaches for entry in one.entries)
 
 
 @pytest.mark.usefixtures("emulated_graphs")

@@ -15,6 +15,7 @@ Where Triton does not run, plain PyTorch does the same: what the kernels are tes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -139,6 +140,14 @@ class EstimatedLogits(NamedTuple):
 
     products: Tensor
     best: int
+
+    @classmethod
+    def of(cls, queries: int, shape: CodeShape, share: float, device: torch.device) -> EstimatedLogits | None:
+        """Allocate estimates of which a search leaves `share` of the keys to be read; None: all are read."""
+        best = math.ceil(share * shape.named)
+        if best >= shape.named:
+            return None
+        return cls(torch.full((queries, shape.room), torch.inf, device=device), best)
 
 
 def _room_for(k: int) -> int:

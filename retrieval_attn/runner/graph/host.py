@@ -28,13 +28,19 @@ from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.capture.exchange import HostCall, Runtime
 from retrieval_attn.gpu.clusters.mass import TailPartial
-from retrieval_attn.gpu.codes.host_row_gather import RowShape
-from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, SearchScratch, shared_scratch, size_class
+from retrieval_attn.gpu.codes.host_row_gather import HostRowGather, RowShape
+from retrieval_attn.gpu.codes.search import (
+    CodeSearch,
+    CodeShape,
+    EstimatedLogits,
+    SearchScratch,
+    shared_scratch,
+    size_class,
+)
 from retrieval_attn.gpu.codes.streamer import CodeStreamer, CodeTurns
 from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.gpu.decode.kernels import HostResult, stage_queries
-from retrieval_attn.runner.graph import host_row_gather as reached
-from retrieval_attn.runner.graph.host_row_gather import GatheredRows, Reads, clear_costs, uncoded_only
+from retrieval_attn.runner.graph.host_row_gather import Reads, clear_costs, device_reads, gather_entries, uncoded_only
 
 MAX_MICROBATCHES = 2
 """Parts of a batch that the host and the device work on at the same time."""
@@ -98,7 +104,7 @@ def code_shape(layer: RetrievalLayer, head_dim: int) -> CodeShape | None:
 
 def split_microbatches(layer: RetrievalLayer, batch: int, head_dim: int) -> list[slice]:
     """The rows of each part, in order: one part, or two where the device has codes to search while the host works."""
-    if batch < MAX_MICROBATCHES or code_shape(layer, head_dim) is None or reached.device_reads(layer):
+    if batch < MAX_MICROBATCHES or code_shape(layer, head_dim) is None or device_reads(layer):
         return [slice(0, batch)]
     return [slice(0, batch // 2), slice(batch // 2, batch)]
 
@@ -159,11 +165,15 @@ class HostStep:
         estimated = codes is not None and layer.config.estimates
         self._mass = new_mass(batch * kv_heads, value_dim, device, tables=tables) if estimated else None
         self.rest: TailPartial | None = None
-        self.reads, self._reached, self._has_late = Reads.HOST, None, False
+        self.reads, self._has_late = Reads.HOST, False
         self._beside: object = None
-        if codes is not None and reached.device_reads(layer):
-            named = codes.named, layer.index.spec.host_reads.key_share
-            self._reached = GatheredRows(kv_heads, (batch, room), RowShape(dim, value_dim), self._tally, named, tables)
+        self._gather: HostRowGather | None = None
+        self._gathered: Partial | None = None  # recorded result of `_gather`
+        if codes is not None and device_reads(layer):
+            self._gather = HostRowGather(batch * kv_heads, RowShape(dim, value_dim), device, tables)
+            self._gather_ids = torch.full((count, room), -1, dtype=torch.int32, device=device)
+            self._told = EstimatedLogits.of(count, codes, layer.index.spec.host_reads.key_share, device)
+            self._nothing = torch.zeros_like(self._tally[:, 0])
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
@@ -171,7 +181,7 @@ class HostStep:
     @property
     def may_read(self) -> bool:
         """Whether the device may read what it names, once its rows are complete."""
-        return self._reached is not None
+        return self._gather is not None
 
     @property
     def _named(self) -> int:
@@ -254,11 +264,14 @@ class HostStep:
         self, paths: list[SequenceKV | None], apart: list[CodedPieces], rows_of: list[list[int]], by_host: bool
     ) -> bool:
         """Note who reads what these rows have on the host; whether the device reads what it names."""
-        if by_host and self._reached is not None:
-            self._reached.forget()
-        if by_host or self._reached is None or not self._reached.bind(paths, apart, rows_of):
-            self.reads = Reads.HOST
+        self.reads = Reads.HOST
+        if self._gather is None or self._search is None:
             return False
+        entries = None if by_host else gather_entries(paths, apart, rows_of, self._search.kv_heads, self._named)
+        if entries is None:
+            self._gather.forget()
+            return False
+        self._gather.bind(entries)
         self._has_late = any(one.pieces for one in uncoded_only(apart))
         self.reads = Reads.BOTH if self._has_late else Reads.DEVICE
         if not self._has_late:
@@ -288,8 +301,8 @@ class HostStep:
         self._resources.stage.moved(self._turn)
         if self._mass is not None:
             self._mass.bind([None] * len(self._mass.entries))
-        if self._reached is not None:
-            self._reached.bind_nothing()
+        if self._gather is not None:
+            self._gather.bind([None] * len(self._gather.entries))
             clear_costs(self._buffers)
             self.reads = Reads.DEVICE
 
@@ -300,21 +313,23 @@ class HostStep:
         the device estimates what was not named: `rest`.
         """
         resources, own, begun = self._resources, query[self.rows], None
-        reached = None if self.reads is Reads.HOST else self._reached
-        ids, places = (self._ids, self.part.rows) if reached is None else (reached.ids, None)
+        gather = None if self.reads is Reads.HOST else self._gather
+        ids, places = (self._ids, self.part.rows) if gather is None else (self._gather_ids, None)
+        told = None if gather is None else self._told
         if self.reads is not Reads.DEVICE:
             stage_queries(own, self._staged, self.part.rows)
         if self._search is not None and max_coded_keys:
             sizes = len(own) * self._q_heads, max_coded_keys, self._search.shape.picked_room, query.device
             scratch = shared_scratch(resources.scratch, *sizes)
             resources.stage.wait(self._turn, resources.runtime)
-            self._search.told = None if reached is None else reached.told
+            self._search.told = told
             self._search.run(own, ids, places, scratch, resources.runtime.opaque, scale=self.scoring.scale)
         if self.reads is not Reads.DEVICE:
             begun = resources.runtime.begin(self._call)
         self.rest = None
-        if reached is not None:
-            run = functools.partial(reached.run, own, self.scoring, resources.runtime.opaque)
+        if gather is not None:
+            products = None if told is None else told.products
+            run = functools.partial(self._run_gather, gather, own, products)
             self._beside = resources.runtime.parallel(run)  # it waits for the bus, what follows computes
         if max_coded_keys:
             resources.stage.follow(self._turn, resources.runtime)  # behind what is named: that is waited for first
@@ -323,18 +338,23 @@ class HostStep:
             self.rest = self._mass.run(*given, resources.runtime.opaque)
         return begun
 
+    def _run_gather(self, gather: HostRowGather, query: Tensor, products: Tensor | None) -> None:
+        opaque = self._resources.runtime.opaque
+        self._gathered = gather.run(query, self._gather_ids, self.scoring, opaque, products)
+
     def join(self, begun: Any) -> tuple[HostResult, Partial | None]:
         """Record: wait for the call. What the host found, or the device in its place, and what the device found in
         addition to the host, out (batch * q_heads, value_dim) and lse (batch * q_heads,).
         """
         runtime = self._resources.runtime
-        if self._reached is not None and self.reads is not Reads.HOST:
+        gathered = None if self.reads is Reads.HOST else self._gathered
+        if gathered is not None:
             runtime.after(self._beside)
         if begun is not None:
             runtime.join(begun)
-        if self._reached is None or self.reads is Reads.HOST:
-            return self.part, None
-        return (self._reached.part, None) if begun is None else (self.part, self._reached.found)
+        if gathered is None or begun is not None:
+            return self.part, gathered
+        return HostResult(gathered.out, gathered.lse, None, (self._nothing, self._tally)), None
 
     def raise_error(self) -> None:
         """Raise what the last replay left as the step's status; BackendError names the layer."""
@@ -370,8 +390,8 @@ class HostStep:
             self._search.forget(own)
         if self._mass is not None:
             self._mass.forget(own)
-        if self._reached is not None:
-            self._reached.forget(place)
+        if self._gather is not None:
+            self._gather.forget(own)
 
 
 _NOTHING = CodedPieces([], [], None, None)

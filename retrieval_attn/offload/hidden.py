@@ -8,8 +8,8 @@ one reads.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,34 +22,41 @@ UNDER_WAY = 2
 """Outputs that may be on their way down while the host launches further chunks; more would pile up on the device."""
 
 
-class HiddenRows(Protocol):
+class HiddenRows(ABC):
     """Hidden states (batch, tokens, width) that one module reads in chunks and writes, each chunk after it was read."""
 
+    def __init__(self, states: Tensor | None, overwrite: bool) -> None:
+        """states: None: nothing is read. overwrite: whether `states` are not needed once they are read."""
+        self._states = states
+        self._out = states if overwrite else None
+
+    @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
         """Those of tokens [start, stop) on the device, until the next but one are read."""
 
+    @abstractmethod
     def make_room(self, out: Tensor) -> None:
         """Take what memory outputs like `out`, of one chunk, need. Before a first `write`; nothing is written yet."""
 
+    @abstractmethod
     def write(self, start: int, stop: int, out: Tensor) -> None:
         """`out` is the output of tokens [start, stop)."""
 
     def result(self) -> Tensor:
         """All outputs."""
+        assert self._out is not None, "nothing was written"
+        return self._out
 
 
-class DeviceHiddenRows:
+class DeviceHiddenRows(HiddenRows):
     """`HiddenRows` of a tensor on the device."""
 
-    def __init__(self, states: Tensor, overwrite: bool) -> None:
-        """overwrite: whether `states` are not needed once they are read."""
-        self._states = states
-        self._out = states if overwrite else None
-
     def read(self, start: int, stop: int) -> Tensor:
+        assert self._states is not None, "there is nothing to read"
         return self._states[:, start:stop]
 
     def make_room(self, out: Tensor) -> None:
+        assert self._states is not None, "there is nothing to read"
         tokens, whole = self._states.shape[1], self._out
         if out.shape[1] == tokens:
             self._out = out
@@ -61,18 +68,14 @@ class DeviceHiddenRows:
         if self._out is not out:
             self._out[:, start:stop] = out
 
-    def result(self) -> Tensor:
-        assert self._out is not None, "nothing was written"
-        return self._out
 
-
-class HostHiddenRows:
+class HostHiddenRows(HiddenRows):
     """`HiddenRows` in host memory; their chunks travel by `ferry`."""
 
     def __init__(self, ferry: Ferry, states: Tensor | None, overwrite: bool) -> None:
-        """states: in host memory; None: nothing is read. overwrite: see `DeviceHiddenRows`."""
-        self._ferry, self._states = ferry, states
-        self._out = states if overwrite else None
+        """states: in host memory."""
+        super().__init__(states, overwrite)
+        self._ferry = ferry
 
     def read(self, start: int, stop: int) -> Tensor:
         assert self._states is not None, "there is nothing to read"
@@ -85,10 +88,6 @@ class HostHiddenRows:
     def write(self, start: int, stop: int, out: Tensor) -> None:
         assert self._out is not None, "make_room comes first"
         self._ferry.store(self._out, start, stop, out)
-
-    def result(self) -> Tensor:
-        assert self._out is not None, "nothing was written"
-        return self._out
 
 
 class Ferry:

@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError, StoreDamagedError, StoreError
 from retrieval_attn.store.mapped import Mapped, OddFileError, map_file, open_regular, read_file
@@ -25,7 +24,7 @@ _SHARED_KINDS = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "afs")
 """Beginnings of the names of file systems whose files another machine may cut, or whose server may go away."""
 
 
-class Disk(Protocol):
+class Disk:
     """File operations. All raise OSError; paths are absolute. Files are for their owner alone: 0600, folders 0700.
 
     `read`, `map` and `lock` raise OddFileError for paths that are not regular files, and never block on one.
@@ -33,79 +32,27 @@ class Disk(Protocol):
 
     def create(self, path: Path) -> int:
         """A handle to write a new file; FileExistsError where one is."""
-
-    def write(self, handle: int, data: memoryview) -> None:
-        """Append all bytes."""
-
-    def flush(self, handle: int) -> None:
-        """Wait until the bytes written so far are on the disk."""
-
-    def fsync(self, handle: int) -> None:
-        """Wait until the file is on the disk."""
-
-    def close(self, handle: int) -> None:
-        """Let a handle go."""
-
-    def fsync_folder(self, path: Path) -> None:
-        """Wait until a folder's names are on the disk."""
-
-    def mkdir(self, path: Path) -> None:
-        """Make one folder; FileExistsError where it is."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Move a folder to a place that is free."""
-
-    def replace(self, source: Path, target: Path) -> None:
-        """Move a file; one that is at the target is gone."""
-
-    def unlink(self, path: Path) -> None:
-        """Remove a file."""
-
-    def rmdir(self, path: Path) -> None:
-        """Remove an empty folder."""
-
-    def listdir(self, path: Path) -> list[str]:
-        """Names in a folder, in any order."""
-
-    def stat(self, path: Path) -> os.stat_result:
-        """Return the status of a file, or of a link and not its target."""
-
-    def touch(self, path: Path) -> None:
-        """Set the modification time of a file to now."""
-
-    def read(self, path: Path, limit: int) -> bytes:
-        """A file's bytes. Raises OddFileError for a file of more than `limit` bytes."""
-
-    def map(self, path: Path) -> Mapped:
-        """A file's bytes, as a private map where that is safe, else read when they are first needed."""
-
-    def lock(self, path: Path, *, wait_seconds: float) -> int | None:
-        """A handle that holds the lock of a file, made if it is not there; None if another held it all the time.
-
-        The lock ends with `close`, or with the process, however that ends.
-        """
-
-
-class OsDisk:
-    """The operating system's files."""
-
-    def create(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
 
     def write(self, handle: int, data: memoryview) -> None:
+        """Append all bytes."""
         while data:
             data = data[os.write(handle, data) :]
 
     def flush(self, handle: int) -> None:
+        """Wait until the bytes written so far are on the disk."""
         getattr(os, "fdatasync", os.fsync)(handle)
 
     def fsync(self, handle: int) -> None:
+        """Wait until the file is on the disk."""
         os.fsync(handle)
 
     def close(self, handle: int) -> None:
+        """Let a handle go."""
         os.close(handle)
 
     def fsync_folder(self, path: Path) -> None:
+        """Wait until a folder's names are on the disk."""
         if os.name == "nt":  # has no such operation
             return
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
@@ -115,30 +62,39 @@ class OsDisk:
             os.close(handle)
 
     def mkdir(self, path: Path) -> None:
+        """Make one folder; FileExistsError where it is."""
         os.mkdir(path, 0o700)
 
     def rename(self, source: Path, target: Path) -> None:
+        """Move a folder to a place that is free."""
         os.rename(source, target)
 
     def replace(self, source: Path, target: Path) -> None:
+        """Move a file; one that is at the target is gone."""
         os.replace(source, target)
 
     def unlink(self, path: Path) -> None:
+        """Remove a file."""
         os.unlink(path)
 
     def rmdir(self, path: Path) -> None:
+        """Remove an empty folder."""
         os.rmdir(path)
 
     def listdir(self, path: Path) -> list[str]:
+        """Names in a folder, in any order."""
         return os.listdir(path)
 
     def stat(self, path: Path) -> os.stat_result:
+        """Return the status of a file, or of a link and not its target."""
         return os.lstat(path)
 
     def touch(self, path: Path) -> None:
+        """Set the modification time of a file to now."""
         os.utime(path)
 
     def read(self, path: Path, limit: int) -> bytes:
+        """A file's bytes. Raises OddFileError for a file of more than `limit` bytes."""
         with os.fdopen(open_regular(path), "rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
             if nbytes > limit:
@@ -146,6 +102,7 @@ class OsDisk:
             return file.read(nbytes)
 
     def map(self, path: Path) -> Mapped:
+        """A file's bytes, as a private map where that is safe, else read when they are first needed."""
         handle = open_regular(path)
         try:
             status = os.fstat(handle)
@@ -156,6 +113,10 @@ class OsDisk:
             os.close(handle)
 
     def lock(self, path: Path, *, wait_seconds: float) -> int | None:
+        """A handle that holds the lock of a file, made if it is not there; None if another held it all the time.
+
+        The lock ends with `close`, or with the process, however that ends.
+        """
         handle = open_regular(path, os.O_RDWR | os.O_CREAT)
         if fcntl is None:
             return handle
@@ -175,7 +136,7 @@ class OsDisk:
             raise
 
 
-OS_DISK = OsDisk()
+OS_DISK = Disk()
 
 
 def _is_ours_alone(status: os.stat_result) -> bool:

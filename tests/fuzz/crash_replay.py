@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrieval_attn.store.disk import OsDisk
+from retrieval_attn.store.disk import Disk
 
 _SECTOR = 512
 
@@ -143,7 +143,7 @@ def _content(inode: Inode, choice: random.Random) -> bytes:
     return data
 
 
-class RecordingDisk(OsDisk):
+class RecordingDisk(Disk):
     """The operating system's files, and a list of what was done to them."""
 
     def __init__(self) -> None:

@@ -32,18 +32,18 @@ import numpy as np
 from retrieval_attn.errors import StoreError, UnknownContextError
 from retrieval_attn.store import Bundle, ContextStore
 from retrieval_attn.store.crc_kernels import prepare
-from retrieval_attn.store.disk import OsDisk
+from retrieval_attn.store.disk import Disk
 from tests.fuzz.crash_replay import RecordingDisk, Replay
 from tests.fuzz.harness import Tally, conclude
 
 IDENTITY = '{"format":"float32","model":"a"}'
 OPTIONS = {"index": "flat"}
 LAYERS = 2
-OPERATIONS = tuple(name for name in vars(OsDisk) if not name.startswith("_"))
+OPERATIONS = tuple(name for name in vars(Disk) if not name.startswith("_"))
 WAITS = ("flush", "fsync", "fsync_folder")
 
 
-class FaultDisk(OsDisk):
+class FaultDisk(Disk):
     """Counts operations and lets `act` do the one at `at`: act(name, call, arguments). Waits for no disk."""
 
     def __init__(self, at: int | None = None, act: Callable[..., Any] | None = None) -> None:
@@ -52,7 +52,7 @@ class FaultDisk(OsDisk):
 
 
 def _counted(name: str) -> Callable[..., Any]:
-    plain = getattr(OsDisk, name)
+    plain = getattr(Disk, name)
 
     def operation(self: FaultDisk, *arguments: Any, **options: Any) -> Any:
         def call() -> Any:

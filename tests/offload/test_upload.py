@@ -21,7 +21,7 @@ from retrieval_attn.offload.page_lock import lock_pages
 from retrieval_attn.offload.staging import pack, to_host, unpack
 from retrieval_attn.offload.upload import Uploads, UploadSpan, as_blocks
 from retrieval_attn.store.bundle import Bundle, BundleFile, write_bundle
-from retrieval_attn.store.disk import OsDisk
+from retrieval_attn.store.disk import Disk
 from tests.tiny_models import build_model, random_ids
 
 HEADS, DIM, VALUE_DIM = 3, 128, 64
@@ -209,7 +209,7 @@ class TestSavedSegments:
         rows = path_of(fmt, 4, tokens).segments[0]
         arrays = dict(zip(("keys", "values"), rows.read(0, tokens), strict=True))
         file = folder / "layer.ra"
-        disk = OsDisk()
+        disk = Disk()
         seal = write_bundle(disk, file, Bundle({}, arrays))
         found = BundleFile(file, disk.map(file), seal, lambda: None).bundle(verify=True).arrays
         segment = restored_segment(found["keys"], found["values"], fmt, 0, ())

@@ -29,7 +29,7 @@ from retrieval_attn.errors import (
 from retrieval_attn.saving import save
 from retrieval_attn.saving.layers import MappedBytes, mapped_bytes
 from retrieval_attn.store import OS_DISK, ContextStore
-from retrieval_attn.store.disk import OsDisk
+from retrieval_attn.store.disk import Disk
 from tests.preloaded import run_preloaded
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, needle_text, tiny_model
 
@@ -312,7 +312,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
 def test_a_disk_that_is_full(read: ra.Context, loaded: Loaded, tmp_path: Path) -> None:
     """What was saved before stays, the context answers on."""
 
-    class FullDisk(OsDisk):
+    class FullDisk(Disk):
         def write(self, handle: int, data: memoryview) -> None:
             if os.fstat(handle).st_size + len(data) > 1 << 20:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

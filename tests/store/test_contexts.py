@@ -14,7 +14,7 @@ import pytest
 from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.store import Bundle, ContextStore, NamedContext, names
 from retrieval_attn.store import bundle as bundles
-from retrieval_attn.store.disk import OsDisk, file_system
+from retrieval_attn.store.disk import Disk, file_system
 from retrieval_attn.store.layout import StoreLayout
 from retrieval_attn.store.mapped import Mapped, read_file
 from tests.store.cases import IDENTITY, IDS, OPTIONS, bundle, check_equal, save
@@ -281,7 +281,7 @@ def test_populate_reads_arrays_and_files(store: ContextStore) -> None:
         node.populate("layer-001", ["nothing"])
 
 
-class ReadingDisk(OsDisk):
+class ReadingDisk(Disk):
     """As where other machines share the disk: nothing is mapped."""
 
     def map(self, path: Path) -> Mapped:
@@ -319,7 +319,7 @@ def test_the_kind_of_a_file_system(tmp_path: Path) -> None:
     assert file_system(Path("/x"), 0, str(tmp_path / "none")) == ""
 
 
-class CountingDisk(OsDisk):
+class CountingDisk(Disk):
     """Counts waits for data."""
 
     flushes = 0

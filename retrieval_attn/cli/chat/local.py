@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.answer import Answer
-from retrieval_attn.cli.chat.backend import Conversation, Message
+from retrieval_attn.cli.chat.backend import ChatBackend, Message
 from retrieval_attn.context import Context
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.llm import LLM
@@ -69,7 +69,7 @@ class ChatPrompt:
         return (self._template.plain_ids if behind else self._template.start_ids)(text, escapes)
 
 
-class LocalBackend(Conversation):
+class LocalBackend(ChatBackend):
     """A ChatBackend over a model in this process. A turn prefills only the last answer and the new question."""
 
     def __init__(self, llm: LLM, name: str, sampling: Sampling, store: ContextStore) -> None:

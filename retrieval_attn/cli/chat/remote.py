@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from retrieval_attn.cli.chat.backend import Conversation, Message
+from retrieval_attn.cli.chat.backend import ChatBackend, Message
 from retrieval_attn.cli.output import Spinner
 from retrieval_attn.errors import InputDataError
 from retrieval_attn.remote import Endpoint, RemoteError, Usage, http_client, read_delta, refusal
@@ -37,7 +37,7 @@ class Cost:
     usage: Usage | None
 
 
-class RemoteBackend(Conversation):
+class RemoteBackend(ChatBackend):
     """A ChatBackend over HTTP. Each request has the whole conversation; the server prefills what its cache lacks."""
 
     def __init__(self, endpoint: Endpoint, model: str, sampling: Sampling, document: str = "") -> None:

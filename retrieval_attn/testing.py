@@ -24,9 +24,15 @@ if TYPE_CHECKING:
     from retrieval_attn.gpu.attention.merge import Partial as Partial
     from retrieval_attn.gpu.attention.merge import merge as merge
     from retrieval_attn.gpu.attention.merge import sink_logit_partial as sink_logit_partial
+    from retrieval_attn.gpu.expert_blocks import BlockLayout as BlockLayout
+    from retrieval_attn.gpu.expert_blocks import PlacedExperts as PlacedExperts
     from retrieval_attn.gpu.memory import cap as cap
     from retrieval_attn.gpu.memory import expand_segments as expand_segments
     from retrieval_attn.gpu.memory import spare_bytes as spare_bytes
+    from retrieval_attn.gpu.packed import PackedWeights as PackedWeights
+    from retrieval_attn.gpu.packed_experts import ExpertShape as ExpertShape
+    from retrieval_attn.gpu.packed_experts import PackedExperts as PackedExperts
+    from retrieval_attn.gpu.packed_experts import packed_shapes as packed_shapes
     from retrieval_attn.index.base import MAX_KEYS as MAX_KEYS
     from retrieval_attn.index.base import HeadShape as HeadShape
     from retrieval_attn.index.base import HeldMemory as HeldMemory
@@ -53,9 +59,15 @@ if TYPE_CHECKING:
     from retrieval_attn.memory.device_room import IndexChoice as IndexChoice
     from retrieval_attn.memory.host_room import available_host_bytes as available_host_bytes
     from retrieval_attn.model.checkpoint import heads_config as heads_config
+    from retrieval_attn.model.expert_loading import FLOAT_GROUP as FLOAT_GROUP
+    from retrieval_attn.model.experts import GROUP as GROUP
+    from retrieval_attn.model.experts import ExpertWeights as ExpertWeights
+    from retrieval_attn.model.experts import expert_parameters as expert_parameters
+    from retrieval_attn.model.experts import matrix_shape as matrix_shape
+    from retrieval_attn.model.experts import quantized_experts as quantized_experts
+    from retrieval_attn.model.experts import use_packed_experts as use_packed_experts
     from retrieval_attn.model.hooks import MaskSpec as MaskSpec
-    from retrieval_attn.model.random_experts import draw_experts as draw_experts
-    from retrieval_attn.model.random_experts import experts_on_meta as experts_on_meta
+    from retrieval_attn.model.placed_experts import empty_blocks as empty_blocks
     from retrieval_attn.model.rotation import Rotation as Rotation
     from retrieval_attn.offload.queries import SPAN as SPAN
     from retrieval_attn.offload.staging import to_device as to_device
@@ -89,7 +101,10 @@ _EXPORTS = {
     "engine.engine": "default_limits",
     "gpu.attention.flash": "attend",
     "gpu.attention.merge": "Partial merge sink_logit_partial",
+    "gpu.expert_blocks": "BlockLayout PlacedExperts",
     "gpu.memory": "cap expand_segments spare_bytes",
+    "gpu.packed": "PackedWeights",
+    "gpu.packed_experts": "ExpertShape PackedExperts packed_shapes",
     "index.base": "HeadShape HeldMemory HostBytes IndexMemory KeyIndex MAX_KEYS StateValue Training train_positions",
     "index.formats": "Format from_float32 to_float32",
     "index.kernels.codes": "encode_keys",
@@ -103,8 +118,10 @@ _EXPORTS = {
     "memory.device_room": "IndexChoice",
     "memory.host_room": "available_host_bytes",
     "model.checkpoint": "heads_config",
+    "model.expert_loading": "FLOAT_GROUP",
+    "model.experts": "ExpertWeights GROUP expert_parameters matrix_shape quantized_experts use_packed_experts",
     "model.hooks": "MaskSpec",
-    "model.random_experts": "draw_experts experts_on_meta",
+    "model.placed_experts": "empty_blocks",
     "model.rotation": "Rotation",
     "offload.queries": "SPAN",
     "offload.staging": "to_device to_queries",

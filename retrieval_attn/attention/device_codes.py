@@ -29,8 +29,15 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, merge
 from retrieval_attn.gpu.clusters.mass import TailPartial, name_with_mass
-from retrieval_attn.gpu.codes.candidates import MAX_SLOTS, Candidates, StoredRows, attend_candidates, slots_for
-from retrieval_attn.gpu.codes.late import LateClusters, attend_late
+from retrieval_attn.gpu.codes.candidates import (
+    MAX_SLOTS,
+    Candidates,
+    LateClusters,
+    StoredRows,
+    attend_candidates,
+    attend_late,
+    slots_for,
+)
 from retrieval_attn.gpu.codes.search import CodeRange, CodeShape, QuestionSearch
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
@@ -392,7 +399,7 @@ class DeviceGather(QuestionGather):
         late = StoredRows(rows.keys[:, scanned_from:], rows.values[:, scanned_from:])
         if not late.keys.shape[1]:
             return [named]
-        return [named, attend_late(asked, late, over.k, self._late_clusters(heads), *self._scoring)]
+        return [named, attend_late(asked, late, over.k, self._late_clusters(heads), self._scoring)]
 
     def _late_clusters(self, heads: slice) -> LateClusters | None:
         """The clusters of the tokens without codes, of these heads; None where these are left out."""

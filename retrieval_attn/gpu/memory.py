@@ -1,4 +1,4 @@
-"""Limit of device memory: a cap for the allocator, and the peak memory of a process.
+"""Limit of device memory: a cap for the allocator.
 
 The caching allocator sees only its own tensors. The CUDA context, the code of loaded kernels and the library
 workspaces need memory, too, so the allocator's cap is the process's cap minus theirs.
@@ -189,32 +189,3 @@ _caps: dict[int, int] = {}
 def _number_of(device: torch.device) -> int:
     """Return a device's number, also of one without: functions of a process's memory fraction need it."""
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Bytes on one device since `start_peak`: of tensors now, their peak, and the peak of the whole process."""
-
-    allocated: int
-    peak: int
-    process: int
-
-
-def start_peak(device: torch.device) -> None:
-    """Start to measure; does nothing on devices other than CUDA."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak(device: torch.device) -> Peak | None:
-    """Return the peak memory since `start_peak`; None on devices other than CUDA."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    reserved = torch.cuda.max_memory_reserved(device)
-    return Peak(
-        torch.cuda.memory_allocated(device),
-        torch.cuda.max_memory_allocated(device),
-        reserved + device_memory(device).context,
-    )

@@ -46,15 +46,6 @@ def pack_placed(
     return fill_blocks(matrices, empty_blocks(BlockLayout(shape, group, floats), device, on_host))
 
 
-def place_packed(experts: PackedExperts, on_host: int) -> PlacedExperts:
-    """Return a copy of packed experts in blocks, the last `on_host` of them in host memory."""
-    weights, shape = experts.weights, experts.shape
-    blocks = empty_blocks(BlockLayout(shape, weights.group, weights.floats), experts.device, on_host)
-    for expert in range(shape.experts):
-        blocks.store(expert, blocks.layout.block(experts.weights_of(expert, 1)))
-    return PlacedExperts(blocks, shape.experts)
-
-
 def join_layers(model: nn.Module, layers: Sequence[Layer]) -> LayerBuffer | None:
     """Give a model the buffer that its layers' experts in host memory share; None: it has none.
 

@@ -240,14 +240,10 @@ def host_format(host_dtype: str, model_dtype: torch.dtype) -> Format:
     return Format.FLOAT32
 
 
-def to_host(tensor: Tensor, fmt: Format) -> np.ndarray:
-    """Copy to the CPU in storage format: float32, uint16 carrying the bits of a 16-bit float, int8 and its steps."""
-    packed = pack(tensor.detach(), fmt).to("cpu")
-    return packed.view(torch.uint16).numpy() if fmt.dtype == np.uint16 else packed.numpy()
-
-
 def all_to_host(tensors: Iterable[Tensor], fmt: Format) -> list[np.ndarray]:
-    """Apply `to_host` to each tensor on the current stream, through page-locked memory, with one synchronization."""
+    """Copy tensors to the CPU in storage format on the current stream, with one synchronization: float32, uint16 with
+    the bits of a 16-bit float, int8 and its steps. Page-locked memory.
+    """
     return packed_to_host([pack(tensor.detach(), fmt) for tensor in tensors], fmt)
 
 

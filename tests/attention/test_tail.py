@@ -17,8 +17,7 @@ from retrieval_attn.attention.source import TokenRange
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
-from retrieval_attn.gpu.codes.candidates import StoredRows
-from retrieval_attn.gpu.codes.late import LateClusters, attend_late
+from retrieval_attn.gpu.codes.candidates import LateClusters, StoredRows, attend_late
 from retrieval_attn.index.formats import Format, from_float32, to_float32
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.offload.clusters import ClusterBuild
@@ -410,7 +409,7 @@ def test_late_tokens_are_those_of_the_hosts_step() -> None:
         torch.from_numpy(members[:, ended : len(path)].astype(np.int64)), torch.from_numpy(table.means)
     )
     grouped = queries.unflatten(0, (KV_HEADS, -1)).flatten(1, 2)
-    found = attend_late(grouped, StoredRows(keys, values), K, clusters, SCALE, 2.0)
+    found = attend_late(grouped, StoredRows(keys, values), K, clusters, Scoring(SCALE, 2.0))
     other = path.fork()
     other.clusters = path.clusters.late
     expected = attend_path(other, queries.numpy(), ended, len(path), K, scale=SCALE, softcap=2.0)

@@ -16,7 +16,7 @@ from retrieval_attn.gpu import expert_blocks, packed, packed_experts
 from retrieval_attn.gpu.expert_blocks import BlockLayout, ExpertBlocks, LayerBuffer, PlacedExperts
 from retrieval_attn.gpu.packed import PackedWeights
 from retrieval_attn.gpu.packed_experts import ExpertShape, PackedExperts
-from retrieval_attn.model.placed_experts import place_packed
+from retrieval_attn.model.placed_experts import empty_blocks
 from tests.gpu.places import place_of
 from tests.gpu.test_packed_experts import EXPERTS, TRITON, choose, random_floats
 from tests.model.packed_weights import random_weights
@@ -24,6 +24,15 @@ from tests.model.packed_weights import random_weights
 ON_HOST = 4
 SHAPES = [(48, 192, False), (16, 80, False), (64, 192, True)]
 """out and in of an expert, and whether numbers are E2M1."""
+
+
+def place_packed(experts: PackedExperts, on_host: int) -> PlacedExperts:
+    """Return a copy of packed experts in blocks, the last `on_host` of them in host memory."""
+    weights, shape = experts.weights, experts.shape
+    blocks = empty_blocks(BlockLayout(shape, weights.group, weights.floats), experts.device, on_host)
+    for expert in range(shape.experts):
+        blocks.store(expert, blocks.layout.block(experts.weights_of(expert, 1)))
+    return PlacedExperts(blocks, shape.experts)
 
 
 class Pair(NamedTuple):

@@ -29,6 +29,19 @@ RANK = 28  # 12 numbers of 8 bits, 16 of 4
 WIDE = 12
 
 
+def decoded(keys: R.KeyRows, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """The numbers (n, rank) that the keys in n places were coded from, but for rounding."""
+    rows, middle = (
+        keys.rows[places],
+        np.where(np.arange(len(keys.step)) < keys.wide, B.WIDE_LEVELS, B.NARROW_LEVELS) / 2,
+    )
+    halves = rows[:, keys.wide : B.key_bytes(keys.wide, keys.narrow)]
+    codes = np.concatenate([rows[:, : keys.wide], halves & 15, halves >> 4], axis=1)
+    numbers = np.empty(codes.shape, np.float32)
+    numbers[:, B.row_order(keys.wide, keys.narrow)] = codes
+    return np.asarray(keys.mean + keys.step * (numbers - (middle - 0.5)), np.float32)
+
+
 def coded(n: int, seed: int = 0, wide: int = WIDE, rank: int = RANK) -> tuple[R.KeyRows, npt.NDArray[np.float32]]:
     """Rows of n keys, and their codes, number by number."""
     rng = np.random.default_rng(seed)
@@ -104,7 +117,7 @@ def best_of_blocks(
 
 def front_of(keys: R.KeyRows, n: int, size: int = 4) -> F.Front:
     """Their front, by steps of all of them."""
-    numbers = R.decoded(keys, np.arange(n))
+    numbers = decoded(keys, np.arange(n))
     front = F.empty_front(F.plan_front(numbers, keys.mean, [size])[size], len(keys.rows))
     F.write_front(front, keys, 0, n)
     return front
@@ -199,7 +212,7 @@ def test_a_front_has_the_nearest_code_of_fewer_bits(shape: tuple[int, int], size
     keys, codes = coded(100, 3, wide, rank)
     front = front_of(keys, 100, size)
     assert front.key_bytes == size and front.narrow % 8 == front.thin % 16 == 0
-    numbers = R.decoded(keys, np.arange(100))
+    numbers = decoded(keys, np.arange(100))
     own = min(rank, len(front.step))
     half = F.halves_of(F.FrontPlan(front.step, front.narrow))
     step = front.step[:own].astype(np.float64)

@@ -42,7 +42,7 @@ def check_bits(device: str, dtypes: tuple[torch.dtype, ...] = (torch.float32, to
         rows = torch.where(rows.float().isfinite(), rows, rows.new_tensor(torch.nan)) if dtype.itemsize == 2 else rows
         wanted = from_float32(rows.float().numpy(), INT8)
         for given in (rows, rows.transpose(0, 1).contiguous().transpose(0, 1)):
-            packed = staging.to_host(given.to(device), INT8)
+            packed = staging.pack(given.to(device), INT8).cpu().numpy()
             np.testing.assert_array_equal(packed, wanted)
     plain = staging.to_device(wanted, INT8, torch.zeros(1, device=device))
     np.testing.assert_array_equal(plain.cpu().numpy(), to_float32(wanted, INT8))

@@ -87,3 +87,8 @@ class Scoring(NamedTuple):
 
     scale: float
     softcap: float | None = None
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Return the logits of inner products."""
+        logits = products * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

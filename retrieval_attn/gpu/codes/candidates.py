@@ -5,6 +5,9 @@ weighted sum of their values. Newer keys, which nothing names because they have 
 (`named_triton.py`): one gathers and scores named keys, one picks the best and sums their values. Where Triton does not
 run, plain PyTorch does the same: what the kernels are tested against.
 
+The newest keys of a layer, which have no codes yet, are few: all get their scores, a query attends to the best of them
+and to an estimate of the others, as the host does it in a step (`cpu/step/estimate.py`).
+
 Arithmetic is float32. Rows come as they are stored; int8 rows end with the four bytes of a float32 step.
 """
 
@@ -15,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retrieval_attn.gpu.attention.merge import Partial
+from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 STEP_BYTES = 4
@@ -136,7 +139,7 @@ def _score_plainly(queries: Tensor, rows: StoredRows, named: Candidates, found: 
 
 def _attend_plainly(rows: StoredRows, k: int, found: Found, scoring: tuple[float, float | None], into: Partial) -> None:
     heads, members, value_dim = into.out.shape
-    k, (scale, softcap) = min(k, found.used), scoring
+    k = min(k, found.used)
     at_once = max(1, NUMBERS_AT_ONCE // (k * value_dim))
     for head in range(heads):
         for start in range(0, members, at_once):
@@ -145,9 +148,7 @@ def _attend_plainly(rows: StoredRows, k: int, found: Found, scoring: tuple[float
             tokens, products = found.tokens[here, : found.used], found.products[here, : found.used]
             order = torch.where(tokens >= 0, _order(products), torch.iinfo(torch.int64).min)
             places = order.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            tokens, scores = tokens.gather(1, places), products.gather(1, places) * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
+            tokens, scores = tokens.gather(1, places), Scoring(*scoring).logits(products.gather(1, places))
             inside = tokens >= 0
             top = torch.where(inside & ~scores.isnan(), scores, -torch.inf).amax(dim=1, keepdim=True)
             shift = torch.where(top > -torch.inf, top, 0.0)  # no key: -inf - -inf would be NaN
@@ -158,6 +159,45 @@ def _attend_plainly(rows: StoredRows, k: int, found: Found, scoring: tuple[float
             mixed = (weights[:, None] @ values)[:, 0] / total
             into.out[head, start:stop] = torch.where(total == 0, 0.0, mixed)
             into.lse[head, start:stop] = (shift + torch.log(total))[:, 0]
+
+
+class LateClusters(NamedTuple):
+    """members (heads, tokens) int64: the cluster of each token. means (heads, head_dim, clusters) float32."""
+
+    members: Tensor
+    means: Tensor
+
+
+def attend_late(queries: Tensor, rows: StoredRows, k: int, clusters: LateClusters | None, scoring: Scoring) -> Partial:
+    """Attention of queries (heads, n, head_dim) float32 to the best k of `rows`, and to the others as to their means.
+
+    clusters: of these rows; None: the others are left out. out (heads, n, value_dim), lse (heads, n), float32; without
+    rows 0 and -inf. An estimated key has its own value: that is the mean value of those left in its cluster, summed.
+    """
+    heads, n, _ = queries.shape
+    keys, values = numbers_of(rows.keys), numbers_of(rows.values)
+    tokens = keys.shape[1]
+    out = queries.new_zeros(heads, n, values.shape[2])
+    lse = torch.full((heads, n), -torch.inf, dtype=torch.float32, device=queries.device)
+    if not tokens:
+        return Partial(out, lse)
+    at_once = max(1, NUMBERS_AT_ONCE // (heads * tokens))
+    for start in range(0, n, at_once):
+        own = queries[:, start : start + at_once]
+        scores = own @ keys.transpose(1, 2)
+        logits = scoring.logits(scores)
+        if k < tokens:
+            places = best_places(scores.flatten(0, 1), k).view(heads, -1, k)
+            kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, places, True)
+            others = torch.full_like(logits, -torch.inf)
+            if clusters is not None:
+                means = scoring.logits(own @ clusters.means)
+                others = means.gather(2, clusters.members[:, None].expand(-1, means.shape[1], -1))
+            logits = torch.where(kept, logits, others)
+        here = slice(start, start + own.shape[1])
+        lse[:, here] = logits.logsumexp(dim=2)
+        out[:, here] = logits.softmax(dim=2) @ values
+    return Partial(out, lse)
 
 
 def _order(scores: Tensor) -> Tensor:

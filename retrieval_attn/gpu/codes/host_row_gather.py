@@ -167,8 +167,6 @@ class HostRowGather:
                 scores = keys @ flat[number] * steps[:, 0]
                 if products is not None:
                     scores = torch.where(products == torch.inf, scores, products)
-                scores *= scoring.scale
-                if scoring.softcap is not None:
-                    scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+                scores = scoring.logits(scores)
                 into.lse[number] = scores.logsumexp(0)
                 into.out[number] = scores.softmax(0) * steps[:, 1] @ values

@@ -264,16 +264,6 @@ def out_of_reach(keys: KeyRows, numbers: npt.NDArray[np.float32]) -> bool:
     return bool(len(numbers)) and bool((np.abs(numbers - keys.mean) > 2.0 * keys.reach.astype(np.float64)).any())
 
 
-def decoded(keys: KeyRows, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """The numbers (n, rank) that the keys in n places were coded from, but for rounding."""
-    rows, middle = keys.rows[places], np.where(np.arange(len(keys.step)) < keys.wide, WIDE_LEVELS, NARROW_LEVELS) / 2
-    halves = rows[:, keys.wide : key_bytes(keys.wide, keys.narrow)]
-    codes = np.concatenate([rows[:, : keys.wide], halves & 15, halves >> 4], axis=1)
-    numbers = np.empty(codes.shape, np.float32)
-    numbers[:, row_order(keys.wide, keys.narrow)] = codes
-    return np.asarray(keys.mean + keys.step * (numbers - (middle - 0.5)), np.float32)
-
-
 def clear_places(keys: KeyRows, stop: int) -> None:
     """Zeros from place `stop` to an even number of blocks: what is saved of places without keys must not be what lay
     in memory before.

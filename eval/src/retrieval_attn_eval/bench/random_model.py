@@ -8,7 +8,8 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from retrieval_attn.errors import ConfigError
-from retrieval_attn.testing import draw_experts, expand_segments, experts_on_meta
+from retrieval_attn.testing import expand_segments
+from retrieval_attn_eval.bench.random_experts import draw_experts, experts_on_meta
 
 __all__ = ["RANDOM_SHAPES", "has_float_experts", "layers_text", "model_config", "random_config", "random_model"]
 

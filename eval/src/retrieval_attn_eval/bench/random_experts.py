@@ -12,19 +12,24 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from retrieval_attn.gpu.expert_blocks import BlockLayout, PlacedExperts
-from retrieval_attn.gpu.packed import PackedWeights
-from retrieval_attn.gpu.packed_experts import ExpertShape, PackedExperts, packed_shapes
-from retrieval_attn.model.expert_loading import FLOAT_GROUP
-from retrieval_attn.model.experts import (
+from retrieval_attn.testing import (
+    FLOAT_GROUP,
     GROUP,
+    BlockLayout,
+    ExpertShape,
     ExpertWeights,
+    PackedExperts,
+    PackedWeights,
+    PlacedExperts,
+    empty_blocks,
     expert_parameters,
     matrix_shape,
+    packed_shapes,
     quantized_experts,
     use_packed_experts,
 )
-from retrieval_attn.model.placed_experts import empty_blocks
+
+__all__ = ["draw_experts", "experts_on_meta"]
 
 DEVIATION = 0.02
 _FLOAT_SCALE, _INT_SCALE = 2.0**-8, 2.0**-8

@@ -315,6 +315,9 @@ class ToolFormat:
         words: markers that may be special tokens of the tokenizer, so that the text must keep them.
         region: anchors of the call region, as in transformers' response templates.
         around: text that opened and closed a region, to return one that has no call.
+        begin: text that begins a call.
+        named: text after the name of a call.
+        call: pattern of all before the JSON object of a call, with a group `name`, see `JsonCalls`.
         close: text after the arguments of a call. None: arguments are not written as a JSON object.
         between: text between two calls, before the opening of the next one. None: an answer has one call.
         shared: text of `opening` that only the first call has.
@@ -328,6 +331,9 @@ class ToolFormat:
     words: ClassVar[tuple[str, ...]] = ()
     region: ClassVar[Mapping[str, str | list[str]]]
     around: ClassVar[tuple[str, str]] = ("", "")
+    begin: ClassVar[str]
+    named: ClassVar[str]
+    call: ClassVar[str]
     close: ClassVar[str | None] = None
     between: ClassVar[str | None] = None
     shared: ClassVar[str] = ""
@@ -336,11 +342,11 @@ class ToolFormat:
 
     def opening(self, name: str | None) -> str:
         """Return the text that begins a call of `name`, of any function if that is None."""
-        raise NotImplementedError
+        return self.begin + ("" if name is None else name + self.named)
 
     def reader(self, tools: Tools) -> CallReader:
         """Return a parser of one call region."""
-        raise NotImplementedError
+        return JsonCalls(self.call)
 
     def grammar(self, tools: Tools, opening: str, *, many: bool, markers: Sequence[str] = ()) -> CallGrammar | None:
         """Return the grammar of calls of these tools; None if their arguments cannot be constrained.
@@ -391,14 +397,9 @@ class HermesFormat(ToolFormat):
     close: ClassVar[str | None] = "}\n</tool_call>"
     between: ClassVar[str | None] = "\n"
     trigger: ClassVar[str | None] = "<tool_call>"
-
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        return '<tool_call>\n{"name": "' + ("" if name is None else f'{name}", "arguments":')
-
-    def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
-        return JsonCalls(_OBJECT)
+    begin: ClassVar[str] = '<tool_call>\n{"name": "'
+    named: ClassVar[str] = '", "arguments":'
+    call: ClassVar[str] = _OBJECT
 
 
 class QwenCoderFormat(HermesFormat):
@@ -407,10 +408,7 @@ class QwenCoderFormat(HermesFormat):
     name = "qwen-xml"
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=", "<parameter=")
     close = None
-
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        return "<tool_call>\n<function=" + ("" if name is None else f"{name}>\n")
+    begin, named = "<tool_call>\n<function=", ">\n"
 
     def reader(self, tools: Tools) -> CallReader:
         """See `ToolFormat`."""
@@ -426,10 +424,7 @@ class GlmFormat(HermesFormat):
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "<arg_key>", "<arg_value>")
     words: ClassVar[tuple[str, ...]] = (*HermesFormat.words, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     close = None
-
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        return "<tool_call>" + ("" if name is None else f"{name}\n")
+    begin, named = "<tool_call>", "\n"
 
     def reader(self, tools: Tools) -> CallReader:
         """See `ToolFormat`."""
@@ -450,10 +445,7 @@ class LlamaFormat(ToolFormat):
     close = "}"
     between = "; "
     trigger = ""
-
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        return '{"name": "' + ("" if name is None else f'{name}", "parameters":')
+    begin, named = '{"name": "', '", "parameters":'
 
     def reader(self, tools: Tools) -> CallReader:
         """See `ToolFormat`."""
@@ -479,14 +471,9 @@ class MistralFormat(ToolFormat):
     shared: ClassVar[str] = "[TOOL_CALLS]["
     last: ClassVar[str] = "]"
     trigger = "[TOOL_CALLS]"
-
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        return '[TOOL_CALLS][{"name": "' + ("" if name is None else f'{name}", "arguments":')
-
-    def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
-        return JsonCalls(_OBJECT)
+    begin: ClassVar[str] = '[TOOL_CALLS][{"name": "'
+    named: ClassVar[str] = '", "arguments":'
+    call: ClassVar[str] = _OBJECT
 
     def call_id(self) -> str:
         """Return nine letters and digits, which the chat templates require."""
@@ -512,16 +499,11 @@ class MistralArgsFormat(MistralFormat):
     marks: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]")
     words: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     close = between = shared = last = ""
+    begin, named = "[TOOL_CALLS]", "[ARGS]"
+    call = r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>" + NAME + r")\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(?=\{)"
 
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        return "[TOOL_CALLS]" + ("" if name is None else f"{name}[ARGS]")
 
-    def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
-        return JsonCalls(
-            r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>" + NAME + r")\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(?=\{)"
-        )
+_DEEPSEEK_CALL = r"\s*(?:<｜tool▁call▁end｜>)?\s*<｜tool▁call▁begin｜>"
 
 
 class DeepSeekFormat(ToolFormat):
@@ -543,15 +525,9 @@ class DeepSeekFormat(ToolFormat):
     shared = "<｜tool▁calls▁begin｜>"
     last = "<｜tool▁calls▁end｜>"
     trigger = "<｜tool▁calls▁begin｜>"
-    begin: ClassVar[str] = r"\s*(?:<｜tool▁call▁end｜>)?\s*<｜tool▁call▁begin｜>"
-
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        return "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + ("" if name is None else f"{name}<｜tool▁sep｜>")
-
-    def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
-        return JsonCalls(self.begin + r"(?P<name>" + NAME + r")\s*<｜tool▁sep｜>\s*(?=\{)")
+    begin: ClassVar[str] = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+    named: ClassVar[str] = "<｜tool▁sep｜>"
+    call: ClassVar[str] = _DEEPSEEK_CALL + r"(?P<name>" + NAME + r")\s*<｜tool▁sep｜>\s*(?=\{)"
 
 
 class DeepSeekBlockFormat(DeepSeekFormat):
@@ -561,15 +537,8 @@ class DeepSeekBlockFormat(DeepSeekFormat):
     marks: ClassVar[tuple[str, ...]] = (*DeepSeekFormat.marks, "```json")
     close = "\n```<｜tool▁call▁end｜>"
     between = "\n"
-
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        begin = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-        return begin + ("" if name is None else f"{name}\n```json\n")
-
-    def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
-        return JsonCalls(rf"(?:\s*```)?{self.begin}\w+<｜tool▁sep｜>(?P<name>{NAME})\s*```json\s*(?=\{{)")
+    begin, named = DeepSeekFormat.begin + "function<｜tool▁sep｜>", "\n```json\n"
+    call = rf"(?:\s*```)?{_DEEPSEEK_CALL}\w+<｜tool▁sep｜>(?P<name>{NAME})\s*```json\s*(?=\{{)"
 
 
 class HarmonyFormat(ToolFormat):
@@ -592,16 +561,11 @@ class HarmonyFormat(ToolFormat):
     }
     around = ("<|channel|>commentary to=functions.", "<|call|>")
     close = ""
-
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        begin = "<|channel|>commentary to=functions."
-        return begin + ("" if name is None else f"{name} <|constrain|>json<|message|>")
-
-    def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
-        behind = r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>\s*(?=\{)"
-        return JsonCalls(r"(?P<name>" + NAME + r")\s*" + behind)
+    begin, named = "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"
+    call = (
+        r"(?P<name>" + NAME + r")\s*"
+        r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>\s*(?=\{)"
+    )
 
 
 class Gemma4Format(ToolFormat):
@@ -613,10 +577,8 @@ class Gemma4Format(ToolFormat):
     region = {"open_pattern": r"\s*<\|tool_call>", "close": "<tool_call|>"}
     around = ("<|tool_call>", "<tool_call|>")
     quote: ClassVar[str] = '<|"|>'
-
-    def opening(self, name: str | None) -> str:
-        """See `ToolFormat`."""
-        return f"{self.around[0]}call:" + ("" if name is None else f"{name}{{")
+    begin: ClassVar[str] = "<|tool_call>call:"
+    named: ClassVar[str] = "{"
 
     def reader(self, tools: Tools) -> CallReader:
         """See `ToolFormat`."""
@@ -631,6 +593,7 @@ class FunctionGemmaFormat(Gemma4Format):
     words: ClassVar[tuple[str, ...]] = marks
     region = {"open_pattern": r"\s*<start_function_call>", "close": "<end_function_call>"}
     around = ("<start_function_call>", "<end_function_call>")
+    begin = "<start_function_call>call:"
     quote = "<escape>"
 
 

@@ -224,7 +224,8 @@ class LayerKV:
         self.batch.spilled |= moved > 0
         if flush or self.host_columns < self.tail_start + moved:
             self.flush()
-        self._drop_oldest(moved)
+        self.window.drop_oldest(moved)
+        self.tail_start += moved
         self._size.fit(self.window, self.window.tail_len)
         self.place_sinks(None)
         # paths that were too short for clusters when they were read
@@ -336,10 +337,6 @@ class LayerKV:
         key, value = host.read(start, stop)
         tail_key, tail_value = self.window.tail()
         return to_device(key, self.fmt, tail_key), to_device(value, self.fmt, tail_value)
-
-    def _drop_oldest(self, count: int) -> None:
-        self.window.drop_oldest(count)
-        self.tail_start += count
 
     def forget(self, span: Forgotten, turn: Callable[[Tensor], Tensor]) -> None:
         """Keep span.start sinks, their keys turned: turn(keys (batch, kv_heads, span.start, head_dim) at their own

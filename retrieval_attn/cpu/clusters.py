@@ -446,7 +446,7 @@ class PathClusters(KVReplica[PathTokens]):
             return self._table
         anew = start != self.start or self.stop - stop > stop - start
         if anew:
-            self._sums = _zeros_like(self._sums)
+            self._sums = ClusterSums(*map(np.zeros_like, self._sums))
             self.start = self.stop = start
             self._table, self._own = _table_of(self._sums, self.shared), True
         elif not self._own:  # a copy of the table: to divide all sums again takes four times as long
@@ -587,11 +587,6 @@ def _fill(table: ClusterTable, sums: ClusterSums, shifts: Floats | None) -> None
 
 def _copied(sums: ClusterSums) -> ClusterSums:
     return ClusterSums(*(array.copy() for array in sums))
-
-
-def _zeros_like(sums: ClusterSums) -> ClusterSums:
-    arrays: list[Any] = [np.zeros_like(array) for array in sums]
-    return ClusterSums(*arrays)
 
 
 def _restored_samples(path: PathTokens, told: Any, packed: npt.NDArray[Any], clusters: int) -> SampledKeys:

@@ -122,12 +122,8 @@ class FlatIndex(KeyIndex):
         """Whether the stored int8 keys serve as codes; `codes` then has no rows, and what a query is coded against."""
         return self._codes is not None and self._keys.fmt is Format.INT8
 
-    def rescore_count(self, k: int) -> int:
-        """How many keys get an exact score when the best k are wanted."""
-        return rescore_count(RESCORE, k)
-
     def task(self, request: SearchRequest) -> CompiledSearch:
-        kept = self.rescore_count(request.k)
+        kept = rescore_count(RESCORE, request.k)
         if self._codes is None or request.visible < SCAN_SHARE * kept:
             return exact_search(request.fmt)
         return coded_search(request, self._codes, self.scans_stored, kept)

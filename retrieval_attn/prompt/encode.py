@@ -375,7 +375,8 @@ class PromptEncoder:
 
         Token ids of recent long texts are reused. begins: as for `encode`.
         """
-        if len(text) >= LONG_TEXT and self._recent is not None and (around := self._specials(begins)) is not None:
+        around = self._around_texts if begins else ([], [])
+        if len(text) >= LONG_TEXT and self._recent is not None and around is not None:
             kept, (before, after) = self._recent.encode(text), around
             starts = np.pad(kept.starts, (len(before), len(after))) if offsets else None
             return Encoded([*before, *kept.ids.tolist(), *after], starts)
@@ -386,10 +387,6 @@ class PromptEncoder:
     @cached_property
     def _recent(self) -> RecentTexts | None:
         return RecentTexts(self._tokenizer) if is_local(self._tokenizer) else None
-
-    def _specials(self, begins: bool) -> tuple[list[int], list[int]] | None:
-        """Special tokens before and after a text; None if the tokenizer puts some between its tokens."""
-        return self._around_texts if begins else ([], [])
 
     @cached_property
     def _around_texts(self) -> tuple[list[int], list[int]] | None:

@@ -90,12 +90,6 @@ def kept_pages(model: PreTrainedModel) -> FullKVPages | None:
     return _kept.get(model)
 
 
-def keep_full_kv(model: PreTrainedModel, pages: FullKVPages) -> None:
-    """Keep these pages in place of others, whose memory is free once no answer uses it."""
-    release_full_kv(model)
-    _kept[model] = pages
-
-
 def release_full_kv(model: PreTrainedModel) -> None:
     """Release the kept pages and the graphs captured over them."""
     pages = _kept.pop(model, None)
@@ -251,7 +245,8 @@ def _pages(
             missing = _missing_bytes(model, cache, pages, ahead, int8=int8)
             if not missing:
                 made = FullKVPages(pages, int8=int8)
-                keep_full_kv(model, made)
+                release_full_kv(model)
+                _kept[model] = made
                 return made
     if missing:
         log.info("an answer retrieves: all keys beside the model take %s more than is free", show_bytes(missing))

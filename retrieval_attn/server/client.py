@@ -125,7 +125,7 @@ class Inbox:
             put(item)
 
 
-class LocalEngine:
+class LocalEngine(EngineClient):
     """An `EngineClient` for an engine in this process: without a GPU, and in tests."""
 
     def __init__(self, engine: Engine) -> None:
@@ -138,17 +138,14 @@ class LocalEngine:
 
     @property
     def lost(self) -> str | None:
-        """See `EngineClient`."""
         died = self._engine.died
         return None if died is None else f"it ended with {type(died).__name__}, see the server's log"
 
     @property
     def warming(self) -> WarmUpProgress | None:
-        """See `EngineClient`."""
         return self._engine.warming
 
     async def submit(self, request: Request, put: Put) -> Submitted:
-        """See `EngineClient`."""
         pool = None if request.context is None and request.grammar is None else self._openers
         submitting = asyncio.get_running_loop().run_in_executor(pool, self._submit, request, put)
         try:
@@ -165,7 +162,6 @@ class LocalEngine:
         return Submitted(ticket.id, ticket.cancel)
 
     async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> int:
-        """See `EngineClient`."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._keepers, keep, self._engine, name, ids, context, namespace)
@@ -175,23 +171,18 @@ class LocalEngine:
             raise
 
     async def unsaved(self) -> list[SaveState]:
-        """See `EngineClient`."""
         return self._engine.unsaved
 
     async def cancel_save(self, name: str) -> bool:
-        """See `EngineClient`."""
         return await asyncio.to_thread(self._engine.cancel_save, name)
 
     async def stats(self) -> dict[str, Any]:
-        """See `EngineClient`."""
         return plain_stats(self._engine)
 
     async def status(self, namespace: str | None) -> dict[str, Any]:
-        """See `EngineClient`."""
         return await asyncio.to_thread(self._engine.status, namespace)
 
     async def close(self, *, drain: bool) -> None:
-        """See `EngineClient`."""
         self._closing = True
         await asyncio.to_thread(self._engine.close, drain=drain, save_seconds=SAVE_SECONDS)
         self._keepers.shutdown(wait=False)

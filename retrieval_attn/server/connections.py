@@ -143,19 +143,15 @@ class UpgradeParser:
         self.is_resuming = False
 
     def get_http_version(self) -> str:
-        """See httptools."""
         return str(self._parser.get_http_version())
 
     def get_method(self) -> bytes:
-        """See httptools."""
         return bytes(self._parser.get_method())
 
     def should_keep_alive(self) -> bool:
-        """See httptools."""
         return bool(self._parser.should_keep_alive())
 
     def should_upgrade(self) -> bool:
-        """See httptools."""
         return bool(self._parser.should_upgrade())
 
 
@@ -188,7 +184,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arm(HEAD_SECONDS, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See uvicorn."""
         self._limits.remove(self)
         self._disarm()
         super().connection_lost(exc)
@@ -206,7 +201,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(_head_too_large())
 
     def on_message_begin(self) -> None:
-        """See uvicorn."""
         if self.parser.is_resuming:
             return
         self._in_message, self._head_bytes = True, 0
@@ -216,14 +210,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """See uvicorn."""
         if self.parser.is_resuming:
             return
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See uvicorn."""
         if self.parser.is_resuming:
             return
         self._count_head(len(name) + len(value) + 4)
@@ -233,7 +225,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """See uvicorn."""
         if self.parser.is_resuming:
             return
         self._unparsed = 0
@@ -243,12 +234,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.scope["state"]["abort"] = self.transport.abort
 
     def on_body(self, body: bytes) -> None:
-        """See uvicorn."""
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """See uvicorn."""
         if self.parser.is_upgrade:
             return  # its body follows
         self._unparsed, self._in_message = 0, False

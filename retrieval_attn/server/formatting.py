@@ -39,11 +39,6 @@ def usage_of(ends: Sequence[Finished], answers_per_prompt: int) -> Value:
     }
 
 
-def failure_event(failure: ApiError) -> bytes:
-    """Return the end of an OpenAI stream that failed."""
-    return b"data: " + failure.encoded + b"\n\n" + DONE
-
-
 def finite(logprob: float | None) -> float:
     """Return a number that JSON can express."""
     return LEAST_LOGPROB if logprob is None else max(float(logprob), LEAST_LOGPROB)
@@ -96,7 +91,7 @@ class Head:
         return {"id": self.id, "object": self._kind, **self._rest, "choices": choices, "usage": usage}
 
 
-class _ChunkedForm:
+class _ChunkedForm(Form):
     """The parts of a `Form` that answers in chunks of a `Head` have in common."""
 
     def __init__(self, head: Head, texts: TokenTexts, top: int, visible: frozenset[int] = frozenset()) -> None:
@@ -105,12 +100,10 @@ class _ChunkedForm:
         self._tokens = AnswerTokens(texts, visible)
 
     def ending(self, usage: Value, *, wanted: bool) -> bytes:
-        """See `Form`."""
         return (self._head.chunk([], usage) if wanted else b"") + DONE
 
     def failure(self, failure: ApiError) -> bytes:
-        """See `Form`."""
-        return failure_event(failure)
+        return b"data: " + failure.encoded + b"\n\n" + DONE
 
 
 class ChatForm(_ChunkedForm):
@@ -134,11 +127,9 @@ class ChatForm(_ChunkedForm):
         self._called: set[int] = set()  # choices with a tool call
 
     def opening(self, index: int) -> bytes:
-        """See `Form`."""
         return self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
-        """See `Form`."""
         tokens = self._tokens.take(index, text, events)
         delta = self._delta(index, self._readers[index].feed(text))
         if not delta and not tokens:
@@ -146,12 +137,10 @@ class ChatForm(_ChunkedForm):
         return self._chunk(index, delta or {"content": ""}, logprobs=self._logprobs(tokens or None))
 
     def closing(self, index: int, end: Finished) -> bytes:
-        """See `Form`."""
         delta = self._delta(index, self._readers.pop(index).end() if index in self._readers else ())
         return self._chunk(index, delta, self._reason(index, end), self._logprobs(self._tokens.end(index) or None))
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
-        """See `Form`."""
         choices = [
             {
                 "index": index,
@@ -209,20 +198,16 @@ class TextForm(_ChunkedForm):
         super().__init__(Head("cmpl", model, whole="text_completion", chunk="text_completion"), texts, top)
 
     def opening(self, index: int) -> bytes:
-        """See `Form`."""
         return b""
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
-        """See `Form`."""
         tokens = self._tokens.take(index, text, events)
         return self._chunk(index, text, logprobs=self._logprobs(tokens or None)) if text or tokens else b""
 
     def closing(self, index: int, end: Finished) -> bytes:
-        """See `Form`."""
         return self._chunk(index, "", end.reason, self._logprobs(self._tokens.end(index) or None))
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
-        """See `Form`."""
         choices = [
             {
                 "index": index,
@@ -283,13 +268,11 @@ class EchoForm(TextForm):
         self._prompts, self._answers = prompts, answers
 
     def opening(self, index: int) -> bytes:
-        """See `Form`."""
         return self._chunk(index, self._prompts[index].text)
 
     def whole(
         self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """See `Form`."""
         if not self._answers:
             ends = {index: end._replace(text="", tokens=()) for index, end in ends.items()}
             events = {index: () for index in events}

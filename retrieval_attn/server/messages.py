@@ -347,7 +347,7 @@ class TokenCount(AnswerBody):
     input_tokens: int
 
 
-class MessagesForm:
+class MessagesForm(Form):
     """A `Form` of POST /v1/messages."""
 
     def __init__(self, requests: Sequence[Request], make_reader: Callable[[], AnswerReader], model: str,
@@ -362,17 +362,14 @@ class MessagesForm:
         self._end: Finished | None = None
 
     def opening(self, index: int) -> bytes:
-        """See `Form`."""
         usage = self._usage({"prompt_tokens": self._request.prompt_tokens, "completion_tokens": 0})
         message = self._message([], None, usage)
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
-        """See `Form`."""
         return b"".join(map(self._part, self._reader.feed(text)))
 
     def closing(self, index: int, end: Finished) -> bytes:
-        """See `Form`."""
         self._end = end
         return b"".join(map(self._part, self._reader.end())) + self._stop()
 
@@ -383,11 +380,9 @@ class MessagesForm:
         return _event(delta) + _event({"type": "message_stop"})
 
     def failure(self, failure: ApiError) -> bytes:
-        """See `Form`."""
         return _event(failure.messages_body(REQUEST_ID.get()))
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
-        """See `Form`."""
         (end,) = ends.values()
         blocks: list[Value] = []
         key = None

@@ -31,6 +31,16 @@ PREFIX_CACHE_EVENTS = {
     "tokens_hit": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
 }
 """Counters, in the same form."""
+GAUGES = {
+    "rows": ("num_requests_running", "Sequences in the running batch"),
+    "waiting": ("num_requests_waiting", "Requests waiting in the engine"),
+    "waiting_gpu_memory": (
+        "num_requests_waiting_gpu_memory", "Admitted requests that wait for GPU memory of other requests",
+    ),
+    "slot_utilization": ("slot_utilization", "Share of batch slots in use, mean over the decode steps"),
+    "saves_running": ("context_saves_running", "Contexts whose files are not durable yet"),
+    "disk_nbytes": ("prefix_cache_disk_bytes", "Bytes of prefix-cache entries on the disk"),
+}  # fmt: skip
 ENGINE = {
     "steps": ("engine_steps", "Decode steps; each generates a token of every running sequence, or several"),
     "step_seconds": ("engine_step_seconds", "Seconds of decode steps"),
@@ -47,6 +57,8 @@ ENGINE = {
     "disk_removals": ("prefix_cache_disk_removals", "Prefix-cache entries removed from the disk"),
     "disk_loads": ("prefix_cache_disk_loads", "Prefix-cache entries opened from the disk"),
     "disk_loaded_bytes": ("prefix_cache_disk_loaded_bytes", "Bytes of prefix-cache entries opened from the disk"),
+    "damaged_blocks": ("damaged_blocks", "Blocks of saved contexts with a wrong checksum"),
+    "saves_failed": ("context_save_failures", "Failed writes of saved contexts"),
     "window_evictions": ("window_evictions", "Evictions of a full window's oldest block to the host"),
 }
 TIERS = {
@@ -85,19 +97,10 @@ class Metrics:
         self._first = self._histogram("time_to_first_token_seconds", "Seconds to the first token", FIRST_TOKEN_SECONDS)
         self._between = self._histogram("time_per_output_token_seconds", "Mean seconds per later token", TOKEN_SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "Seconds to the end of a request", REQUEST_SECONDS)
-        self._running = self._gauge("num_requests_running", "Sequences in the running batch")
-        self._waiting = self._gauge("num_requests_waiting", "Requests waiting in the engine")
         self._first_waiting = self._gauge("num_requests_without_token", "Requests without their first token")
-        self._lacking = self._gauge(
-            "num_requests_waiting_gpu_memory", "Admitted requests that wait for GPU memory of other requests"
-        )
-        self._utilization = self._gauge("slot_utilization", "Share of batch slots in use, mean over the decode steps")
         self._up = self._gauge("engine_up", "1 while the engine answers")
+        self._gauges = {key: self._gauge(name, text) for key, (name, text) in GAUGES.items()}
         self._engine = {key: Following(self._counter(name, text)) for key, (name, text) in ENGINE.items()}
-        self._damaged = Following(self._counter("damaged_blocks", "Blocks of saved contexts with a wrong checksum"))
-        self._saves = self._gauge("context_saves_running", "Contexts whose files are not durable yet")
-        self._disk = self._gauge("prefix_cache_disk_bytes", "Bytes of prefix-cache entries on the disk")
-        self._saves_failed = Following(self._counter("context_save_failures", "Failed writes of saved contexts"))
         tiers = {key: self._counter(name, text, "tier") for key, (name, text) in TIERS.items()}
         self._tiers = {
             (name, tier): Following(counter.labels(tier))
@@ -140,14 +143,8 @@ class Metrics:
         self._up.set(stats is not None)
         self._first_waiting.set(waiting)
         if stats is not None:
-            self._running.set(stats["rows"])
-            self._waiting.set(stats["waiting"])
-            self._lacking.set(stats["waiting_gpu_memory"])
-            self._utilization.set(stats["slot_utilization"])
-            self._damaged.follow(stats["damaged_blocks"])
-            self._saves.set(stats["saves_running"])
-            self._saves_failed.follow(stats["saves_failed"])
-            self._disk.set(stats["disk_nbytes"])
+            for name, gauge in self._gauges.items():
+                gauge.set(stats[name])
             for name, counter in self._engine.items():
                 counter.follow(stats[name])
             for (name, tier), counter in self._tiers.items():

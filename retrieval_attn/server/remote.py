@@ -15,7 +15,7 @@ from retrieval_attn.engine.background_saves import SAVE_SECONDS, SaveState
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.warm_up import WarmUpProgress
 from retrieval_attn.errors import RetrievalAttentionError
-from retrieval_attn.server.client import Put, Submitted
+from retrieval_attn.server.client import EngineClient, Put, Submitted
 from retrieval_attn.server.engine_process import Child
 from retrieval_attn.server.failure import EngineLostError, ended_error
 from retrieval_attn.server.ipc import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
@@ -154,7 +154,7 @@ class _EngineChild:
             return await asyncio.to_thread(self.child.wait)
 
 
-class RemoteEngine:
+class RemoteEngine(EngineClient):
     """An `EngineClient` for an engine in a child process."""
 
     def __init__(self, spec: EngineSpec, begun: Child | None = None) -> None:
@@ -175,7 +175,6 @@ class RemoteEngine:
 
     @property
     def lost(self) -> str | None:
-        """See `EngineClient`."""
         return self._lost
 
     @property
@@ -184,13 +183,11 @@ class RemoteEngine:
         return None if self._process is None else self._process.warming
 
     async def submit(self, request: Request, put: Put) -> Submitted:
-        """See `EngineClient`."""
         process = self._there()
         number, name = await process.ask({"do": "submit", "request": request_of(request)}, put)
         return Submitted(name, lambda: process.tell({"do": "cancel", "id": number}))
 
     async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> int:
-        """See `EngineClient`."""
         plain = {"do": "keep", "name": name, "ids": ids_of(ids), "context": context, "namespace": namespace}
         try:
             return int((await self._there().ask(plain))[1])
@@ -200,25 +197,20 @@ class RemoteEngine:
             raise
 
     async def unsaved(self) -> list[SaveState]:
-        """See `EngineClient`."""
         return [SaveState(*state) for state in (await self._there().ask({"do": "unsaved"}))[1]]
 
     async def cancel_save(self, name: str) -> bool:
-        """See `EngineClient`."""
         return bool((await self._there().ask({"do": "cancel_save", "name": name}))[1])
 
     async def stats(self) -> dict[str, Any]:
-        """See `EngineClient`."""
         found: dict[str, Any] = (await self._there().ask({"do": "stats"}))[1]
         return found
 
     async def status(self, namespace: str | None) -> dict[str, Any]:
-        """See `EngineClient`."""
         found: dict[str, Any] = (await self._there().ask({"do": "status", "namespace": namespace}))[1]
         return found
 
     async def close(self, *, drain: bool) -> None:
-        """See `EngineClient`."""
         self._closing = True
         process = self._process
         if process is not None:

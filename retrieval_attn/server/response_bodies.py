@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.server.answer_parts import AnswerPart, AnswerReader, arguments_object
 from retrieval_attn.server.failure import ApiError, invalid
-from retrieval_attn.server.formatting import encoded
+from retrieval_attn.server.formatting import Form, encoded
 from retrieval_attn.server.protocol import MAX_MESSAGES, Body, ChatBody, TemplateOptions
 
 __all__ = ["ResponsesBody", "ResponsesForm", "turns_of_output"]
@@ -517,7 +517,7 @@ def _renamed(place: Sequence[int | str]) -> tuple[int | str, ...]:
 # -- output --------------------------------------------------------------------------------------
 
 
-class ResponsesForm:
+class ResponsesForm(Form):
     """A `Form` of POST /v1/responses."""
 
     def __init__(
@@ -538,14 +538,12 @@ class ResponsesForm:
         self._end: Finished | None = None
 
     def opening(self, index: int) -> bytes:
-        """See `Form`."""
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
-        """See `Form`."""
         return b"".join(map(self._part, self._reader.feed(text)))
 
     def closing(self, index: int, end: Finished) -> bytes:
@@ -562,12 +560,10 @@ class ResponsesForm:
         return self._event(f"response.{response['status']}", response=response)
 
     def failure(self, failure: ApiError) -> bytes:
-        """See `Form`."""
         error = {"code": "server_error", "message": failure.message}
         return self._event("response.failed", response=self._response("failed", error=error))
 
     def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
-        """See `Form`."""
         (end,) = ends.values()
         self.chunk(0, end.text, ())
         self.closing(0, end)

@@ -93,7 +93,7 @@ class _JsonScan:
         return place
 
 
-class JsonCalls:
+class JsonCalls(CallReader):
     """Calls whose arguments are a JSON object behind a head with the name.
 
     Arguments are passed on as the model writes them. A region of another form, such as keys in another order, is
@@ -107,7 +107,6 @@ class JsonCalls:
         self._scan: _JsonScan | None = None
 
     def feed(self, text: str) -> list[CallPiece]:
-        """See `CallReader`."""
         self._text += text
         found: list[CallPiece] = []
         while True:
@@ -126,7 +125,6 @@ class JsonCalls:
             self._scan = None
 
     def end(self, *, complete: bool) -> list[CallPiece]:
-        """See `CallReader`."""
         if self._begun:
             return []
         try:
@@ -149,7 +147,7 @@ def _json_call(value: object) -> CallPiece | None:
     return CallPiece(call["name"], json.dumps(arguments, ensure_ascii=False))
 
 
-class TaggedCalls:
+class TaggedCalls(CallReader):
     """Calls whose arguments are tags, one for each: texts as they are, other values as JSON, by the tool's schema.
 
     Arguments whose schema is a string are returned as the text comes, others when their tag is closed.
@@ -172,7 +170,6 @@ class TaggedCalls:
         self._count = 0
 
     def feed(self, text: str) -> list[CallPiece]:
-        """See `CallReader`."""
         self._text += text
         found: list[CallPiece] = []
         while (piece := self._next()) is not None:
@@ -180,7 +177,6 @@ class TaggedCalls:
         return [piece for piece in found if piece.name is not None or piece.arguments]
 
     def end(self, *, complete: bool) -> list[CallPiece]:
-        """See `CallReader`."""
         found = self.feed("\n<") if complete and not self._in_call else []  # a head ends before the next tag
         if self._in_value and self._streams:
             found.append(CallPiece(None, _quoted(self._text)))
@@ -277,7 +273,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class RelaxedCalls:
+class RelaxedCalls(CallReader):
     """Calls `call:NAME{key:value}` with words as keys and texts between `quote`; parsed as a whole when they end."""
 
     def __init__(self, quote: str) -> None:
@@ -286,7 +282,6 @@ class RelaxedCalls:
         self._head = re.compile(r"\s*call:(?P<name>[\w.:-]+)(?=\{)")
 
     def feed(self, text: str) -> list[CallPiece]:
-        """See `CallReader`."""
         self._text += text
         head = None if self._begun else self._head.match(self._text)
         if head is None:
@@ -295,7 +290,6 @@ class RelaxedCalls:
         return [CallPiece(head["name"])]
 
     def end(self, *, complete: bool) -> list[CallPiece]:
-        """See `CallReader`."""
         if not self._begun:
             return []
         options = {"unquoted_keys": True, "string_delims": [[self._quote, self._quote]]}
@@ -411,7 +405,6 @@ class QwenCoderFormat(HermesFormat):
     begin, named = "<tool_call>\n<function=", ">\n"
 
     def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
         key = r"\s*<parameter=(?P<name>[^>\n]+)>(?:\n|(?=[^\n]))"
         head = r"\s*<function=(?P<name>[^>\n]+)>"
         return TaggedCalls(head, key, "</parameter>", tools, call_end="</function>", margin="\n")
@@ -427,7 +420,6 @@ class GlmFormat(HermesFormat):
     begin, named = "<tool_call>", "\n"
 
     def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
         key = r"\s*<arg_key>\s*(?P<name>[^<\n]+?)\s*</arg_key>\s*<arg_value>"
         return TaggedCalls(r"\s*(?P<name>[^\s<]+)\s*(?=<)", key, "</arg_value>", tools)
 
@@ -448,7 +440,6 @@ class LlamaFormat(ToolFormat):
     begin, named = '{"name": "', '", "parameters":'
 
     def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
         return JsonCalls(_OBJECT, function_names(tools))
 
 
@@ -581,7 +572,6 @@ class Gemma4Format(ToolFormat):
     named: ClassVar[str] = "{"
 
     def reader(self, tools: Tools) -> CallReader:
-        """See `ToolFormat`."""
         return RelaxedCalls(self.quote)
 
 

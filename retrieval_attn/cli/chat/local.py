@@ -89,7 +89,6 @@ class LocalBackend(ChatBackend):
 
     @property
     def about(self) -> str:
-        """See `ChatBackend`."""
         read = 0 if self._base is None else self._base.num_tokens
         note = "" if self._llm.tokenizer.chat_template else f"{NO_TEMPLATE}\n"
         document = note + (f"document: {read:,} tokens; " if read else "")
@@ -99,7 +98,6 @@ class LocalBackend(ChatBackend):
         )
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """See `ChatBackend`."""
         messages = self._asked(question)
         ids = self._prompt.asked(messages, behind=self._base is not None)
         self._last, began = None, time.perf_counter()
@@ -122,14 +120,12 @@ class LocalBackend(ChatBackend):
         return LocalMark(self._base, reached, tuple(self._messages)), f"remembered as {name!r} until the program ends"
 
     def go_back(self, mark: LocalMark) -> str:
-        """See `ChatBackend`."""
         reached = None if mark.reached is None else (mark.reached[0].fork(), mark.reached[1])
         self._base, self._reached, self._messages = mark.base, reached, list(mark.messages)
         self._last = None
         return f"back at {self._tokens():,} tokens, {self._turns()}"
 
     def save(self, name: str) -> str:
-        """See `ChatBackend`."""
         saved = self._whole().save(name, store=self._store)
         return (
             f"saved {saved.tokens:,} tokens as {name!r}, {show_bytes(saved.nbytes)} in {saved.seconds:.1f} s; "
@@ -137,13 +133,11 @@ class LocalBackend(ChatBackend):
         )
 
     def load(self, name: str) -> str:
-        """See `ChatBackend`."""
         self._base, self._reached, self._messages = self._llm.open(name, store=self._store), None, []
         self._last = None
         return f"loaded {name!r}: {self._base.num_tokens:,} tokens, none prefilled again"
 
     def stats(self) -> str:
-        """See `ChatBackend`."""
         told = f"{self._tokens():,} of {self._llm.max_context:,} tokens, {self._turns()}"
         if self._last is None:
             return told
@@ -156,7 +150,6 @@ class LocalBackend(ChatBackend):
         )
 
     def close(self) -> None:
-        """See `ChatBackend`."""
         self._base = self._reached = None
 
     def _whole(self) -> Context:

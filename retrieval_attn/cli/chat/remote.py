@@ -54,12 +54,10 @@ class RemoteBackend(ChatBackend):
 
     @property
     def about(self) -> str:
-        """See `ChatBackend`."""
         read = f", about a document of {len(self._document):,} characters" if self._document else ""
         return f"{self._model} at {self._endpoint.base}{read}"
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """See `ChatBackend`."""
         messages = self._asked(question)
         began, first, usage, ended = time.perf_counter(), 0.0, None, False
         pieces: list[str] = []
@@ -101,7 +99,6 @@ class RemoteBackend(ChatBackend):
         return RemoteMark(self._document, context, tuple(self._messages)), told
 
     def go_back(self, mark: RemoteMark) -> str:
-        """See `ChatBackend`."""
         self._document, self._context, self._messages = mark.document, mark.context, list(mark.messages)
         return f"back at {self._turns()}"
 
@@ -121,13 +118,11 @@ class RemoteBackend(ChatBackend):
         return f"saved {found.get('tokens', 0):,} tokens as {name!r} at the server; /load {name} goes on from it"
 
     def load(self, name: str) -> str:
-        """See `ChatBackend`."""
         found = self._called("GET", f"contexts/{name}")
         self._document, self._context, self._messages = "", name, []
         return f"loaded {name!r}: {found.get('tokens', 0):,} tokens"
 
     def stats(self) -> str:
-        """See `ChatBackend`."""
         context = "" if self._context is None else f" behind the context {self._context!r}"
         told = f"{self._turns()}{context}"
         cost = self._cost
@@ -143,7 +138,6 @@ class RemoteBackend(ChatBackend):
         return f"{told}\nlast answer: {counted}{first}, then {1000 * gap:.1f} ms per token"
 
     def close(self) -> None:
-        """See `ChatBackend`."""
         self._client.close()
 
     def _stream(self, messages: list[Message]) -> _ReplyLines:

@@ -55,44 +55,29 @@ def atomic_load(typingctx, address):
     return types.int64(types.int64), codegen
 
 
-@intrinsic
-def atomic_swap(typingctx, address, value):
-    """Write int64 `value` at `address`, sequentially consistent; returns what was there."""
+def _read_modify_write(operation: str) -> Any:
+    """Return an intrinsic (address, value) of an atomic operation on the int64 at `address`, sequentially consistent.
 
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("xchg", _word(builder, args[0]), args[1], "seq_cst")
+    It returns what was there before.
+    """
 
-    return types.int64(types.int64, types.int64), codegen
+    def atomic(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            return builder.atomic_rmw(operation, _word(builder, args[0]), args[1], "seq_cst")
 
+        return types.int64(types.int64, types.int64), codegen
 
-@intrinsic
-def atomic_add(typingctx, address, value):
-    """Add int64 `value` at `address`, sequentially consistent; returns what was there before."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+    return intrinsic(atomic)
 
 
-@intrinsic
-def atomic_min(typingctx, address, value):
-    """Lower the int64 at `address` to `value` if that is less; returns what was there before."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("min", _word(builder, args[0]), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def atomic_max(typingctx, address, value):
-    """Raise the int64 at `address` to `value` if that is more; returns what was there before."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("max", _word(builder, args[0]), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+atomic_swap = _read_modify_write("xchg")
+"""Write `value`."""
+atomic_add = _read_modify_write("add")
+"""Add `value`."""
+atomic_min = _read_modify_write("min")
+"""Lower what is there to `value` if that is less."""
+atomic_max = _read_modify_write("max")
+"""Raise what is there to `value` if that is more."""
 
 
 @intrinsic

@@ -11,8 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["FIRST_IMPORT", "quiet", "read_ahead", "skip_unused", "weight_files"]
-
 FIRST_IMPORT = time.perf_counter()
 """When this process began to import the package: its start, but for Python's own."""
 

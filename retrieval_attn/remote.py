@@ -11,10 +11,6 @@ from urllib.parse import urlsplit
 
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 
-__all__ = [
-    "Delta", "Endpoint", "RemoteError", "Usage", "http_client", "model_names", "read_delta", "read_usage", "refusal",
-]  # fmt: skip
-
 KEY_VARIABLE = "OPENAI_API_KEY"
 MOST_SHOWN = 300
 """Characters of a server's error that a message quotes."""

@@ -30,8 +30,6 @@ from retrieval_attn.gpu.shared.plan import LEVELS, PAGE_TOKENS, SharedNode, Shar
 from retrieval_attn.index.formats import Format
 from retrieval_attn.offload.staging import pack
 
-__all__ = ["PagedPrefix", "KnownPrefixes", "PagedLayers", "PagedSpan", "PrefixPlans", "nodes_of"]
-
 FEW_QUERIES = 32
 """Queries of int8 pages up to which they are attended with as rows of a step are."""
 

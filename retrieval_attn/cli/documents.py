@@ -11,8 +11,6 @@ from pathlib import Path
 
 from retrieval_attn.errors import ConfigError, InputDataError
 
-__all__ = ["STANDARD_INPUT", "add_encoding_argument", "read_documents"]
-
 STANDARD_INPUT = "-"
 BINARY_BYTES = 8192
 """Bytes at the start of a file in which a NUL byte says that it is no text."""

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Self
 
-__all__ = ["Spinner", "without_leading_space"]
-
 
 def without_leading_space(pieces: Iterable[str]) -> Iterator[str]:
     """Yield the pieces of an answer without its leading white space."""

@@ -15,8 +15,6 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-__all__ = ["EVERY_SECONDS", "ProgressBar", "columns_of"]
-
 EVERY_SECONDS = 4.0
 """Longest time between two plain lines."""
 TICK_SECONDS = 0.5

@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, check_queries
-from retrieval_attn.index.keys import MAX_KEYS, StoredKeys
+from retrieval_attn.index.keys import MAX_KEYS as MAX_KEYS
+from retrieval_attn.index.keys import StoredKeys
 from retrieval_attn.index.task.run import SearchResult, search_range
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
-
-__all__ = ["MAX_KEYS", "KeyIndex", "SearchResult"]
 
 TRAIN_QUERIES = 2048
 """Default number of training queries of each query head."""

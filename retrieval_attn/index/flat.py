@@ -202,8 +202,6 @@ def rescore_count(rescore: int, k: int) -> int:
     return max(rescore * k, k + k // 4 + MIN_SPARE)
 
 
-__all__ = ["FullIndex", "kept_tokens"]
-
 FULL_ROOM = 512
 """Tokens that a window has room for behind those that it holds, at least."""
 STEPS = 8

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from retrieval_attn.memory.units import show_bytes
 
-__all__ = ["Holder", "idle_device_bytes", "reclaim", "register"]
-
 log = logging.getLogger(__name__)
 
 

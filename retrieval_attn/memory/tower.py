@@ -9,8 +9,6 @@ from typing import Any
 
 from retrieval_attn.model.bundled import model_path
 
-__all__ = ["TowerShape", "tower_shape"]
-
 USUAL_TOKENS = 16384
 """Tokens of the largest image of Qwen's published checkpoints, for a config without its processor's file."""
 PIXEL_BYTES = 4

@@ -19,8 +19,6 @@ from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.images import FIRST_ID, LAST_ID, Image, ImageReader, PlacedImage
 from retrieval_attn.model.weights import WeightState, weight_state
 
-__all__ = ["ImageEmbedding", "ImageEncoder", "PromptImages"]
-
 CACHE_BYTES = 256 << 20
 """Embeddings of recent images in host memory."""
 

@@ -22,8 +22,6 @@ from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.errors import InputDataError, UnsupportedModelError
 
-__all__ = ["Image", "ImageReader", "PlacedImage", "image_spans", "is_image_id", "placed_images"]
-
 MAX_IMAGES, MAX_IMAGE_BYTES, MAX_PIXELS = 32, 20 << 20, 1 << 25
 """Images of a request; bytes of the file, and pixels, of one image."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

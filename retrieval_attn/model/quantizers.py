@@ -11,8 +11,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-__all__ = ["MakeParameter", "ReadConfig", "ReadQuantizer", "replace_quantization"]
-
 
 def replace_quantization(config: Any, method: str, options: dict[str, Any]) -> None:
     """Replace the quantization_config of a config or of its text decoder. method: of a registered quantizer."""

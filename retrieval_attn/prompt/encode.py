@@ -19,8 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.errors import InputDataError
 
-__all__ = ["Encoded", "Escapes", "NAMESPACE", "PromptEncoder", "encoder_of", "stand_in"]
-
 T = TypeVar("T")
 
 DIGITS = 6

@@ -13,8 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from retrieval_attn.errors import InputDataError
 
-__all__ = ["RENDER_SECONDS", "cut_at", "render", "shown", "within_limit"]
-
 T = TypeVar("T")
 
 RENDER_SECONDS = 10.0

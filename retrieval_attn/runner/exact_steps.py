@@ -25,8 +25,6 @@ from retrieval_attn.runner.drafted_steps import DraftedSteps
 from retrieval_attn.runner.drafts import BlockCosts, DraftBlock
 from retrieval_attn.runner.rows import can_draft
 
-__all__ = ["BlockLength", "ExactSteps", "PassCosts", "attends_to_all", "exact_steps", "host_bytes", "is_exact"]
-
 BLOCK_SIZES = (3, 7, 15, 31, 63)
 """Numbers of drafts that a block may have."""
 MEASURE_AFTER = 32

@@ -46,8 +46,6 @@ from retrieval_attn.runner.rows import step as eager_step
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
-__all__ = ["EagerFallbacks", "GraphRunner", "RETRY_STEPS", "Stepped"]
-
 log = logging.getLogger(__name__)
 
 

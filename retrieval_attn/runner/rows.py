@@ -39,11 +39,6 @@ from retrieval_attn.runner.decode import forward
 from retrieval_attn.runner.drafts import DRAFTED_TOKENS
 from retrieval_attn.runner.graph.sequence_slot import StepClock
 
-__all__ = [
-    "RowsCache", "RowsFailedError", "RowsLayer", "can_draft", "position_groups", "require_rows", "step",
-    "tokens_before_spill",
-]  # fmt: skip
-
 
 class RowsState(LinearAttentionLayer):
     """The rows' states joined along the batch; transformers updates them in place, `give_back` hands each row its own.

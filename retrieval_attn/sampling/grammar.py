@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from retrieval_attn.errors import ConfigError, InputDataError
 
-__all__ = ["CallGrammar", "GrammarCompiler", "GrammarSpec", "TokenMatcher", "mask_words"]
-
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "calls"]
 Mask = NDArray[np.int32]
 COMPILED_GRAMMARS = 64

@@ -23,18 +23,6 @@ from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.sampling.grammar import TokenMatcher, mask_words
 from retrieval_attn.sampling.sampling_params import SamplingParams, is_int
 
-__all__ = [
-    "Chosen",
-    "DrawMode",
-    "History",
-    "MaskedParams",
-    "SampledToken",
-    "Sampler",
-    "TokenScore",
-    "require_known",
-    "token_scores",
-]
-
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

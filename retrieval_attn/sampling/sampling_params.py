@@ -12,19 +12,6 @@ from typing import Any
 from retrieval_attn.config import FullAttention, require_full_attention
 from retrieval_attn.errors import ConfigError
 
-__all__ = [
-    "LEAST_TEMPERATURE",
-    "MAX_LOGPROBS",
-    "PENALTY_RANGE",
-    "REPETITION_RANGE",
-    "Bias",
-    "ChoiceOptions",
-    "GivenBias",
-    "Sampling",
-    "SamplingParams",
-    "bias_pairs",
-]
-
 LEAST_TEMPERATURE = 1e-5
 """A lower temperature counts as 0: scores divided by it could exceed the range of float32."""
 REPETITION_RANGE = (0.01, 100.0)

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.server.failure import ApiError
 
-__all__ = ["Address", "AllowedHosts", "Caller", "Keys", "VARIABLE", "listening", "require_safe_host"]
-
 VARIABLE = "RETRIEVAL_ATTN_API_KEY"
 MIN_LENGTH = 8
 

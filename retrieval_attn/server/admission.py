@@ -11,8 +11,6 @@ from typing import NamedTuple
 from retrieval_attn.engine.ids import Ids, common
 from retrieval_attn.server.failure import ApiError
 
-__all__ = ["Admission", "Pace", "QueuedPrompt", "QueuedRequest"]
-
 REMEMBERED = 64
 """First tokens. Fewer, and what is read together makes the pace jump; more, and it is that of another load."""
 

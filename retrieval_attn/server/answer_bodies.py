@@ -6,29 +6,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = [
-    "AnswerBody",
-    "ChatAnswer",
-    "ContextList",
-    "ContextRecord",
-    "Deleted",
-    "DeletedResponse",
-    "Detokenized",
-    "ERRORS",
-    "ErrorAnswer",
-    "Health",
-    "MessagesErrorAnswer",
-    "MessagesModelList",
-    "ModelList",
-    "ModelRecord",
-    "Props",
-    "ResponseAnswer",
-    "StatusRecord",
-    "TextAnswer",
-    "Tokens",
-    "Version",
-]
-
 
 class AnswerBody(BaseModel):
     """Nothing is in an answer that is not named here."""

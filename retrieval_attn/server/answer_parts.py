@@ -27,16 +27,6 @@ from retrieval_attn.server.tool_formats import (
     is_strict,
 )
 
-__all__ = [
-    "AnswerFormat",
-    "AnswerPart",
-    "AnswerReader",
-    "PROMPT_END_TOKENS",
-    "arguments_object",
-    "message_of",
-    "template_text",
-]
-
 PROMPT_END_TOKENS = 24
 """Last tokens of a prompt in which a template may open the model's thinking."""
 

@@ -35,8 +35,6 @@ from retrieval_attn.server.protocol import ChatBody, CompletionBody, NamedTool, 
 from retrieval_attn.server.service import Service, caller_of, service_of
 from retrieval_attn.server.streaming import StreamReply, WholeReply
 
-__all__ = ["Choices", "EVENTS", "answer_chat", "chat_prompt", "router"]
-
 MAX_UNREAD = 8192
 """Maximum tokens of a request that its client has not read, besides those in the socket's buffer."""
 

@@ -38,8 +38,6 @@ from retrieval_attn.server.protocol import DetokenizeBody, TokenizeBody
 from retrieval_attn.server.service import Service, service_of
 from retrieval_attn.server.streaming import FailureReply, noted
 
-__all__ = ["make_app"]
-
 router = APIRouter(tags=["server"], route_class=UserRoute)
 open_router = APIRouter(tags=["server"], route_class=OpenRoute)
 admin_router = APIRouter(tags=["server"], route_class=AdminRoute)

@@ -17,8 +17,6 @@ from starlette.requests import Request as HttpRequest
 
 from retrieval_attn.server.failure import ApiError, invalid
 
-__all__ = ["Bodies", "check_json"]
-
 BODY_SECONDS = 60.0
 SMALL_BYTES = 64 << 10
 """Larger bodies are parsed in a thread."""

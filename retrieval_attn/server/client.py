@@ -15,8 +15,6 @@ from retrieval_attn.engine.warm_up import WarmUpProgress
 from retrieval_attn.errors import AdmissionError, ContextLengthError, InputDataError
 from retrieval_attn.server.failure import EngineLostError, ended_error
 
-__all__ = ["EngineClient", "Item", "KEEPERS", "LocalEngine", "OPENERS", "Put", "Submitted", "keep"]
-
 HELD_TOKENS = 64
 """Tokens generated until the save begins: a running request keeps the text in the prefix cache. Cancelled then."""
 

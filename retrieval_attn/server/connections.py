@@ -20,8 +20,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from retrieval_attn.server.failure import ApiError
 
-__all__ = ["MAX_HEAD_BYTES", "MAX_HEADERS", "Connections", "LimitedProtocol", "UpgradeParser", "max_connections"]
-
 MAX_HEAD_BYTES = 64 << 10
 """URL and headers of one request; nginx and Node have 32 KiB and 16 KiB."""
 MAX_HEADERS = 128

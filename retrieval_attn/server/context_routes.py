@@ -18,8 +18,6 @@ from retrieval_attn.server.permissions import AdminRoute
 from retrieval_attn.server.protocol import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody
 from retrieval_attn.server.service import Service, caller_of, service_of
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"], route_class=AdminRoute)
 
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]

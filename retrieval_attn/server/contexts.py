@@ -16,8 +16,6 @@ from retrieval_attn.server.client import EngineClient
 from retrieval_attn.server.failure import ApiError, EngineLostError
 from retrieval_attn.store import ContextStore, NamedContext
 
-__all__ = ["ContextState", "Contexts", "StorePool"]
-
 STORE_THREADS = 8
 MAX_STORE_JOBS = 64
 LOOK_SECONDS = 0.05

@@ -25,8 +25,6 @@ from retrieval_attn.imports import quiet, read_ahead, skip_unused
 if TYPE_CHECKING:
     from retrieval_attn.server.settings import EngineSpec
 
-__all__ = ["Child", "main", "set_allocator"]
-
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 MMAP_BYTES = 1 << 20
 

@@ -22,17 +22,6 @@ from retrieval_attn.errors import (
     UnknownContextError,
 )
 
-__all__ = [
-    "ApiError",
-    "EngineLostError",
-    "document_from",
-    "ended_error",
-    "failure_of",
-    "has_messages_form",
-    "invalid",
-    "text_from",
-]
-
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -14,8 +14,6 @@ from retrieval_attn.server.answer_parts import AnswerPart, AnswerReader, message
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.token_texts import AnswerToken, AnswerTokens, TokenTexts
 
-__all__ = ["ChatForm", "EchoForm", "EchoedPrompt", "Form", "TextForm", "encoded", "usage_of"]
-
 Value = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"

@@ -20,21 +20,6 @@ from retrieval_attn.sampling.sampler import TokenScore
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from retrieval_attn.server.failure import EngineLostError
 
-__all__ = [
-    "EngineFailure",
-    "async_frame",
-    "error_from",
-    "frame_of",
-    "ids_from",
-    "ids_of",
-    "item_from",
-    "item_of",
-    "plain_error",
-    "receive_frame",
-    "request_from",
-    "request_of",
-]
-
 Plain = dict[str, Any]
 
 HEAD = struct.Struct(">I")

@@ -11,8 +11,6 @@ from typing import Any, TextIO
 
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["REQUEST_ID", "JsonLines", "log_to"]
-
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 """Of the request that is being answered, "" outside of one."""
 

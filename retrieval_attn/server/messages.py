@@ -26,8 +26,6 @@ from retrieval_attn.server.permissions import UserRoute
 from retrieval_attn.server.protocol import MAX_MESSAGES, MAX_STOPS, Body, ChatBody, Stop
 from retrieval_attn.server.service import service_of
 
-__all__ = ["router"]
-
 BILLING = "x-anthropic-billing-header:"
 """Start of a system block of Claude Code. It differs in each request, so that no prefix would be shared, and is not
 meant for the model: it is left out.

@@ -14,8 +14,6 @@ from retrieval_attn.server.logs import REQUEST_ID
 from retrieval_attn.server.service import Service
 from retrieval_attn.server.streaming import FailureReply, noted
 
-__all__ = ["Edge"]
-
 log = logging.getLogger(__name__)
 
 PROBES = ("/", "/health")

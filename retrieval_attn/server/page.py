@@ -26,8 +26,6 @@ from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.permissions import OpenRoute, UserRoute
 from retrieval_attn.server.service import Service, caller_of, service_of
 
-__all__ = ["page_response", "page_router", "status_router"]
-
 page_router = APIRouter(tags=["server"], route_class=OpenRoute)
 status_router = APIRouter(tags=["server"], route_class=UserRoute)
 

@@ -22,8 +22,6 @@ from retrieval_attn.server.access import Keys
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.service import service_of
 
-__all__ = ["AdminRoute", "GuardedRoute", "OpenRoute", "Permission", "UserRoute", "authorize"]
-
 
 class Permission(enum.Enum):
     """Key that a route needs."""

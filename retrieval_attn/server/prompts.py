@@ -24,8 +24,6 @@ from retrieval_attn.server.answer_parts import PROMPT_END_TOKENS, template_text
 from retrieval_attn.server.tool_formats import format_of
 from retrieval_attn.template import PromptTemplate, checked_ids, checked_text, continued_span
 
-__all__ = ["ChatRenderer", "Extras", "NO_EXTRAS", "Parts", "Prompts", "TEXT_ONLY", "Turn", "forked"]
-
 Turn = Mapping[str, Any]
 """A message: role, content, and the other fields that chat templates know. content: a text, or a list of parts
 {"type": "text", "text": ...} and {"type": "image", "url": a data URL}.

@@ -20,20 +20,6 @@ from retrieval_attn.sampling.sampling_params import (
     SamplingParams,
 )
 
-__all__ = [
-    "ChatBody",
-    "CompletionBody",
-    "DetokenizeBody",
-    "ForkBody",
-    "KeepBody",
-    "Message",
-    "MoreBody",
-    "NamedTool",
-    "SampledBody",
-    "TokenizeBody",
-    "session_of",
-]
-
 SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-claude-code-session-id", "x-session-affinity")
 """Headers with the name of a session, as agents send them; the first one counts."""
 ANSWERED = ("assistant", "tool")

@@ -21,8 +21,6 @@ from retrieval_attn.server.failure import EngineLostError, ended_error
 from retrieval_attn.server.ipc import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
 from retrieval_attn.server.settings import EngineSpec, Facts
 
-__all__ = ["RemoteEngine"]
-
 log = logging.getLogger(__name__)
 
 END_SECONDS = 20.0

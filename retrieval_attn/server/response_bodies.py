@@ -19,8 +19,6 @@ from retrieval_attn.server.failure import ApiError, invalid
 from retrieval_attn.server.formatting import Form, encoded
 from retrieval_attn.server.protocol import MAX_MESSAGES, Body, ChatBody, TemplateOptions
 
-__all__ = ["ResponsesBody", "ResponsesForm", "turns_of_output"]
-
 Value = dict[str, Any]
 PARAGRAPH = "\n\n"
 Ignored = Annotated[list[Any], Field(max_length=4096)]

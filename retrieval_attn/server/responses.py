@@ -23,8 +23,6 @@ from retrieval_attn.server.response_bodies import ResponsesBody, ResponsesForm
 from retrieval_attn.server.service import Service, caller_of, service_of
 from retrieval_attn.server.stored_responses import StoredResponse
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=UserRoute)
 Id = Annotated[str, Path(max_length=256)]
 

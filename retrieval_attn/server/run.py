@@ -48,8 +48,6 @@ from retrieval_attn.server.token_texts import TokenTexts
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import NO_TEMPLATE, PromptTemplate
 
-__all__ = ["Started", "http_config", "serve", "service_for", "started"]
-
 log = logging.getLogger(__name__)
 
 NO_PROCESSOR = "This server's model has no image processor (preprocessor_config.json); send messages without images."

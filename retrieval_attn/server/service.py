@@ -21,8 +21,6 @@ from retrieval_attn.server.settings import Settings
 from retrieval_attn.server.stored_responses import StoredResponses
 from retrieval_attn.server.token_texts import TokenTexts
 
-__all__ = ["Service", "caller_of", "service_of"]
-
 
 @dataclass(frozen=True)
 class Service:

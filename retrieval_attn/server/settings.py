@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from retrieval_attn.llm import LLM
     from retrieval_attn.store import ContextStore
 
-__all__ = ["EngineSpec", "Facts", "GENERATION_CONFIGS", "Settings", "open_newest"]
-
 log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from retrieval_attn.errors import StoreError, StoreReason
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.response_bodies import turns_of_output
 
-__all__ = ["StoredResponse", "StoredResponses"]
-
 OVERHEAD_BYTES = 2048
 """Bytes of a response besides its JSON."""
 BUSY_SECONDS = 2.0

@@ -13,8 +13,6 @@ from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.server.failure import ApiError, failure_of
 from retrieval_attn.server.logs import REQUEST_ID
 
-__all__ = ["FailureReply", "Reply", "StreamReply", "WholeReply"]
-
 log = logging.getLogger(__name__)
 
 End = Callable[[Scope], Awaitable[None]]

@@ -16,8 +16,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from retrieval_attn.engine.request import Event
 from retrieval_attn.prompt.text_stream import REPLACEMENT, TextStream, byte_of, decoding
 
-__all__ = ["AnswerTokens", "Candidate", "TokenReader", "TokenTexts"]
-
 
 class TokenText(NamedTuple):
     """A token outside of a text.

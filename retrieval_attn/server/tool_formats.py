@@ -17,8 +17,6 @@ from transformers.utils.chat_parsing.content_parsers import parse_content
 
 from retrieval_attn.sampling.grammar import CallGrammar
 
-__all__ = ["CallPiece", "CallReader", "FORMATS", "ToolFormat", "Tools", "format_of", "function_names", "is_strict"]
-
 Tools = Sequence[Mapping[str, Any]]
 """Tools of a request in OpenAI's form."""
 NAME = r"[^\s\"<>{}\[\]|]{1,256}?"

@@ -22,8 +22,6 @@ from retrieval_attn.engine.request import Event, Finished, RequestHandle
 from retrieval_attn.server.client import KEEPERS, OPENERS, keep, plain_stats
 from retrieval_attn.server.ipc import Plain, frame_of, ids_from, item_of, plain_error, receive_frame, request_from
 
-__all__ = ["Worker"]
-
 THREADS = 4
 """That submit requests, and answer about the engine."""
 WATCH_SECONDS = 0.25

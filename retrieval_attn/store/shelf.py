@@ -21,8 +21,6 @@ from retrieval_attn.store.mapped import give_up, resident_bytes
 from retrieval_attn.store.names import NamedContext
 from retrieval_attn.store.store import ContextStore
 
-__all__ = ["Done", "Shelf"]
-
 logger = logging.getLogger(__name__)
 IN_RAM = 0.9
 """Share of a group's bytes in memory from which the group counts as resident."""

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import Any
 
-__all__ = ["ChatBackend", "Message"]
-
 Message = dict[str, str]
 """{"role": "user" or "assistant", "content": text}"""
 

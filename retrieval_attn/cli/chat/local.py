@@ -20,8 +20,6 @@ from retrieval_attn.sampling.sampling_params import Sampling
 from retrieval_attn.store import ContextStore
 from retrieval_attn.template import NO_TEMPLATE, PromptTemplate
 
-__all__ = ["ChatPrompt", "LocalBackend"]
-
 
 @dataclass(frozen=True)
 class LocalMark:

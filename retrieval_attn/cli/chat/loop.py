@@ -11,8 +11,6 @@ from retrieval_attn.cli.chat.terminal import Terminal
 from retrieval_attn.cli.output import without_leading_space
 from retrieval_attn.errors import ConfigError, RetrievalAttentionError
 
-__all__ = ["HELP", "ChatLoop"]
-
 HELP = """\
 /save NAME    save this conversation and its document
 /load NAME    continue from a saved or forked conversation

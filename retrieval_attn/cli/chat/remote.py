@@ -13,8 +13,6 @@ from retrieval_attn.errors import InputDataError
 from retrieval_attn.remote import Endpoint, RemoteError, Usage, http_client, read_delta, refusal
 from retrieval_attn.sampling.sampling_params import Sampling
 
-__all__ = ["RemoteBackend"]
-
 CONNECT_SECONDS = 30.0
 
 

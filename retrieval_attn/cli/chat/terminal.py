@@ -14,8 +14,6 @@ from typing import Any
 from retrieval_attn.compile.progress import columns_of
 from retrieval_attn.store.layout import user_folder
 
-__all__ = ["Terminal", "wrapped"]
-
 PROMPT, CONTINUED = ">>> ", "... "
 HISTORY, HISTORY_LINES = "chat_history", 1000
 """File in the user's data folder, and how many lines of it are kept."""

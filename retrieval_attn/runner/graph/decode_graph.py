@@ -37,8 +37,6 @@ from retrieval_attn.runner.graph.states import RecordedState, StepStates, Views
 from retrieval_attn.sampling.sampler import Chosen, DrawMode, SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["ALONE", "BATCHED", "DecodeGraph", "GraphSampler", "Inputs", "LaunchedStep", "StepOptions", "can_overlap"]
-
 log = logging.getLogger(__name__)
 
 

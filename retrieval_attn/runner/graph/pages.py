@@ -18,8 +18,6 @@ from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.shared.partials import PagedKeys, follows_its_plan, plan_shape, shared_partials
 from retrieval_attn.gpu.shared.plan import LEVELS, PlanShape, SharedPlan
 
-__all__ = ["NO_KERNELS", "StepPages", "is_recordable", "levels_for", "prefix_of"]
-
 Opaque = Callable[..., None]
 """`Runtime.opaque`."""
 

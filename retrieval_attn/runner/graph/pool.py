@@ -41,8 +41,6 @@ from retrieval_attn.runner.graph.states import Views
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
-__all__ = ["GraphPool", "acquire", "forget", "release", "retire", "waits_for"]
-
 SHRINK_AFTER = 32
 """Steps for which a smaller graph must suffice before it is used, because batch sizes fluctuate."""
 

@@ -32,8 +32,6 @@ from retrieval_attn.runner.graph.pages import prefix_of
 from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, fits_buffers, slot_buffers, window_of
 from retrieval_attn.runner.graph.states import SlotStates, StateBuffers, Views
 
-__all__ = ["GraphSlot", "GroupBuffers", "StepClock", "StepCosts", "WindowsGrownError", "copy_ahead_share"]
-
 log = logging.getLogger(__name__)
 
 

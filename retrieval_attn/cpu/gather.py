@@ -19,7 +19,11 @@ from retrieval_attn.index.kernels.dots import (
     CACHE_LINE,
     L2,
     LANES,
+    _load,
+    _muladd,
+    _offset,
     _row_scale,
+    _spread,
     _stored_ir,
     _widen,
     bits_to_float,
@@ -131,10 +135,8 @@ def _sum_codegen(vectors: int) -> Any:
         _, rows, weights, count, left, skip, width, out = args
         stored = signature.args[0].dtype
         stored_ir, size = _stored_ir(stored)
-        load_type = ir.VectorType(stored_ir, LANES).as_pointer()
-        muladd = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
-        )
+        vector = ir.VectorType(stored_ir, LANES)
+        muladd = _muladd(builder)
         zero = ir.Constant(_VECTOR, [0.0] * LANES)
         slots = [cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)]
         for slot in slots:
@@ -150,17 +152,14 @@ def _sum_codegen(vectors: int) -> Any:
                 emit_prefetch(builder, builder.add(coming, offset), L2)
             start = load_word(builder, rows, loop.index)
             row = builder.add(start, skip)
-            weight_at = builder.add(weights, builder.mul(loop.index, ir.Constant(_INT64, 4)))
-            weight = builder.load(builder.inttoptr(weight_at, _FLOAT.as_pointer()))
+            weight = _load(builder, _offset(builder, weights, loop.index, 4), _FLOAT, 4)
             scale = _row_scale(builder, stored, start, width)
             if scale is not None:
                 weight = builder.fmul(weight, scale)
-            first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), weight, _INT32(0))
-            mask = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
-            spread = builder.shuffle_vector(first, first, mask)
+            spread = _spread(builder, weight)
             for i, slot in enumerate(slots):
                 address = builder.add(row, ir.Constant(_INT64, i * LANES * size))
-                element = builder.load(builder.inttoptr(address, load_type), align=size)
+                element = _load(builder, address, vector, size)
                 value = _widen(builder, element, stored, LANES)
                 builder.store(builder.call(muladd, [spread, value, builder.load(slot)]), slot)
         for i, slot in enumerate(slots):
@@ -200,7 +199,7 @@ def _element(typingctx, like, address):
 
     def codegen(context, builder, signature, args):
         stored_ir, size = _stored_ir(like.dtype)
-        return builder.load(builder.inttoptr(args[1], stored_ir.as_pointer()), align=size)
+        return _load(builder, args[1], stored_ir, size)
 
     return like.dtype(like, types.int64), codegen
 

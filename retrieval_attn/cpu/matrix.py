@@ -21,7 +21,7 @@ from numba.core import cgutils
 
 from retrieval_attn.cpu.pool import default_pool, raise_if_unusable, run_job
 from retrieval_attn.errors import BackendError, ShapeError
-from retrieval_attn.index.kernels.dots import LANES, _fold, _muladd, _spread, _widen, intrinsic, widen
+from retrieval_attn.index.kernels.dots import LANES, _fold, _load, _muladd, _offset, _spread, _widen, intrinsic, widen
 from retrieval_attn.index.task.atomics import at_address
 from retrieval_attn.index.task.tasks import address_for_c
 
@@ -63,28 +63,20 @@ FORMS = (
 """Forms that kernels are compiled for, by their number in a descriptor. bfloat16 has no scales."""
 
 
-def _plus(builder: Any, address: Any, index: Any, size: int) -> Any:
-    return builder.add(address, builder.mul(index, _INT64(size)))
-
-
-def _at(builder: Any, address: Any, kind: Any, align: int) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
-
-
 def _group_vectors(builder: Any, form: _Form, row: Any, group: Any) -> list[Any]:
     """Emit the numbers of a group of a row as float32 vectors."""
     if form.kind == BFLOAT16:
-        bits = _at(builder, _plus(builder, row, group, 2 * LANES), ir.VectorType(_INT16, LANES), 2)
+        bits = _load(builder, _offset(builder, row, group, 2 * LANES), ir.VectorType(_INT16, LANES), 2)
         return [_widen(builder, bits, types.uint16, LANES)]
     if form.kind in (NIBBLES, FLOATS):
-        both = _at(builder, _plus(builder, row, group, LANES), _BYTES, 1)
+        both = _load(builder, _offset(builder, row, group, LANES), _BYTES, 1)
         low, shift, middle = (ir.Constant(_BYTES, [one] * LANES) for one in (15, 4, MIDDLE))
         halves = builder.and_(both, low), builder.lshr(both, shift)
         numbers = [_twice(builder, one) if form.kind == FLOATS else builder.sub(one, middle) for one in halves]
         return [_widen(builder, one, types.int8, LANES) for one in numbers]
-    start = _plus(builder, row, group, form.group)
+    start = _offset(builder, row, group, form.group)
     parts = [builder.add(start, _INT64(place)) for place in range(0, form.group, LANES)]
-    return [_widen(builder, _at(builder, part, _BYTES, 1), types.int8, LANES) for part in parts]
+    return [_widen(builder, _load(builder, part, _BYTES, 1), types.int8, LANES) for part in parts]
 
 
 def _twice(builder: Any, bits: Any) -> Any:
@@ -102,8 +94,8 @@ def _twice(builder: Any, bits: Any) -> Any:
 def _scale(builder: Any, form: _Form, row: Any, group: Any) -> Any:
     """Emit a vector of copies of a group's scale."""
     if not form.half:
-        return _spread(builder, _at(builder, _plus(builder, row, group, 4), _FLOAT, 4))
-    bits = _at(builder, _plus(builder, row, group, 2), _INT16, 2)
+        return _spread(builder, _load(builder, _offset(builder, row, group, 4), _FLOAT, 4))
+    bits = _load(builder, _offset(builder, row, group, 2), _INT16, 2)
     return _spread(builder, _widen(builder, bits, types.int16, 0))
 
 
@@ -115,9 +107,9 @@ def _emit_dots(builder: Any, form: _Form, rows: list[Any], scales: list[Any], qu
     muladd = _muladd(builder)
     with cgutils.for_range(builder, groups) as loop:
         group = loop.index
-        starts = [_plus(builder, query, group, 4 * form.group) for query in queries]
+        starts = [_offset(builder, query, group, 4 * form.group) for query in queries]
         places = [_INT64(4 * place) for place in range(0, form.group, LANES)]
-        given = [[_at(builder, builder.add(start, place), _VECTOR, 4) for place in places] for start in starts]
+        given = [[_load(builder, builder.add(start, place), _VECTOR, 4) for place in places] for start in starts]
         for i, row in enumerate(rows):
             vectors = _group_vectors(builder, form, row, group)
             scale = None if form.kind == BFLOAT16 else _scale(builder, form, scales[i], group)
@@ -146,7 +138,7 @@ def _emit_row(builder: Any, form: _Form, row: Any, scales: Any, offsets: Any, gr
                 builder.store(_scale(builder, form, offsets, loop.index), offset)
             scale = _scale(builder, form, scales, loop.index)
             vectors = [builder.call(muladd, [vector, scale, builder.load(offset)]) for vector in vectors]
-        start = _plus(builder, out, loop.index, 4 * form.group)
+        start = _offset(builder, out, loop.index, 4 * form.group)
         for j, vector in enumerate(vectors):
             builder.store(
                 vector, builder.inttoptr(builder.add(start, _INT64(4 * j * LANES)), _VECTOR.as_pointer()), align=4

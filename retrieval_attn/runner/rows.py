@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -117,29 +117,20 @@ def step(
         return _step_blocks(model, caches, token_ids, places, counts, clock)
     logits: list[tuple[list[int], Tensor]] = []
     errors: dict[int, Exception] = {}
-    plans = _plans.setdefault(model, StepPlans())
-    before, began = plans.host_seconds, time.perf_counter()
-    try:
-        with using_retrieval(model, caches[0].config.prefill_chunk):
-            again = _read_again(model, caches, token_ids, places, errors)
-            logits += [([row], one) for row, one in again.items()]
-            left = [row for row in range(len(caches)) if row not in again and row not in errors]
-            for group in position_groups(model, places[left]) if left else []:
-                rows = [left[place] for place in group]
-                together = RowsCache([caches[row] for row in rows], plans)
-                own = (token_ids, places) if len(rows) == len(caches) else (token_ids[rows], places[rows])
-                found = forward(model, together, own[0][:, None], mask=None, position_ids=own[1][:, None])  # type: ignore[arg-type]
-                together.finish()
-                logits.append((rows, found))
-                errors.update((rows[row], error) for row, error in together.errors.items())
-                if caches[0].rope is not None:
-                    _note_tokens([caches[row] for row in rows], *own)
-    except BaseException as error:  # somewhere in the middle of a layer, or of a token
-        _note_broken(caches, error)
-        raise
-    if clock is not None:
-        clock.host += plans.host_seconds - before
-        clock.device += time.perf_counter() - began
+    with _stepping(model, caches, clock) as plans:
+        again = _read_again(model, caches, token_ids, places, errors)
+        logits += [([row], one) for row, one in again.items()]
+        left = [row for row in range(len(caches)) if row not in again and row not in errors]
+        for group in position_groups(model, places[left]) if left else []:
+            rows = [left[place] for place in group]
+            together = RowsCache([caches[row] for row in rows], plans)
+            own = (token_ids, places) if len(rows) == len(caches) else (token_ids[rows], places[rows])
+            found = forward(model, together, own[0][:, None], mask=None, position_ids=own[1][:, None])  # type: ignore[arg-type]
+            together.finish()
+            logits.append((rows, found))
+            errors.update((rows[row], error) for row, error in together.errors.items())
+            if caches[0].rope is not None:
+                _note_tokens([caches[row] for row in rows], *own)
     if len(logits) == 1 and len(logits[0][0]) == len(caches):
         result = logits[0][1]
     else:
@@ -163,28 +154,30 @@ def _step_blocks(
     """`step` of several new tokens for some rows, of a model whose rotary factors do not change."""
     if caches[0].rope is not None:
         raise CacheMismatchError("A model whose rotary factors change with the text steps one token of each row.")
-    plans = _plans.setdefault(model, StepPlans())
-    before, began = plans.host_seconds, time.perf_counter()
-    try:
-        with using_retrieval(model, caches[0].config.prefill_chunk):
-            together = RowsCache(caches, plans, counts)
-            found = forward(model, together, token_ids[:, None], mask=None, position_ids=places[:, None])  # type: ignore[arg-type]
-            together.finish()
-    except BaseException as error:  # somewhere in the middle of a layer
-        _note_broken(caches, error)
-        raise
-    if clock is not None:
-        clock.host += plans.host_seconds - before
-        clock.device += time.perf_counter() - began
+    with _stepping(model, caches, clock) as plans:
+        together = RowsCache(caches, plans, counts)
+        found = forward(model, together, token_ids[:, None], mask=None, position_ids=places[:, None])  # type: ignore[arg-type]
+        together.finish()
     if together.errors:
         raise RowsFailedError(dict(sorted(together.errors.items())), found)
     return found
 
 
-def _note_broken(caches: Items[RetrievalCache], error: BaseException) -> None:
-    """Nothing can follow in caches whose forward failed half-way."""
-    for cache in caches:
-        cache.batch.broken = cache.batch.broken or f"{type(error).__name__}: {error}"
+@contextmanager
+def _stepping(model: PreTrainedModel, caches: Items[RetrievalCache], clock: StepClock | None) -> Iterator[StepPlans]:
+    """Retrieve in this context, and count its time. Nothing can follow in caches whose forward failed half-way."""
+    plans = _plans.setdefault(model, StepPlans())
+    before, began = plans.host_seconds, time.perf_counter()
+    try:
+        with using_retrieval(model, caches[0].config.prefill_chunk):
+            yield plans
+    except BaseException as error:  # somewhere in the middle of a layer, or of a token
+        for cache in caches:
+            cache.batch.broken = cache.batch.broken or f"{type(error).__name__}: {error}"
+        raise
+    if clock is not None:
+        clock.host += plans.host_seconds - before
+        clock.device += time.perf_counter() - began
 
 
 def can_draft(cache: RetrievalCache) -> bool:

@@ -139,6 +139,11 @@ def emit_prefetch(builder: Any, address: Any, cache: int) -> None:
     builder.call(function, [builder.inttoptr(address, pointer), _INT32(0), _INT32(cache), _INT32(1)])
 
 
+def _load(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    """Emit the value of an LLVM type at an address."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
 def _offset(builder: Any, address: Any, elements: Any, size: int) -> Any:
     return builder.add(address, builder.mul(elements, ir.Constant(_INT64, size)))
 

@@ -21,7 +21,7 @@ from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.base import check_training
 from retrieval_attn.index.formats import Format, check_rows, kernel_view
 from retrieval_attn.index.kernels.codes import Codes, encode_query
-from retrieval_attn.index.kernels.dots import dot, intrinsic, lowest_bit, prefetch_row
+from retrieval_attn.index.kernels.dots import _load, _offset, _spread, dot, intrinsic, lowest_bit, prefetch_row
 from retrieval_attn.index.kernels.packed import id_of, keep_best, pack_score, pack_sum
 from retrieval_attn.index.kernels.products import HAS_VNNI, add_products
 from retrieval_attn.index.memory import aligned_empty, one_layout
@@ -99,9 +99,6 @@ def _score_tile(typingctx, packed, tile, planes, first, bounds, row, sums, masks
         def base(kind, value):
             return builder.ptrtoint(array(kind, value).data, _INT64)
 
-        def at(address, kind, align):
-            return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
-
         def plus(address, number):
             return builder.add(address, ir.Constant(_INT64, number))
 
@@ -115,28 +112,22 @@ def _score_tile(typingctx, packed, tile, planes, first, bounds, row, sums, masks
         slots = [cgutils.alloca_once(builder, _SUMS) for _ in range(2 * TILE_QUERIES)]
         for slot in slots:
             builder.store(ir.Constant(_SUMS, [0] * _LANES), slot)
-        spread = ir.Constant(ir.VectorType(_INT32, _LANES), [0] * _LANES)
-
-        def splat(number):
-            one = builder.insert_element(ir.Constant(_SUMS, ir.Undefined), number, ir.Constant(_INT32, 0))
-            return builder.shuffle_vector(one, one, spread)
-
         steps = builder.extract_value(tiles.shape, 1)
         with cgutils.for_range(builder, steps) as loop:
-            block = builder.add(tile_at, builder.mul(loop.index, ir.Constant(_INT64, 4 * TILE_KEYS)))
-            codes = [at(plus(block, half * 64), _BYTES, 64) for half in (0, 1)]
+            block = _offset(builder, tile_at, loop.index, 4 * TILE_KEYS)
+            codes = [_load(builder, plus(block, half * 64), _BYTES, 64) for half in (0, 1)]
             for i in range(TILE_QUERIES):
-                four = at(builder.add(query_at[i], builder.mul(loop.index, ir.Constant(_INT64, 4))), _INT32, 4)
-                numbers = builder.bitcast(splat(four), _BYTES)
+                four = _load(builder, _offset(builder, query_at[i], loop.index, 4), _INT32, 4)
+                numbers = builder.bitcast(_spread(builder, four, _LANES), _BYTES)
                 for half in (0, 1):
                     slot = slots[2 * i + half]
                     builder.store(add_products(builder, builder.load(slot), codes[half], numbers, HAS_VNNI), slot)
         any_of = None
         results = [builder.load(slot) for slot in slots]
-        bounds_at = builder.add(base(bounds_type, bounds), builder.mul(row, ir.Constant(_INT64, 4)))
+        bounds_at = _offset(builder, base(bounds_type, bounds), row, 4)
         masks_at = base(masks_type, masks)
         for i in range(TILE_QUERIES):
-            bound = splat(at(plus(bounds_at, 4 * i), _INT32, 4))
+            bound = _spread(builder, _load(builder, plus(bounds_at, 4 * i), _INT32, 4), _LANES)
             halves = []
             for half in (0, 1):
                 above = builder.icmp_signed(">", results[2 * i + half], bound)

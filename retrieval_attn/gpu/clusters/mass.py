@@ -27,7 +27,7 @@ from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.gpu.clusters.cluster import MAX_CLUSTERS
 from retrieval_attn.gpu.codes.codes import ROWS_AT_ONCE, DeviceCodes, code_scores, estimated, lacking
 from retrieval_attn.gpu.codes.search import CodeSearch, CodeShape, QueryGroup, QuestionSearch, SearchScratch
-from retrieval_attn.gpu.codes.table import SharedTables, new_table
+from retrieval_attn.gpu.codes.table import BoundEntries, SharedTables, new_table
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 2
@@ -62,7 +62,7 @@ class TailPartial(NamedTuple):
     lse: Tensor
 
 
-class ClusterMass:
+class ClusterMass(BoundEntries[ClusterEntry]):
     """The estimate of one layer: `bind` says which clusters, `run` is recorded, or called outside a capture."""
 
     def __init__(
@@ -87,8 +87,8 @@ class ClusterMass:
                 f"clusters={clusters} must be a power of 2 from {MIN_CLUSTERS} to {MAX_CLUSTERS}, the sizes that "
                 "the kernels support"
             )
+        super().__init__(entries)
         self.clusters, self.value_dim, self.dtype = clusters, value_dim, dtype
-        self.entries: list[ClusterEntry | None] = [None] * entries
         self.table, self._writer = new_table(entries, TABLE_WORDS, device, tables, waits=waits)
 
     def bind(self, entries: Sequence[ClusterEntry | None], first: int = 0) -> None:
@@ -113,10 +113,6 @@ class ClusterMass:
         ]
         self._writer.write(rows, first)
         self.entries[first : first + len(entries)] = entries
-
-    def forget(self, own: slice = slice(None)) -> None:
-        """Let the clusters of these entries go; `bind` names others before the next `run`."""
-        self.entries[own] = [None] * len(self.entries[own])
 
     def room(self, queries: int) -> TailPartial:
         """Memory for the estimates of `queries` queries, any contents."""

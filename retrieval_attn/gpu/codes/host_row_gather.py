@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
-from retrieval_attn.gpu.codes.table import SharedTables, new_table
+from retrieval_attn.gpu.codes.table import BoundEntries, SharedTables, new_table
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 TABLE_WORDS = 4
@@ -67,7 +67,7 @@ class GatherEntry(NamedTuple):
     least: int
 
 
-class HostRowGather:
+class HostRowGather(BoundEntries[GatherEntry]):
     """One layer's attention to named keys: `bind` says where they lie, `run` is recorded, or called outside a capture.
 
     A query for which fewer than `least` keys are named gets exact attention to all of its head's: scores failed.
@@ -82,8 +82,8 @@ class HostRowGather:
                 f"int8 rows must be multiples of {WIDE} bytes, got {shape.head_dim} and {shape.value_dim} bytes; use "
                 "int8_rows=False, which lets the CPU attend"
             )
+        super().__init__(entries)
         self.shape = shape
-        self.entries: list[GatherEntry | None] = [None] * entries
         self._written: list[list[int]] = [[0] * TABLE_WORDS for _ in range(entries)]
         self.table, self._writer = new_table(entries, TABLE_WORDS, device, tables)
 
@@ -121,10 +121,6 @@ class HostRowGather:
         if not 0 <= entry.ids <= tokens:
             raise BackendError(f"ids must be at most {tokens}, the number of rows, got {entry.ids}")
         return [*begins, entry.ids, entry.least]
-
-    def forget(self, own: slice = slice(None)) -> None:
-        """Let the rows of these entries go; `bind` names others before the next `run`."""
-        self.entries[own] = [None] * len(self.entries[own])
 
     def run(
         self, query: Tensor, ids: Tensor, scoring: Scoring, opaque: Callable[..., None], told: Tensor | None = None

@@ -25,7 +25,7 @@ from torch import Tensor
 from retrieval_attn.errors import BackendError
 from retrieval_attn.gpu.codes.codes import ALIGNED, DeviceCodes, estimated, lacking
 from retrieval_attn.gpu.codes.streamer import Source, StreamedCodes
-from retrieval_attn.gpu.codes.table import SharedTables, new_table
+from retrieval_attn.gpu.codes.table import BoundEntries, SharedTables, new_table
 from retrieval_attn.gpu.decode.kernels import kernels_for
 
 
@@ -262,7 +262,7 @@ class CodedHeads:
         return rows
 
 
-class CodeSearch(CodedHeads):
+class CodeSearch(CodedHeads, BoundEntries[CodeRange]):
     """The search of one layer: `bind` says which codes, `run` is recorded, or called outside a capture.
 
     block: queries that a program scores at a time. tiles: of the queries, by their codes; None: of one row, whose
@@ -291,10 +291,10 @@ class CodeSearch(CodedHeads):
         `bind`; not with tables.
         """
         sizes = batch * kv_heads, batch * q_heads
-        super().__init__(*sizes, shape.key_bytes, device, tables, waits=waits)
+        CodedHeads.__init__(self, *sizes, shape.key_bytes, device, tables, waits=waits)
+        BoundEntries.__init__(self, batch * kv_heads)
         self.shape, self.kv_heads = shape, kv_heads
         self.finer = CodedHeads(*sizes, shape.finer_bytes, device, tables, waits=waits) if shape.kept else None
-        self.entries: list[CodeRange | None] = [None] * (batch * kv_heads)
         self._codes: list[tuple[int, ...]] = [(0,) * TABLE_WORDS] * len(self.entries)  # the table, as it was written
         width = self.planes.shape[2]
         chosen = min(BLOCK, max(SMALL_BLOCK, _power(q_heads // kv_heads))) if block is None else block
@@ -342,10 +342,6 @@ class CodeSearch(CodedHeads):
             for row, entry, address in rows
         ]
         self._writer.write(placed)
-
-    def forget(self, own: slice = slice(None)) -> None:
-        """Let the codes of these entries go; `bind` names others before the next `run`."""
-        self.entries[own] = [None] * len(self.entries[own])
 
     @property
     def max_keys(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,34 @@ CHUNK_WORDS = 1 << 16
 """Of the memory that shared tables lie in, at least: a step of 16 rows and 32 layers has 25 thousand."""
 ALIGNED_WORDS = 16
 """Alignment of a shared table in words: kernels are compiled for aligned addresses."""
+
+
+Entry = TypeVar("Entry")
+
+
+class BoundEntries(ABC, Generic[Entry]):
+    """Device memory that a layer's kernels read, by key-value heads of all rows. entries: None: nothing is bound.
+
+    `bind` writes where the memory is, a recorded `run` reads that, and `forget` releases the memory.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.entries: list[Entry | None] = [None] * count
+
+    @abstractmethod
+    def bind(self, entries: Sequence[Entry | None]) -> None:
+        """Bind the entry of key-value head h of row b, at b * kv_heads + h; None: nothing for its queries.
+
+        Raises BackendError for entries that the kernels do not read.
+        """
+
+    def bind_nothing(self) -> None:
+        """Bind nothing to any head."""
+        self.bind([None] * len(self.entries))
+
+    def forget(self, own: slice = slice(None)) -> None:
+        """Release these entries; `bind` sets others before the next `run`."""
+        self.entries[own] = [None] * len(self.entries[own])
 
 
 class Writer(Protocol):

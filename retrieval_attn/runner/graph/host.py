@@ -38,7 +38,7 @@ from retrieval_attn.gpu.codes.search import (
     size_class,
 )
 from retrieval_attn.gpu.codes.streamer import CodeStreamer, CodeTurns
-from retrieval_attn.gpu.codes.table import SharedTables
+from retrieval_attn.gpu.codes.table import BoundEntries, SharedTables
 from retrieval_attn.gpu.decode.kernels import HostResult, stage_queries
 from retrieval_attn.runner.graph.host_row_gather import Reads, clear_costs, device_reads, gather_entries, uncoded_only
 
@@ -174,6 +174,8 @@ class HostStep:
             self._gather_ids = torch.full((count, room), -1, dtype=torch.int32, device=device)
             self._told = EstimatedLogits.of(count, codes, layer.index.spec.host_reads.key_share, device)
             self._nothing = torch.zeros_like(self._tally[:, 0])
+        bound: list[BoundEntries[Any] | None] = [self._search, self._mass, self._gather]
+        self._bound = [one for one in bound if one is not None]
         self._ids = queries.device[count * dim :].view(torch.int32).view(count, room)
         self._step = LayerStep(resources.pool, held_by(layer).fmt, layer=number, buffers=self._buffers)
         self._call = HostCall(queries, results, self._step.callback, self._step.address, f"layer {number}")
@@ -296,13 +298,10 @@ class HostStep:
     def _answer_nothing(self) -> None:
         self._host_finds_nothing()
         self._apart, self._unbound = {}, None
-        if self._search is not None:
-            self._search.bind([None] * len(self._search.entries))
+        for one in self._bound:
+            one.bind_nothing()
         self._resources.stage.moved(self._turn)
-        if self._mass is not None:
-            self._mass.bind([None] * len(self._mass.entries))
         if self._gather is not None:
-            self._gather.bind([None] * len(self._gather.entries))
             clear_costs(self._buffers)
             self.reads = Reads.DEVICE
 
@@ -386,12 +385,8 @@ class HostStep:
             own = slice(place * self._search.kv_heads, (place + 1) * self._search.kv_heads)
             if self._unbound is not None:
                 self._unbound.add(place)
-        if self._search is not None:
-            self._search.forget(own)
-        if self._mass is not None:
-            self._mass.forget(own)
-        if self._gather is not None:
-            self._gather.forget(own)
+        for one in self._bound:
+            one.forget(own)
 
 
 _NOTHING = CodedPieces([], [], None, None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from retrieval_attn.config import Config
 from retrieval_attn.memory.shape import ModelShape
 from retrieval_attn.memory.tower import FRAGMENTED
-from retrieval_attn.memory.units import GIB
+from retrieval_attn.memory.units import FLOAT_BYTES, GIB
 
 if TYPE_CHECKING:
     from retrieval_attn.index.base import DeviceBytes
@@ -266,15 +266,27 @@ def cluster_bytes(size: DeviceSize) -> tuple[int, int]:
     """Bytes of clusters where the device has codes, in prefill and after it: per token of context, and whatever that
     is: mean values, and what is summed for one layer at a time.
     """
-    from retrieval_attn.memory.clusters import device_head_bytes, mass_bytes
+    from retrieval_attn.cpu.clusters import MAX_CLUSTERS
+    from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE
+    from retrieval_attn.index.device import SPARE_TOKENS
 
     shape = size.shape
     if not size.coded or not size.options.estimates:
         return 0, 0
     heads = size.batch * shape.full_layers * shape.kv_heads
     rows = size.batch if size.batch == 1 else size.batch - size.batch // 2  # a captured step takes them in halves
-    fixed = heads * device_head_bytes(shape.key_dim, shape.value_dim)
-    return heads, fixed + mass_bytes(rows, shape.kv_heads, shape.q_heads)
+    # spare room for members, mean values, and what a query is estimated with
+    each = SPARE_TOKENS + MAX_CLUSTERS * shape.value_dim * MEAN_DTYPE.itemsize + 2 * shape.key_dim * FLOAT_BYTES
+    return heads, heads * each + mass_bytes(rows, shape.kv_heads, shape.q_heads)
+
+
+def mass_bytes(rows: int, kv_heads: int, q_heads: int) -> int:
+    """Return the maximum bytes that programs sum for `rows` rows of a batch in one layer; layers take turns."""
+    from retrieval_attn.cpu.clusters import MAX_CLUSTERS
+    from retrieval_attn.gpu.clusters.mass import mass_grid
+
+    _, _, programs = mass_grid(rows * kv_heads, q_heads // kv_heads)
+    return rows * q_heads * programs * MAX_CLUSTERS * FLOAT_BYTES
 
 
 def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:

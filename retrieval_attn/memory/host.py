@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from retrieval_attn.config import Config
 from retrieval_attn.memory.shape import ModelShape
+from retrieval_attn.memory.units import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from retrieval_attn.index.base import HostBytes
@@ -62,7 +63,6 @@ class HostSize:
     def cluster_bytes(self, tokens: int) -> int:
         """Bytes of the clusters of `tokens` tokens of each sequence."""
         from retrieval_attn.index.spec import IndexSpec
-        from retrieval_attn.memory.clusters import host_cluster_bytes
 
         shape, options = self.shape, self.options
         if not self.heads or not options.estimates:
@@ -89,3 +89,25 @@ class HostSize:
 
         # more tokens never need less
         return max(0, bisect.bisect_right(range(max(0, room) // each + 1), room, key=needed) - 1)
+
+
+def host_cluster_bytes(tokens: int, key_dim: int, value_dim: int, on_device: bool) -> int:
+    """Return host bytes of one head's clusters for `tokens` tokens: a byte for each, probes, sums, shifts of values and
+    the step's table.
+
+    on_device: a device estimates; mean values lie here, too, and the few clusters of what comes later. Otherwise
+    samples do.
+    """
+    from retrieval_attn.cpu.cluster_sums import columns_for
+    from retrieval_attn.cpu.clusters import LATE_CLUSTERS, clusters_for, samples_for
+
+    if tokens <= 0:
+        return 0
+    probes, sums = key_dim + 1, 1 + key_dim + value_dim
+    clusters = clusters_for(tokens)
+    numbers, halves = clusters * (probes + 2 * sums + value_dim) + 1, 0
+    if on_device:
+        numbers += clusters * value_dim + min(LATE_CLUSTERS, clusters) * (probes + 2 * sums)
+    else:
+        halves = columns_for(clusters * samples_for(clusters)) * key_dim
+    return tokens + FLOAT_BYTES * numbers + FLOAT_BYTES // 2 * halves

@@ -9,6 +9,8 @@ from pathlib import Path
 from retrieval_attn.errors import ConfigError
 
 GIB = 1024**3
+FLOAT_BYTES = 4
+"""Bytes of a float32."""
 _UNITS = {
     "b": 1,
     "kb": 10**3,

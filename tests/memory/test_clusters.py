@@ -10,7 +10,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn.cpu.store import SequenceKV, held_memory
-from retrieval_attn.memory.clusters import mass_bytes
+from retrieval_attn.memory.device import mass_bytes
 from retrieval_attn.memory.plan import plan
 from tests.memory.test_plan import item, llama3_8b
 from tests.tiny_models import build_model, random_ids

@@ -32,10 +32,11 @@ from retrieval_attn.index.kernels.knn import training_lists
 from retrieval_attn.index.keys import StoredKeys
 from retrieval_attn.index.roargraph import graph as graph_head
 from retrieval_attn.index.roargraph.graph import LIST_K, GraphOptions, HeadGraph
-from retrieval_attn.index.roargraph.search import SearchArguments, compile_graph_search, graph_search
+from retrieval_attn.index.roargraph.search import SearchArguments, graph_search, graph_task
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.scans import exact_search
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
+from retrieval_attn.index.task.tasks import task_address
 
 EXACT_BELOW = 4096
 """Fewer keys than this are scanned."""
@@ -68,7 +69,7 @@ def _memory(options: GraphOptions, head: HeadShape) -> IndexMemory:
     return IndexMemory((graph_bytes(options, head, RoarGraphIndex.training.queries(MAX_KEYS)),))
 
 
-@register(memory=_memory, compile_tasks=lambda options, fmt: compile_graph_search(fmt))
+@register(memory=_memory, compile_tasks=lambda options, fmt: task_address(graph_task, fmt))
 class RoarGraphIndex(KeyIndex):
     """Approximate best keys from a query-aware graph. Options: see GraphOptions.
 

@@ -18,7 +18,6 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 
-from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.codes import dot_u8, encode_query_rows, prefetch_codes
 from retrieval_attn.index.kernels.dots import (
     CACHE_LINE,
@@ -480,13 +479,8 @@ def _search(descriptor, number, worker, like):
     return np.int64(0)
 
 
-def _task(descriptor, number, worker, like):
+def graph_task(descriptor, number, worker, like):
     return _search(descriptor, number, worker, carray(like, (1, 1)))
-
-
-def compile_graph_search(fmt: Format) -> None:
-    """Compile the task, or load it."""
-    task_address(_task, fmt)
 
 
 def graph_search(request: SearchRequest, given: SearchArguments, length: int, row_bytes: int) -> CompiledSearch:
@@ -536,5 +530,5 @@ def graph_search(request: SearchRequest, given: SearchArguments, length: int, ro
         **arrays,
     )
     return CompiledSearch(
-        task_address(_task, request.fmt), address_of(row), by_query=True, scratch=layout.nbytes, alive=(row, given)
+        task_address(graph_task, request.fmt), address_of(row), by_query=True, scratch=layout.nbytes, alive=(row, given)
     )

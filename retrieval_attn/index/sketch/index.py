@@ -71,10 +71,11 @@ from retrieval_attn.index.sketch.rows import (
 )
 from retrieval_attn.index.sketch.scan import PLACE_BYTES, TREE_NUMBERS
 from retrieval_attn.index.sketch.state import restored_arguments, saved_arguments
-from retrieval_attn.index.sketch.task import SketchArguments, compile_sketch_search, sketch_search
+from retrieval_attn.index.sketch.task import SketchArguments, sketch_search, sketch_task
 from retrieval_attn.index.spec import register
 from retrieval_attn.index.task.scans import exact_search
 from retrieval_attn.index.task.search import CompiledSearch, SearchRequest
+from retrieval_attn.index.task.tasks import task_address
 
 MIN_BYTES = 8
 RESCORE = 2
@@ -141,7 +142,7 @@ def _memory(options: SketchOptions, head: HeadShape) -> IndexMemory:
     return IndexMemory((host,), DeviceBytes(building=TREE_NUMBERS + budget))
 
 
-@register(memory=_memory, keeps_device_keys=True, compile_tasks=lambda options, fmt: compile_sketch_search(fmt))
+@register(memory=_memory, keeps_device_keys=True, compile_tasks=lambda options, fmt: task_address(sketch_task, fmt))
 class SketchIndex(KeyIndex):
     """Scan of a query-aware sketch of the keys, exact scores for the best of it.
 

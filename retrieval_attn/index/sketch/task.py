@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray, njit
 
-from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.dots import TILE_QUERIES
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.sketch.front import WEIGHED, Front
@@ -246,13 +245,8 @@ def _scan(descriptor, number, worker, like):
     return np.int64(0)
 
 
-def _task(descriptor, number, worker, like):
+def sketch_task(descriptor, number, worker, like):
     return _scan(descriptor, number, worker, carray(like, (1, 1)))
-
-
-def compile_sketch_search(fmt: Format) -> None:
-    """Compile the task, or load it."""
-    task_address(_task, fmt)
 
 
 def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int, share: float) -> CompiledSearch:
@@ -312,7 +306,7 @@ def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int,
         share=share,
     )
     return CompiledSearch(
-        task_address(_task, request.fmt),
+        task_address(sketch_task, request.fmt),
         address_of(row),
         part_tokens=CODED_TOKENS,
         first_task=True,

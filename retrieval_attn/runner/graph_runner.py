@@ -153,18 +153,6 @@ class GraphRunner:
         """Shape of the sequences that graphs were captured for last; equal for sequences that share them."""
         return self._key
 
-    def step(self, caches: Sequence[RetrievalCache], tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Append one token to each cache. Returns logits (rows, vocabulary) float32.
-
-        Raises as `rows.step`, and CaptureError for a cache with graph=True that no graph serves. Caches of the last
-        step that are absent get windows of their own.
-        """
-        stepped = self.advance(caches, list(zip(tokens, positions, strict=True)))
-        assert stepped.logits is not None
-        if stepped.errors:
-            raise RowsFailedError(stepped.errors, stepped.logits)
-        return stepped.logits
-
     @torch.no_grad()
     def advance(
         self,

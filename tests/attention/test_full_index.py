@@ -19,7 +19,7 @@ from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps, forward
 from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn.runner.graph_runner import GraphRunner
-from tests.runner.graph_cases import Decoded, enabled, idle_decoders
+from tests.runner.graph_cases import Decoded, enabled, graph_step, idle_decoders
 from tests.tiny_models import build_model, random_ids
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "threads": 1}
@@ -139,7 +139,7 @@ def test_sequences_of_a_batch_that_outgrow_their_slots_run_eagerly(
     rows, alone = [one.cache for one in decoded], [one.cache.fork() for one in decoded]
     runner = GraphRunner(model, 2)
     for token in range(30):
-        logits = runner.step(rows, [5 + token, 7], [cache.get_seq_length() for cache in rows])
+        logits = graph_step(runner, rows, [5 + token, 7], [cache.get_seq_length() for cache in rows])
         for cache, id_, found in zip(alone, (5 + token, 7), logits, strict=True):
             place = torch.tensor([[cache.get_seq_length()]])
             with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import retrieval_attn as ra
+from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
 from retrieval_attn.errors import BackendError
 from retrieval_attn.index.device import PLANNED
@@ -17,6 +19,8 @@ from retrieval_attn.runner.decode import DecodeSteps, forward, positions
 from retrieval_attn.runner.forget import forget_tokens
 from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn.runner.graph.decoder import GraphDecoder
+from retrieval_attn.runner.graph_runner import GraphRunner
+from retrieval_attn.runner.rows import RowsFailedError
 from tests.tiny_models import random_ids, tiny_model
 
 SMALL: dict[str, Any] = {"sink": 4, "window": 16, "retrieve": 12, "index": "flat"}
@@ -55,6 +59,17 @@ PROMPT, NEW = 60, 12  # spills after 8 tokens
 def enabled(name: str) -> Any:
     """A copy of the model that retrieves."""
     return ra.enable(copy.deepcopy(tiny_model(name)), CONFIG)
+
+
+def graph_step(
+    runner: GraphRunner, caches: Sequence[RetrievalCache], tokens: Sequence[int], places: Sequence[int]
+) -> Tensor:
+    """Append one token to each cache, unsampled. Returns logits (rows, vocabulary). Raises as `rows.step`."""
+    stepped = runner.advance(caches, list(zip(tokens, places, strict=True)))
+    assert stepped.logits is not None
+    if stepped.errors:
+        raise RowsFailedError(stepped.errors, stepped.logits)
+    return stepped.logits
 
 
 def decoder_of(steps: DecodeSteps) -> Any:

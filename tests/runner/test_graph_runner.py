@@ -29,7 +29,7 @@ from retrieval_attn.runner.rows import RowsFailedError
 from tests.emulation import runtime as emulate
 from tests.engine.audit import check_engine
 from tests.engine.test_engine import CONFIG, alone, ids, llm_of, same
-from tests.runner.graph_cases import DEVICE, FINER, ROARGRAPH
+from tests.runner.graph_cases import DEVICE, FINER, ROARGRAPH, graph_step
 from tests.runner.test_rows import Pair, feed, read
 from tests.tiny_models import LAYERS, build_model
 
@@ -47,7 +47,9 @@ class Rows:
 
     def logits(self, pairs: list[Pair]) -> torch.Tensor:
         caches = [pair.row for pair in pairs]
-        return self.runner.step(caches, [pair.token for pair in pairs], [cache.get_seq_length() for cache in caches])
+        return graph_step(
+            self.runner, caches, [pair.token for pair in pairs], [cache.get_seq_length() for cache in caches]
+        )
 
     def steps(self, pairs: list[Pair], count: int) -> None:
         for _ in range(count):
@@ -241,12 +243,14 @@ def test_the_others_change_no_bit() -> None:
         seen: list[list[torch.Tensor]] = []
         for company in (others[:3], others[1:], others[:2], others[2:]):
             runner, row, found = GraphRunner(model, 4), one.fork(), []
-            runner.step([other.fork() for other in company[:1]], [5], [company[0].get_seq_length()])  # takes a place
+            graph_step(
+                runner, [other.fork() for other in company[:1]], [5], [company[0].get_seq_length()]
+            )  # takes a place
             present = [*company[:1], row, *company[1:]]
             present = [cache if cache is row else cache.fork() for cache in present]
             for token in range(10):
                 places = [cache.get_seq_length() for cache in present]
-                found.append(runner.step(present, [token + 9] * len(present), places)[1].clone())
+                found.append(graph_step(runner, present, [token + 9] * len(present), places)[1].clone())
             assert set(runner._pool.graphs) == {1, 4}  # type: ignore[union-attr]
             seen.append(found)
         for found in seen[1:]:
@@ -388,7 +392,7 @@ def test_what_no_graph_serves_is_stepped_beside_it(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("differ in shapes") == 1
     demanded = read(model, 100, 3, graph=True, retrieve=11)
     with pytest.raises(CaptureError, match="differ in shapes"):
-        rows.runner.step([rows.pairs[4].row, demanded], [5, 5], [rows.pairs[4].row.get_seq_length(), 100])
+        graph_step(rows.runner, [rows.pairs[4].row, demanded], [5, 5], [rows.pairs[4].row.get_seq_length(), 100])
     many = Rows(model, [60] * 10)
     many.steps(many.pairs, 3)
     assert many.runner.replays == 3
@@ -485,6 +489,6 @@ def test_log_lines_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
         model = build_model("llama")
         runner = GraphRunner(model, 2)
         caches = [read(model, 60, 0), read(model, 60, 0, retrieve=9)]
-        runner.step(caches, [5, 5], [60, 60])
+        graph_step(runner, caches, [5, 5], [60, 60])
     assert "decoding eagerly, without a CUDA graph: the sequences of the batch differ" in caplog.text
     assert isinstance(ra.Config().retrieve, int)

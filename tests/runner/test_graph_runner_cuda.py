@@ -19,7 +19,7 @@ from tests.engine.test_engine import CONFIG, alone, ids, llm_of
 from tests.engine.test_paged_prefix import requests_of, with_engine
 from tests.model.test_hybrid import CONFIGS as HYBRIDS
 from tests.model.test_hybrid import new_model
-from tests.runner.graph_cases import DEVICE
+from tests.runner.graph_cases import DEVICE, graph_step
 from tests.runner.test_graph_runner import KINDS, Rows
 from tests.runner.test_graph_runner_prefixes import rows_of, trees
 from tests.runner.test_graph_runner_sampling import DRAWS, check_draws, check_mixture, check_penalties, requests
@@ -126,7 +126,7 @@ def test_the_others_change_no_bit(kind: str) -> None:
         present = [caches[company[0]].fork(), row, *(caches[other].fork() for other in company[1:])]
         for token in range(10):
             places = [cache.get_seq_length() for cache in present]
-            found.append(runner.step(present, [token + 9] * len(present), places)[1].clone())
+            found.append(graph_step(runner, present, [token + 9] * len(present), places)[1].clone())
         seen.append(found)
         assert runner.reason == "" and runner.replays == 10
         runner.close()
@@ -191,7 +191,7 @@ def test_memory_stays_as_rows_come_and_go() -> None:
         other = base.fork()
         for _ in range(2):
             places = [rows.pairs[0].row.get_seq_length(), other.get_seq_length()]
-            rows.runner.step([rows.pairs[0].row, other], [5, 6], places)
+            graph_step(rows.runner, [rows.pairs[0].row, other], [5, 6], places)
         del other
         if number in (20, 299):
             torch.cuda.synchronize()
@@ -259,7 +259,7 @@ def test_the_others_change_no_bit_over_pages() -> None:
             present = [caches[row].fork() for row in (company[0], one, *company[1:])]
             for token in range(10):
                 places = [cache.get_seq_length() for cache in present]
-                found.append(runner.step(present, [token + 9] * len(present), places)[1].clone())
+                found.append(graph_step(runner, present, [token + 9] * len(present), places)[1].clone())
             seen.append(found)
             assert runner.reason == "" and runner.replays == 10
             runner.close()

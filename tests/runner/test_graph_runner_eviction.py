@@ -11,7 +11,7 @@ from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.cpu.store import indexed_from
 from retrieval_attn.offload.work import HostWork
 from retrieval_attn.runner.graph.sequence_slot import GraphSlot
-from tests.runner.graph_cases import DEVICE
+from tests.runner.graph_cases import DEVICE, graph_step
 from tests.runner.test_graph_runner import KINDS, Rows
 from tests.tiny_models import build_model
 
@@ -48,7 +48,7 @@ def test_tokens_reach_the_host_while_steps_replay(index: str, monkeypatch: pytes
         patch.setattr(HostWork, "copy_now", copy_now)
         caches = [pair.row for pair in rows.pairs]
         for _ in range(82):
-            rows.runner.step(caches, [5] * len(caches), [cache.get_seq_length() for cache in caches])
+            graph_step(rows.runner, caches, [5] * len(caches), [cache.get_seq_length() for cache in caches])
     layers = layers_of(rows)
     assert set(when) == {"ahead"} and 8 * len(layers) <= len(when) <= 11 * len(layers)
     rows.runner.close()

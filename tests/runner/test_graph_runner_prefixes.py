@@ -25,7 +25,7 @@ from tests.engine.audit import check_engine
 from tests.engine.test_engine import CONFIG, ids, llm_of, same
 from tests.engine.test_paged_prefix import requests_of, with_engine
 from tests.fuzz.engine_schedules import run, schedule_of, wrong
-from tests.runner.graph_cases import DEVICE
+from tests.runner.graph_cases import DEVICE, graph_step
 from tests.runner.test_graph_runner import KINDS, Rows
 from tests.runner.test_rows import BASE, TOLERANCE, Pair, feed
 from tests.tiny_models import build_model, random_ids
@@ -199,8 +199,8 @@ def test_pages_of_another_engine_are_stepped_beside_it(caplog: pytest.LogCapture
     assert (rows.runner.replays, rows.runner.captures) == (2, 1)
     assert caplog.text.count("use pages of several engines") == 1
     other = rows_of(model, trees(model, PagedKVPool(1000, 40))[:1])
-    rows.runner.step([rows.pairs[0].row], [5], [rows.pairs[0].row.get_seq_length()])
-    rows.runner.step([other.pairs[0].row], [5], [other.pairs[0].row.get_seq_length()])
+    graph_step(rows.runner, [rows.pairs[0].row], [5], [rows.pairs[0].row.get_seq_length()])
+    graph_step(rows.runner, [other.pairs[0].row], [5], [other.pairs[0].row.get_seq_length()])
     assert rows.runner.replays == 1
     rows.runner.close()
 

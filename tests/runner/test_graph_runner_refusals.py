@@ -13,6 +13,7 @@ from retrieval_attn.memory.reclaim import register
 from retrieval_attn.runner import graph_runner as bucket_refusals
 from retrieval_attn.runner.graph.signature import KnownModel
 from retrieval_attn.runner.graph_runner import GraphRunner
+from tests.runner.graph_cases import graph_step
 from tests.runner.test_graph_runner import Rows
 from tests.runner.test_rows import Pair, read
 from tests.tiny_models import build_model
@@ -65,7 +66,7 @@ def test_an_adapter_that_is_switched_off() -> None:
     caches = [rows.pairs[0].row, other.row]
 
     def step() -> int:
-        rows.runner.step(caches, [5, 5], [cache.get_seq_length() for cache in caches])
+        graph_step(rows.runner, caches, [5, 5], [cache.get_seq_length() for cache in caches])
         return len(rows.runner._pool.rows)  # type: ignore[union-attr]
 
     with model.disable_adapter():

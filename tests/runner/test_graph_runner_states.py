@@ -20,6 +20,7 @@ from tests.emulation import runtime as emulate
 from tests.engine.audit import check_engine
 from tests.engine.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.model.test_hybrid import CONFIGS, new_model
+from tests.runner.graph_cases import graph_step
 from tests.runner.test_graph_runner import GraphFailure, Rows
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread", "emulated_graphs")
@@ -111,11 +112,11 @@ def test_the_others_change_no_bit(name: str) -> None:
     seen: list[list[torch.Tensor]] = []
     for company in (others[:3], others[1:], others[:2], others[2:]):
         runner, row, found = GraphRunner(model, 4), one.fork(), []
-        runner.step([other.fork() for other in others], [5] * 4, [other.get_seq_length() for other in others])
+        graph_step(runner, [other.fork() for other in others], [5] * 4, [other.get_seq_length() for other in others])
         present = [company[0].fork(), row, *(other.fork() for other in company[1:])]
         for token in range(10):
             places = [cache.get_seq_length() for cache in present]
-            found.append(runner.step(present, [token + 9] * len(present), places)[1].clone())
+            found.append(graph_step(runner, present, [token + 9] * len(present), places)[1].clone())
         assert set(runner._pool.graphs) == {4}  # type: ignore[union-attr]
         seen.append(found)
     for found in seen[1:]:

@@ -18,10 +18,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.gpu.packed import GROUPS
+from retrieval_attn.model.expert_loading import MakeParameter, ReadConfig, ReadQuantizer, replace_quantization
 from retrieval_attn.model.experts import expert_parameters, grouped_experts, matrix_shape
 from retrieval_attn.model.grouped import GroupedMatrix, of_awq, of_gptq
 from retrieval_attn.model.quantization import options_in, own_method, quantization_of, require_package
-from retrieval_attn.model.quantizers import MakeParameter, ReadConfig, ReadQuantizer, replace_quantization
 
 METHOD = "retrieval_attn_grouped"
 """Of the quantiser, as transformers' registry knows it."""

@@ -34,12 +34,11 @@ from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.decode import note_eager
 from retrieval_attn.runner.graph.decode_graph import BATCHED
 from retrieval_attn.runner.graph.decoder import attending
-from retrieval_attn.runner.graph.memory import ordinary_tensors
 from retrieval_attn.runner.graph.pages import prefix_of
 from retrieval_attn.runner.graph.pool import GraphPool
 from retrieval_attn.runner.graph.sequence_slot import StepClock, fit_buffers, new_buffers
 from retrieval_attn.runner.graph.signature import cache_batch_key, look_at, refusal_of
-from retrieval_attn.runner.graph.slot import window_of
+from retrieval_attn.runner.graph.slot import ordinary_tensors, window_of
 from retrieval_attn.runner.graph.support import runtime_for
 from retrieval_attn.runner.rows import RowsFailedError, require_rows
 from retrieval_attn.runner.rows import step as eager_step

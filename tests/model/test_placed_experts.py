@@ -17,13 +17,12 @@ from retrieval_attn.gpu import expert_blocks
 from retrieval_attn.gpu.expert_blocks import ExpertBlocks, PlacedExperts
 from retrieval_attn.memory.routed import fewest_on_host
 from retrieval_attn.memory.shape import model_shape
-from retrieval_attn.model.expert_loading import ExpertsConfig, ExpertsQuantizer, FloatsQuantizer
+from retrieval_attn.model.expert_loading import ExpertsConfig, ExpertsQuantizer, FloatsQuantizer, ReadConfig
 from retrieval_attn.model.experts import has_packed_experts
 from retrieval_attn.model.identity import weights_digest
 from retrieval_attn.model.loading import load_model
 from retrieval_attn.model.placed_experts import BUFFER, expert_buffer
 from retrieval_attn.model.quantization import held_bytes, int4_config
-from retrieval_attn.model.quantizers import ReadConfig
 from retrieval_attn.model.weights import weight_state
 from retrieval_attn.runner.ready import move_experts
 from retrieval_attn_eval.bench.session.subject import number_tokenizer

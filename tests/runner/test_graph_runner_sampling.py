@@ -13,7 +13,7 @@ from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, Request, RequestHandle
 from retrieval_attn.prompt.text_stream import TextStream
-from retrieval_attn.runner.graph.memory import StepMemory
+from retrieval_attn.runner.graph.slot import StepMemory
 from retrieval_attn.runner.graph_runner import GraphRunner
 from retrieval_attn.sampling.sampler import SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams

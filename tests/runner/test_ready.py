@@ -17,7 +17,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.runner import ready
 from retrieval_attn.runner.graph import signature
-from retrieval_attn.runner.graph.memory import StepMemory
+from retrieval_attn.runner.graph.slot import StepMemory
 from retrieval_attn.runner.ready import THREADS, LayerLaunches, Preparation
 from tests.compile.test_kernel_cache import COUNT_COMPILED
 from tests.runner.graph_cases import idle_decoders

@@ -69,11 +69,6 @@ class HostLayer:
         self._scoring: LayerScoring | None = None
         self._differs = False
 
-    @property
-    def is_used(self) -> bool:
-        """Whether steps were compared and run as programs."""
-        return self._scoring is not None
-
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or not self._is_step(hidden_states, kwargs):
             return self._own(hidden_states, *args, **kwargs)

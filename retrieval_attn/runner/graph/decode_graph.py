@@ -30,9 +30,8 @@ from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.graph.capture import RecordedCache, RecordedLayer, capture
 from retrieval_attn.runner.graph.decoder import CapturedStep, GraphDecoder, StepKind
 from retrieval_attn.runner.graph.host import HostResources, HostRow, HostStep, Retrieve, held_by
-from retrieval_attn.runner.graph.memory import StepMemory
 from retrieval_attn.runner.graph.sequence_slot import GraphSlot, GroupBuffers, copy_ahead_share
-from retrieval_attn.runner.graph.slot import Buffers
+from retrieval_attn.runner.graph.slot import Buffers, StepMemory
 from retrieval_attn.runner.graph.states import RecordedState, StepStates, Views
 from retrieval_attn.sampling.sampler import Chosen, DrawMode, SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import MAX_LOGPROBS, SamplingParams

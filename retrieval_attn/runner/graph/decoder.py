@@ -21,10 +21,9 @@ from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.gpu.capture.exchange import Replay, Runtime
 from retrieval_attn.runner.graph.host import HostResources
 from retrieval_attn.runner.graph.host_row_gather import Reads
-from retrieval_attn.runner.graph.memory import StepMemory, ordinary_tensors
 from retrieval_attn.runner.graph.pages import StepPages
 from retrieval_attn.runner.graph.signature import signature
-from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, SlotPlace
+from retrieval_attn.runner.graph.slot import Buffers, LayerSlot, SlotPlace, StepMemory, ordinary_tensors
 from retrieval_attn.runner.graph.states import StepStates
 from retrieval_attn.runner.graph.support import hooks_of
 

@@ -32,11 +32,10 @@ from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.graph.decode_graph import ALONE, BATCHED, DecodeGraph, StepOptions
 from retrieval_attn.runner.graph.decoder import StepKind, attending
 from retrieval_attn.runner.graph.host import HostResources, code_shape
-from retrieval_attn.runner.graph.memory import ordinary_tensors
 from retrieval_attn.runner.graph.pages import levels_for, prefix_of
 from retrieval_attn.runner.graph.sequence_slot import GraphSlot, GroupBuffers, StepClock, StepCosts, new_buffers
 from retrieval_attn.runner.graph.signature import refusal_of, signature
-from retrieval_attn.runner.graph.slot import window_of
+from retrieval_attn.runner.graph.slot import ordinary_tensors, window_of
 from retrieval_attn.runner.graph.states import Views
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
@@ -581,10 +580,3 @@ def retire(model: PreTrainedModel, layers: PagedLayers) -> None:
         layers.retired = True
         idle = _idle.get(model, [])
         idle[:] = [one for one in idle if one.pages is not layers]
-
-
-def forget(model: PreTrainedModel) -> None:
-    """Drop the idle pools of a model, with their buffers and graphs, and the reasons of failed captures."""
-    with _lock:
-        _idle.pop(model, None)
-        _failed.pop(model, None)

@@ -17,7 +17,7 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import CaptureError
 from retrieval_attn.gpu.capture.exchange import Runtime
-from retrieval_attn.runner.graph.memory import ordinary_tensors
+from retrieval_attn.runner.graph.slot import ordinary_tensors
 
 _ALIGNED = 64  # elements; fused kernels load several at once
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from retrieval_attn.attention.sequence import unstacked as unstacked
     from retrieval_attn.cli.output import Spinner as Spinner
     from retrieval_attn.compile.progress import ProgressBar as ProgressBar
-    from retrieval_attn.cpu.host_attend import exact_lse as exact_lse
+    from retrieval_attn.cpu.attend import attend_range_heads as attend_range_heads
+    from retrieval_attn.cpu.attend import merge_partials as merge_partials
     from retrieval_attn.engine.engine import default_limits as default_limits
     from retrieval_attn.gpu.attention.flash import attend as attend
     from retrieval_attn.gpu.attention.merge import Partial as Partial
@@ -97,7 +98,7 @@ _EXPORTS = {
     "attention.sequence": "Batch stacked unstacked",
     "cli.output": "Spinner",
     "compile.progress": "ProgressBar",
-    "cpu.host_attend": "exact_lse",
+    "cpu.attend": "attend_range_heads merge_partials",
     "engine.engine": "default_limits",
     "gpu.attention.flash": "attend",
     "gpu.attention.merge": "Partial merge sink_logit_partial",

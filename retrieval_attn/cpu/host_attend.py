@@ -268,37 +268,3 @@ def attend_all(
     seconds = time.perf_counter() - began
     nbytes = (stop - start) * path.token_bytes
     return HostPartial(out, lse, scanned, nbytes, attend_seconds=seconds, rest=np.zeros(shape, np.float32))
-
-
-def exact_lse(
-    path: SequenceKV,
-    queries: npt.NDArray[np.float32],
-    start: int,
-    stop: int,
-    heads: Sequence[int] | None = None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> npt.NDArray[np.float32]:
-    """Log-sum-exp of all scores over tokens [start, stop): (heads, n) float32, of the query heads named, None: all.
-
-    queries (q_heads, n, head_dim) float32. Reads every key of those heads. With the lse of `attend_path`,
-    exp(lse - exact_lse) is the share of full attention's weight that the retrieved keys captured. An empty range gives
-    -inf. Raises ShapeError, ConfigError.
-    """
-    check_score_options(scale, softcap)
-    group = len(_grouped(path, queries)) and queries.shape[0] // path.num_kv_heads
-    heads = range(queries.shape[0]) if heads is None else heads
-    if wrong := [head for head in heads if not 0 <= head < queries.shape[0]]:
-        raise ConfigError(f"heads {wrong} must lie in 0 .. {queries.shape[0] - 1}")
-    parts, found = path.parts(start, stop), np.full((len(heads), queries.shape[1]), -np.inf, np.float32)
-    with kernel_threads(path.threads):
-        for row, head in enumerate(heads if parts else ()):
-            own, keys_of = np.ascontiguousarray(queries[head : head + 1]), slice(head // group, head // group + 1)
-            partials = [
-                # keys in place of values, which do not change the lse
-                attend_range_heads(own, s.keys[keys_of], s.keys[keys_of], low, high, path.fmt, scale, softcap)
-                for s, low, high, _ in parts
-            ]
-            found[row] = merge_partials(partials)[1][0]
-    return found

@@ -13,7 +13,7 @@ import torch
 
 from retrieval_attn.cpu import host_attend
 from retrieval_attn.cpu.budgets import HeadBudgets
-from retrieval_attn.cpu.host_attend import HostPartial, attend_path, attend_paths, exact_lse, plan_paths, step_pieces
+from retrieval_attn.cpu.host_attend import HostPartial, attend_path, attend_paths, plan_paths, step_pieces
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.step import plan as engine_module
 from retrieval_attn.cpu.step.plan import LayerStep
@@ -29,6 +29,7 @@ from retrieval_attn.index.sketch import build as sketch_module
 from retrieval_attn.index.sketch import task as sketch_task
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.task import scans
+from retrieval_attn_eval.bench.fidelity.captured_mass import exact_lse
 from retrieval_attn_eval.bench.synthetic import SyntheticHead, synthetic_head
 from tests.cpu.apart import attend_apart
 from tests.cpu.reference import attention, best_ids, in_threads, look_at_share, normal, whole_numbers
@@ -315,7 +316,7 @@ def test_captured_mass(pool: Pool) -> None:
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         share = np.sort(weights, axis=1)[:, -30:].sum(axis=1) / weights.sum(axis=1)
         np.testing.assert_allclose(np.exp(got.lse[head] - lse[row]), share, rtol=1e-5)
-    assert np.isneginf(exact_lse(path, queries, 5, 5, scale=0.3)).all()
+    assert np.isneginf(exact_lse(path, queries, 5, 5, range(4), scale=0.3)).all()
     with pytest.raises(ConfigError, match="heads"):
         exact_lse(path, queries, 5, 1400, [4], scale=0.3)
 

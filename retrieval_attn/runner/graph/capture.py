@@ -33,14 +33,6 @@ from retrieval_attn.runner.graph.states import RecordedState
 log = logging.getLogger(__name__)
 
 
-class AttentionRecorder(Protocol):
-    """Records the attention of a layer."""
-
-    def attend(
-        self, number: int, query: Tensor, new: Buffers, scoring: Scoring, sinks: Tensor | None, *, retrieving: bool
-    ) -> Tensor: ...
-
-
 class Recordable(Protocol):
     """A batch of slots whose step can be recorded.
 
@@ -62,6 +54,11 @@ class Recordable(Protocol):
 
     @property
     def states(self) -> Sequence[RecordedState]: ...
+
+    def attend(
+        self, number: int, query: Tensor, new: Buffers, scoring: Scoring, sinks: Tensor | None, *, retrieving: bool
+    ) -> Tensor:
+        """Record the attention of a layer."""
 
     def upload_spans(self) -> None:
         """Copy the positions of the windows' tokens to the device."""
@@ -178,7 +175,7 @@ class RecordedCache(Cache):
 
     on_layer: Callable[[], object] | None = None
 
-    def __init__(self, graph: AttentionRecorder, like: RetrievalCache, states: Iterable[StateLayer]) -> None:
+    def __init__(self, graph: Recordable, like: RetrievalCache, states: Iterable[StateLayer]) -> None:
         """like: a cache with the layers of all sequences. states: layers with a state of all sequences, in order."""
         numbers = {number: row for row, (number, _) in enumerate(attending(like))}
         held: list[Any] = list(like.layers)
@@ -216,7 +213,7 @@ class RecordedCache(Cache):
 class RecordedLayer(PendingLayer):
     """One layer of all sequences, as transformers sees it: new keys and values are (rows, kv_heads, 1, dim)."""
 
-    def __init__(self, graph: AttentionRecorder, number: int, retrieving: bool, sliding: bool) -> None:
+    def __init__(self, graph: Recordable, number: int, retrieving: bool, sliding: bool) -> None:
         super().__init__()
         self._graph = weakref.ref(graph)  # a cycle would keep the graph's buffers until Python collects it
         self._number, self._retrieving, self.is_sliding = number, retrieving, sliding

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from retrieval_attn import RetrievalCache
-from retrieval_attn.testing import AttentionRecord, RetrievalLayer, exact_lse, stacked, to_queries, unstacked
+from retrieval_attn.errors import ConfigError
+from retrieval_attn.testing import (
+    AttentionRecord,
+    RetrievalLayer,
+    attend_range_heads,
+    kernel_threads,
+    merge_partials,
+    stacked,
+    to_queries,
+    unstacked,
+)
 from retrieval_attn_eval.bench.fidelity.head_error import observe
 
-__all__ = ["CapturedMass"]
+__all__ = ["CapturedMass", "exact_lse"]
 
 
 class CapturedMass:
@@ -51,3 +65,35 @@ class CapturedMass:
             share = torch.logaddexp(near, retrieved[one.rows][:, chosen]) - torch.logaddexp(near, middle)
             self._sums[number] += float(share.exp().sum())
             self._counts[number] += share.numel()
+
+
+def exact_lse(
+    path: Any,
+    queries: npt.NDArray[np.float32],
+    start: int,
+    stop: int,
+    heads: Sequence[int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> npt.NDArray[np.float32]:
+    """Log-sum-exp of all scores over tokens [start, stop) of a path: (heads, n) float32, of the named query heads.
+
+    queries (q_heads, n, head_dim) float32. Reads every key of those heads. With the lse of retrieved attention,
+    exp(lse - exact_lse) is the share of full attention's weight that the retrieved keys captured. An empty range gives
+    -inf. Raises ShapeError, ConfigError.
+    """
+    group = queries.shape[0] // path.num_kv_heads
+    if wrong := [head for head in heads if not 0 <= head < queries.shape[0]]:
+        raise ConfigError(f"heads {wrong} must lie in 0 .. {queries.shape[0] - 1}")
+    parts, found = path.parts(start, stop), np.full((len(heads), queries.shape[1]), -np.inf, np.float32)
+    with kernel_threads(path.threads):
+        for row, head in enumerate(heads if parts else ()):
+            own, keys_of = np.ascontiguousarray(queries[head : head + 1]), slice(head // group, head // group + 1)
+            partials = [
+                # keys in place of values, which do not change the lse
+                attend_range_heads(own, s.keys[keys_of], s.keys[keys_of], low, high, path.fmt, scale, softcap)
+                for s, low, high, _ in parts
+            ]
+            found[row] = merge_partials(partials)[1][0]
+    return found

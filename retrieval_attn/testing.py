@@ -6,7 +6,9 @@ used: importing this module loads neither torch nor numba. No stability is promi
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,50 +94,15 @@ if TYPE_CHECKING:
     from retrieval_attn.store.mapped import give_up as give_up
     from retrieval_attn.store.mapped import resident_bytes as resident_bytes
 
-_EXPORTS = {
-    "attention.layer": "AttentionRecord CacheLayer",
-    "attention.retrieval": "RetrievalLayer",
-    "attention.sequence": "Batch stacked unstacked",
-    "cli.output": "Spinner",
-    "compile.progress": "ProgressBar",
-    "cpu.attend": "attend_range_heads merge_partials",
-    "engine.engine": "default_limits",
-    "gpu.attention.flash": "attend",
-    "gpu.attention.merge": "Partial merge sink_logit_partial",
-    "gpu.expert_blocks": "BlockLayout PlacedExperts",
-    "gpu.memory": "cap expand_segments spare_bytes",
-    "gpu.packed": "PackedWeights",
-    "gpu.packed_experts": "ExpertShape PackedExperts packed_shapes",
-    "index.base": "HeadShape HeldMemory HostBytes IndexMemory KeyIndex MAX_KEYS StateValue Training train_positions",
-    "index.formats": "Format from_float32 to_float32",
-    "index.kernels.codes": "encode_keys",
-    "index.kernels.knn": "training_lists",
-    "index.keys": "StoredKeys",
-    "index.memory": "aligned_empty",
-    "index.spec": "IndexSpec register",
-    "index.task.scans": "called_search",
-    "index.task.search": "CompiledSearch SearchRequest",
-    "index.threads": "check_threads kernel_threads",
-    "memory.device_room": "IndexChoice",
-    "memory.host_room": "available_host_bytes",
-    "model.checkpoint": "heads_config",
-    "model.expert_loading": "FLOAT_GROUP",
-    "model.experts": "ExpertWeights GROUP expert_parameters matrix_shape quantized_experts use_packed_experts",
-    "model.hooks": "MaskSpec",
-    "model.placed_experts": "empty_blocks",
-    "model.rotation": "Rotation",
-    "offload.queries": "SPAN",
-    "offload.staging": "to_device to_queries",
-    "remote": "Endpoint RemoteError Usage http_client model_names read_delta read_usage refusal",
-    "runner.attention": "using_retrieval",
-    "runner.decode": "DecodeSteps PromptState TokenChoice forward run",
-    "runner.prefill": "finish_prefill",
-    "store": "ContextStore",
-    "store.mapped": "give_up resident_bytes",
-}
-"""Exported names by module of the package."""
 
-_MODULES = {name: f"retrieval_attn.{module}" for module, names in _EXPORTS.items() for name in names.split()}
+def _imported() -> dict[str, str]:
+    """Return the module of each name imported above: type checkers read these imports, Python does not run them."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
+
+
+_MODULES = _imported()
 
 
 def __getattr__(name: str) -> Any:

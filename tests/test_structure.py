@@ -118,8 +118,8 @@ def test_the_evaluation_has_one_door_inside() -> None:
     assert wrong == [], "export these in retrieval_attn/testing.py"
 
 
-def test_the_door_names_each_export_once() -> None:
-    """Type checkers read the imports of retrieval_attn/testing.py, Python its table: they list the same names."""
+def test_the_door_exports_what_is_used() -> None:
+    """Python loads what type checkers read: the imports of retrieval_attn/testing.py, each of them used."""
     from retrieval_attn import testing
 
     tree = tree_of(PACKAGE / "testing.py")

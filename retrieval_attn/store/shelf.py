@@ -151,15 +151,6 @@ class Shelf:
                 self._thread.start()
             self._wake.notify_all()
 
-    def settle(self, timeout_seconds: float) -> bool:
-        """Wait until the queue is prefetched. Return False after a timeout."""
-        with self._wake:
-            return self._wake.wait_for(lambda: self._queue is None and not self._working, timeout_seconds)
-
-    def apply(self, names: Sequence[str]) -> Done:
-        """Prefetch these contexts in this thread; see `expect`."""
-        return self._apply(tuple(names), lambda: False)
-
     def close(self) -> None:
         """End the thread after the file that it reads now."""
         with self._wake:

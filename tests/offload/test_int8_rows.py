@@ -32,7 +32,7 @@ from retrieval_attn.memory.plan import HOST_RESERVE, plan
 from retrieval_attn.memory.units import GIB
 from retrieval_attn.offload import int8_rows as rounded
 from retrieval_attn.offload.int8_rows import Int8RowMirror, ask_for_rows, new_rows, rows_of
-from retrieval_attn.offload.staging import pack, to_host
+from retrieval_attn.offload.staging import all_to_host, pack
 from retrieval_attn.store.store import ContextStore
 from tests.index.test_host_codes import TOKENS, answer, context_of, ids_of
 from tests.memory.test_plan import llama3_8b
@@ -54,7 +54,7 @@ def appended(
     segment: Segment, kv: tuple[Tensor, Tensor], empty: Int8RowMirror | None = None, write: bool = True
 ) -> None:
     """Tokens come to a segment, and with `write` to its rows."""
-    keys, values = (to_host(one, segment.fmt) for one in kv)
+    keys, values = all_to_host(kv, segment.fmt)
     segment.append(keys, values)
     tokens = kv[0].shape[1]
     for rows in segment.replicas_from_device(tokens, {rounded.KIND: empty}) if write else ():

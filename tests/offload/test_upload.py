@@ -18,7 +18,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.offload import page_lock, upload
 from retrieval_attn.offload import work as kv_copy
 from retrieval_attn.offload.page_lock import lock_pages
-from retrieval_attn.offload.staging import pack, to_host, unpack
+from retrieval_attn.offload.staging import all_to_host, pack, unpack
 from retrieval_attn.offload.upload import Uploads, UploadSpan, as_blocks
 from retrieval_attn.store.bundle import Bundle, BundleFile, write_bundle
 from retrieval_attn.store.disk import Disk
@@ -35,7 +35,7 @@ def path_of(fmt: Format, seed: int = 0, tokens: int = TOKENS, lock: bool = False
     """A path of random rows; lock: all but its last tokens are page-locked."""
     generator = torch.Generator().manual_seed(seed)
     host = SequenceKV(HEADS, DIM, VALUE_DIM, fmt).reserve(tokens + 16384)
-    rows = [to_host(torch.randn(HEADS, tokens, dim, generator=generator), fmt) for dim in (DIM, VALUE_DIM)]
+    rows = all_to_host([torch.randn(HEADS, tokens, dim, generator=generator) for dim in (DIM, VALUE_DIM)], fmt)
     cut = min(LOCKED, tokens)
     host.append(rows[0][:, :cut], rows[1][:, :cut])
     if lock:
@@ -119,7 +119,7 @@ class TestOnTheDevice:
         uploads = Uploads(torch.device("cuda", 0))
         first, second = path_of(fmt, 1, lock=lock), path_of(fmt, 2, lock=lock)
         walked(uploads, UploadSpan.of(first), torch.float32, [UploadSpan.of(second)])
-        key, value = (to_host(torch.randn(HEADS, 7, dim), fmt) for dim in (DIM, VALUE_DIM))
+        key, value = all_to_host([torch.randn(HEADS, 7, dim) for dim in (DIM, VALUE_DIM)], fmt)
         second.append(key, value)
         found = walked(uploads, UploadSpan.of(second), torch.float32)
         for mine, theirs in zip(found, expected(second, TOKENS + 7, torch.float32), strict=True):

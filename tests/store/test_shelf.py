@@ -16,7 +16,7 @@ from retrieval_attn.errors import ConfigError, StoreError
 from retrieval_attn.store import ContextStore
 from retrieval_attn.store.disk import file_system
 from retrieval_attn.store.mapped import give_up, resident_bytes
-from retrieval_attn.store.shelf import Shelf
+from retrieval_attn.store.shelf import Done, Shelf
 from tests.store.cases import IDS, save
 
 ROOMY = 1 << 40
@@ -37,6 +37,17 @@ def on_disk(tmp_path: Path) -> None:
     give_up(probe)
     if resident_bytes(probe):
         pytest.skip(f"the file system ({file_system(tmp_path, tmp_path.stat().st_dev) or 'unknown'}) keeps its pages")
+
+
+def settled(shelf: Shelf) -> bool:
+    """Wait until the queue is prefetched. Return False after 20 seconds."""
+    with shelf._wake:
+        return shelf._wake.wait_for(lambda: shelf._queue is None and not shelf._working, 20)
+
+
+def applied(shelf: Shelf, names: list[str]) -> Done:
+    """Prefetch these contexts in this thread."""
+    return shelf._apply(tuple(names), lambda: False)
 
 
 def three(store: ContextStore) -> list[str]:
@@ -63,7 +74,7 @@ def test_what_is_expected_comes_to_memory(store: ContextStore) -> None:
     assert max(resident(store, name) for name in "abc") < 0.1
     with Shelf(store, ram_bytes=ROOMY) as shelf:
         shelf.expect(["b", "not there", "a"])
-        assert shelf.settle(20)
+        assert settled(shelf)
         assert min(resident(store, name) for name in "ab") > 0.99
         assert resident(store, "c") < 0.1
         assert sorted(digest for digest, entry in shelf.entries.items() if entry.in_ram) == sorted(
@@ -78,12 +89,12 @@ def test_memory_is_given_up_for_what_is_expected(store: ContextStore) -> None:
     nbytes = store.resolve("a").nbytes
     forget(store)
     with Shelf(store, ram_bytes=2 * nbytes + nbytes // 2) as shelf:
-        assert shelf.apply(["a", "b"]).fetched == [digests["a"], digests["b"]]
-        done = shelf.apply(["c", "b"])
+        assert applied(shelf, ["a", "b"]).fetched == [digests["a"], digests["b"]]
+        done = applied(shelf, ["c", "b"])
         assert (done.fetched, done.evicted) == ([digests["c"]], [digests["a"]])
         assert done.nbytes >= nbytes - 4096
         assert resident(store, "a") < 0.1 and min(resident(store, name) for name in "bc") > 0.99
-        assert shelf.apply(["c", "a"]).evicted == [digests["b"]]
+        assert applied(shelf, ["c", "a"]).evicted == [digests["b"]]
     assert store.verify() == []
 
 
@@ -118,7 +129,7 @@ def test_a_newer_queue_replaces_an_older_one(store: ContextStore, monkeypatch: p
         assert started.wait(20)
         shelf.expect(["c"])
         go_on.set()
-        assert shelf.settle(20)
+        assert settled(shelf)
     assert fetched == [digests["a"], digests["c"]]
 
 
@@ -129,7 +140,7 @@ def test_a_damaged_context_does_not_stop_the_others(store: ContextStore, caplog:
     path.write_bytes(data[: len(data) // 2])
     forget(store)
     with caplog.at_level(logging.WARNING), Shelf(store, ram_bytes=ROOMY) as shelf:
-        done = shelf.apply(["a", "b", "c"])
+        done = applied(shelf, ["a", "b", "c"])
     assert digests[0] not in done.fetched
     if set(done.fetched) != {digests[1], digests[2]}:  # where memory cannot forget files, they are there already
         assert done.fetched == []
@@ -141,7 +152,7 @@ def test_what_cannot_be(store: ContextStore) -> None:
     with pytest.raises(ConfigError, match="must be 0 bytes or more"):
         Shelf(store, ram_bytes=-1)
     shelf = Shelf(store, ram_bytes=1)
-    assert shelf.apply(["a"]) == ([], [], 0)  # a store that does not exist yet
+    assert applied(shelf, ["a"]) == ([], [], 0)  # a store that does not exist yet
     shelf.close()
     shelf.close()
     with pytest.raises(StoreError, match="closed"):
@@ -157,7 +168,7 @@ def test_saves_and_removals_beside_the_shelf(store: ContextStore) -> None:
             if turn % 3 == 2:
                 store.remove(f"n{turn % 4}")
                 store.gc()
-        assert shelf.settle(20)
+        assert settled(shelf)
     assert store.verify() == []
 
 

@@ -102,7 +102,8 @@ class Segment:
         self.page_tokens = 0
         """Tokens after which keys and values of each head both begin a memory page; 0: in a small segment."""
         if (expected := capacity if expected is None else expected) * fmt.row_bytes(head_dim) >= 2 * HUGE_PAGE:
-            self.page_tokens = math.lcm(*(_page_rows(fmt.row_bytes(dim)) for dim in (head_dim, value_dim)))
+            # rows after which a key and a value begin a memory page again
+            self.page_tokens = math.lcm(*(PAGE // math.gcd(PAGE, fmt.row_bytes(dim)) for dim in (head_dim, value_dim)))
             capacity = min(-(-capacity // self.page_tokens) * self.page_tokens, base.MAX_KEYS)
         sure = expected if sure is None else sure
         self.keys = _reserve((num_kv_heads, capacity, fmt.width(head_dim)), fmt, sure)
@@ -380,11 +381,6 @@ class PathTokens(Protocol):
 
     def parts(self, start: int, stop: int) -> list[PathPart]:
         """Return the parts of segments that tokens [start, stop) are."""
-
-
-def _page_rows(row_bytes: int) -> int:
-    """Rows after which a row begins a memory page again."""
-    return PAGE // math.gcd(PAGE, row_bytes)
 
 
 def _reserve(shape: tuple[int, int, int], fmt: Format, expected: int) -> npt.NDArray[Any]:

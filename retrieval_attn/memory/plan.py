@@ -320,6 +320,7 @@ def _table(plan: Plan) -> str:
     """Two aligned lists of memory, limits, verdict, advice: lines of at most WIDTH columns (names may be longer)."""
     shape = plan.shape
     sequences = f"{plan.batch} x " if plan.batch > 1 else ""
+    gpu = "GPU" if plan.gpus == 1 else f"Fullest of {plan.gpus} GPUs that share {plan.split}"
     lines = [
         f"{shape.name} ({shape.model_type}, {shape.layers} layers, {shape.kv_heads} KV heads x "
         f"{shape.key_dim}, "
@@ -327,7 +328,7 @@ def _table(plan: Plan) -> str:
         f"{sequences}{plan.context:,} tokens of context; KV {show_bytes(plan.kv_bytes_per_token)} per token, "
         f"{show_bytes(plan.batch * plan.context * plan.kv_bytes_per_token)} in all",
         "",
-        *_section(f"{_gpu(plan)}, at the peak of prefill", plan.device, plan.device_bytes, plan.gpu_memory),
+        *_section(f"{gpu}, at the peak of prefill", plan.device, plan.device_bytes, plan.gpu_memory),
         f"  {'while generating':<30}{show_bytes(plan.decode_bytes):>12}",
         "",
         *_section("Host", plan.host, plan.host_bytes, plan.host_memory),
@@ -360,10 +361,6 @@ def _speeds(plan: Plan) -> list[str]:
         f"{f'ms{each}, estimated by bandwidth':<37}" + "".join(f"{one.gpu:>12}" for one in plan.speeds),
         *(f"  {name:<35}" + "".join(f"{'-' if ms is None else f'{ms:.1f}':>12}" for ms in row) for name, row in rows),
     ]
-
-
-def _gpu(plan: Plan) -> str:
-    return "GPU" if plan.gpus == 1 else f"Fullest of {plan.gpus} GPUs that share {plan.split}"
 
 
 def _section(title: str, items: tuple[Item, ...], total: int, limit: int) -> list[str]:

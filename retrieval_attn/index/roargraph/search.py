@@ -418,11 +418,6 @@ class SearchArguments(NamedTuple):
     beam: int
 
 
-def room_for(k: int, beam: int) -> int:
-    """Pool length for the best k."""
-    return max(beam, k + max(8, k // SPARE))
-
-
 @njit(nogil=True, cache=True)
 def _search(descriptor, number, worker, like):
     """Search of a graph for one query; by a scan where a graph cannot answer."""
@@ -488,7 +483,8 @@ def graph_search(request: SearchRequest, given: SearchArguments, length: int, ro
     graph, keys = given.graph, given.keys
     assert len(keys) < 2 or keys.strides == (row_bytes, keys.itemsize), keys.strides
     # keys that take no part take places in the pool: it gets longer by their share
-    room = -(-room_for(request.k, given.beam) * length // request.visible)
+    room = max(given.beam, request.k + max(8, request.k // SPARE))
+    room = -(-room * length // request.visible)
     if request.hidden:
         room *= HIDDEN_ROOM
     fresh = block_of(graph.adjacency.shape[1])

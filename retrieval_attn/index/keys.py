@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format, check_rows
-from retrieval_attn.index.memory import aligned_empty
+from retrieval_attn.index.memory import aligned_empty, base_of
 
 MAX_KEYS = 2**31 - 1
 """ids are int32."""
@@ -77,18 +77,11 @@ class StoredKeys:
         return self._room[:stop]
 
 
-def _root(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array whose memory `array` is a view of, itself if it is no view."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
 def joined(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
     """Return one view over both, if the rows of `second` follow those of `first` in one buffer; else None."""
-    root, row_bytes = _root(first), first.shape[1] * first.itemsize
+    root, row_bytes = base_of(first), first.shape[1] * first.itemsize
     follows = second.ctypes.data == first.ctypes.data + len(first) * row_bytes and second.flags.c_contiguous
-    if not follows or _root(second) is not root or not root.flags.c_contiguous:
+    if not follows or base_of(second) is not root or not root.flags.c_contiguous:
         return None
     # made from the root, not from `first`: views of views of views would grow a chain with every insert
     shape = len(first) + len(second), first.shape[1]

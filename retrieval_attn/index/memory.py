@@ -27,6 +27,13 @@ HUGE_PAGE = 2 << 20
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
+def base_of(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array whose memory `array` is a view of, itself if it is no view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """A C-contiguous array of arbitrary content (fresh pages hold zeros), its first byte on a cache line.
 

@@ -21,6 +21,7 @@ import torch
 
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.errors import StoreError
+from retrieval_attn.index.memory import base_of
 from retrieval_attn.store.disk import guarded
 from retrieval_attn.store.mapped import file_bytes, is_mapped, populate
 
@@ -78,7 +79,7 @@ def _register_tokens(segment: Segment, start: int, stop: int) -> None:
             done.append(rows.ctypes.data)
     for array, addresses in zip((segment.keys, segment.values), np.array_split(np.array(done), 2), strict=True):
         # before the memory is given back: a callback on the array that owns the mapping runs while it still exists
-        weakref.finalize(_owner(array), unregister, addresses.tolist()).atexit = False
+        weakref.finalize(base_of(array), unregister, addresses.tolist()).atexit = False
     segment.locked_ends = (*segment.locked_ends, stop)
 
 
@@ -131,22 +132,15 @@ def _lock_file(segment: Segment) -> None:
             return
         done.append(array.ctypes.data)
     for array, address in zip((keys, values), done, strict=True):
-        weakref.finalize(_owner(array), unregister, [address]).atexit = False
+        weakref.finalize(base_of(array), unregister, [address]).atexit = False
     segment.locked_rows, segment.locked_ends = (keys, values), (segment.length,)
-
-
-def _owner(array: np.ndarray) -> np.ndarray:
-    """The array at the end of the chain of views: it goes when the last of them goes."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
 
 
 def lock_array(array: np.ndarray) -> str:
     """Page-lock an array's memory until it is given back. Why the driver refused; empty where it is page-locked now."""
     reason = register(array.ctypes.data, array.nbytes)
     if not reason:
-        weakref.finalize(_owner(array), unregister, [array.ctypes.data]).atexit = False
+        weakref.finalize(base_of(array), unregister, [array.ctypes.data]).atexit = False
     return reason
 
 

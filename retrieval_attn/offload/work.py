@@ -206,11 +206,11 @@ class HostWork:
         self._ready = event_now(self.device)
         traffic(self.device).add(self)
         copy = functools.partial(self._copy.staged, self._ready)
-        self._futures["copy"] = copier().submit(self._timed, "copy_seconds", copy)
+        self._futures["copy"] = copier().submit(self._timed, copy)
 
     def copy_now(self) -> None:
         """Copy and return when it is done: for few tokens, and in the middle of a step."""
-        self._timed("copy_seconds", self._copy.direct)
+        self._timed(self._copy.direct)
 
     def start_build(self) -> None:
         """Begin to build what was asked for as soon as the keys are copied, or build now on the CPU."""
@@ -287,11 +287,11 @@ class HostWork:
                 "read again."
             ) from None
 
-    def _timed(self, seconds: str, work: Callable[[], None]) -> None:
-        """Do it, and add what it took to `stats`."""
+    def _timed(self, copy: Callable[[], None]) -> None:
+        """Copy, and add the seconds to `stats`."""
         began = time.perf_counter()
-        self._named(work)
-        setattr(self._stats, seconds, getattr(self._stats, seconds) + time.perf_counter() - began)
+        self._named(copy)
+        self._stats.copy_seconds += time.perf_counter() - began
 
     def _named(self, work: Callable[[], None]) -> None:
         """Do it; errors name the layer, and keep their class."""

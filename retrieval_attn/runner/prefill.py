@@ -206,29 +206,24 @@ class _PrefillStream:
         Fewer in a forward that leaves room for codes (`HiddenStates.begin`). Halved where memory does not suffice.
         """
         fewer = self.states.chunk
-        return _asked_chunks().get(self.model, self._chunk) if fewer is None else fewer
+        return _asked_chunks().get(self.states.model, self._chunk) if fewer is None else fewer
 
     @chunk.setter
     def chunk(self, chunk: int) -> None:
         asked = _asked_chunks()
         if self.states.chunk is not None:
             self.states.shrink(chunk)
-        elif self.model in asked:
-            asked[self.model] = chunk
+        elif self.states.model in asked:
+            asked[self.states.model] = chunk
         else:
             self._chunk = chunk
-
-    @property
-    def model(self) -> Any:
-        """The model whose layers are wrapped."""
-        return self.states.model
 
     def shrink(self, size: int, layer: int) -> bool:
         """A chunk of `size` tokens did not fit: go on with half of it. False if it was as small as it gets.
 
         Also False where ranks share the model's heads: the others are in the middle of the same chunk.
         """
-        if size <= MIN_CHUNK or tensor_ranks(self.model) > 1:
+        if size <= MIN_CHUNK or tensor_ranks(self.states.model) > 1:
             return False
         self.chunk = max(MIN_CHUNK, size // 2)
         log.warning(
@@ -247,7 +242,7 @@ class _PrefillStream:
         context = cache.get_seq_length() + tokens
         try:
             needed = plan(
-                self.model.config, context=context, gpu_memory=total, batch=batch, config=config, decide=False
+                self.states.model.config, context=context, gpu_memory=total, batch=batch, config=config, decide=False
             )
             return str(needed)
         except RetrievalAttentionError as error:
@@ -300,7 +295,7 @@ class _ChunkedLayer:
         self, cache: Any, layer: CacheLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if layer is next(item for item in cache.layers if isinstance(item, CacheLayer)):
-            model = self._stream.model
+            model = self._stream.states.model
             batch, tokens = hidden_states.shape[:2]
             cache.require_room(tokens)  # its chunks do not know of each other
             cache.index.decide(tokens, batch)

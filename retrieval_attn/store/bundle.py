@@ -14,7 +14,7 @@ import math
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from retrieval_attn.errors import ConfigError, StoreError
+from retrieval_attn.errors import ConfigError
 from retrieval_attn.store.disk import Disk, damaged, guarded
 from retrieval_attn.store.mapped import Mapped
 from retrieval_attn.store.polynomial import BLOCK
@@ -317,18 +317,11 @@ class BundleFile:
             if self._mapped.release():
                 self._places, self._sums = None, np.zeros(0, np.uint32)
 
-    def populate(self, names: Iterable[str] | None) -> None:
-        """Read these arrays' bytes into memory; None: all of the file."""
-        places = self._opened()
+    def populate(self) -> None:
+        """Read the file's bytes into memory."""
+        self._opened()
         with guarded("read", self.path):
-            if names is None:
-                self._mapped.populate(0, self.nbytes)
-                return
-            for name in names:
-                if name not in places:
-                    raise StoreError(f"{self.path} has no array {name!r:.80}")
-                first = self._start + places[name].offset
-                self._mapped.populate(first, first + places[name].nbytes)
+            self._mapped.populate(0, self.nbytes)
 
     def _check(self, wanted: npt.NDArray[np.bool_], stop: Callable[[], bool]) -> None:
         """Check those blocks of `wanted` that were not yet, piece by piece."""

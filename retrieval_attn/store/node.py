@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,6 @@ class SavedNode:
         """Forget a bundle's bytes where they were read, not mapped; the next use reads and checks them again."""
         self._file(file).release()
 
-    def populate(self, file: str, names: Iterable[str] | None = None) -> None:
-        """Read the bytes of these arrays into memory; None: of all. Raises StoreDamagedError, StoreError."""
-        self._file(file).populate(names)
+    def populate(self, file: str) -> None:
+        """Read a bundle's bytes into memory. Raises StoreDamagedError, StoreError."""
+        self._file(file).populate()

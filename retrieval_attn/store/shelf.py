@@ -203,7 +203,7 @@ class Shelf:
                     if file in node.files:
                         if stop():
                             return 0
-                        node.populate(file, None)
+                        node.populate(file)
         except StoreError as error:  # opening the context raises the same error
             logger.warning("cannot prefetch a saved context: %s", error)
             return 0

@@ -273,12 +273,12 @@ def test_verify_tells_how_far_it_is(store: ContextStore) -> None:
     assert seen == [(seen[0][0], seen[1][0]), (store.resolve("book").nbytes,) * 2]
 
 
-def test_populate_reads_arrays_and_files(store: ContextStore) -> None:
+def test_populate_reads_files(store: ContextStore) -> None:
     node = store.get(save(store, "book"))
     node.populate("layer-000")
-    node.populate("layer-001", ["0/keys", "empty", "flag"])
-    with pytest.raises(StoreError, match="no array 'nothing'"):
-        node.populate("layer-001", ["nothing"])
+    check_equal(node.bundle("layer-000", verify=True), bundle(0))
+    with pytest.raises(StoreError, match="no file 'layer-999'"):
+        node.populate("layer-999")
 
 
 class ReadingDisk(Disk):

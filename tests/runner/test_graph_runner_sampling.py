@@ -19,6 +19,7 @@ from retrieval_attn.sampling.sampler import SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.engine.audit import check_engine
 from tests.engine.test_engine import alone, ids, llm_of, same
+from tests.runner.graph_cases import graph_step
 from tests.runner.test_rows import read
 from tests.tiny_models import build_model
 
@@ -47,7 +48,7 @@ def check_draws(model: Any, draws: list[SamplingParams], steps: int = 24) -> Non
             rows = chance.sample(rows, chance.randint(1, len(rows)))
         places = [mine[row].get_seq_length() for row in rows]
         fed, asked = [tokens[row] for row in rows], [draws[row] for row in rows]
-        logits = plain.step([theirs[row] for row in rows], fed, places)
+        logits = graph_step(plain, [theirs[row] for row in rows], fed, places)
         expected = chooser(asked, logits, [place + 1 for place in places])
         stepped = drawing.advance([mine[row] for row in rows], list(zip(fed, places, strict=True)), asked)
         assert (list(stepped.choices), stepped.apart, stepped.logits, stepped.errors) == (
@@ -81,7 +82,7 @@ def check_mixture(model: Any) -> None:
         asked = [DRAWS[row] if chance.random() < 0.6 else None for row in rows]
         mixed += 0 < sum(draw is None for draw in asked) < len(asked)
         places, fed = [mine[row].get_seq_length() for row in rows], [tokens[row] for row in rows]
-        logits = plain.step([theirs[row] for row in rows], fed, places)
+        logits = graph_step(plain, [theirs[row] for row in rows], fed, places)
         inputs = list(zip(fed, places, strict=True))
         stepped = drawing.advance([mine[row] for row in rows], inputs, asked, overlap=bool(step % 2))
         drawn = [number for number, draw in enumerate(asked) if draw is not None]

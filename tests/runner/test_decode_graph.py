@@ -342,7 +342,7 @@ def test_a_dropped_pool_frees_its_windows_at_once() -> None:
     gc.disable()
     try:
         assert buffers() is not None
-        graph_pool._idle.pop(model)
+        graph_pool.forget(model)
         assert buffers() is None
     finally:
         gc.enable()

@@ -22,7 +22,7 @@ from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.memory.device import GRAPH_STATES
 from retrieval_attn.runner.decode import DecodeSteps, PromptState, TokenChoice, forward, run
 from retrieval_attn.runner.graph.decode_graph import ALONE, DecodeGraph
-from retrieval_attn.runner.graph.pool import _idle
+from retrieval_attn.runner.graph.pool import forget
 from retrieval_attn.runner.graph.states import StepStates
 from tests.emulation import emulated as emulation
 from tests.emulation.runtime import EmulatedRuntime
@@ -406,7 +406,7 @@ def test_the_comparison_on_a_gpu_has_teeth(name: str, broken: str, monkeypatch: 
     model = enabled(name, **GPU_SHAPES["64"]).cuda()
     expected = fed(model, False)
     assert differs(fed(model, True), expected) <= 10 * GPU_TOLERANCE
-    _idle.pop(model, None)
+    forget(model)
     monkeypatch.setattr(*BREAKS[broken])
     assert differs(fed(model, True), expected) > 10 * 10 * GPU_TOLERANCE
 

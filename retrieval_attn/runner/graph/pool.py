@@ -580,3 +580,10 @@ def retire(model: PreTrainedModel, layers: PagedLayers) -> None:
         layers.retired = True
         idle = _idle.get(model, [])
         idle[:] = [one for one in idle if one.pages is not layers]
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Drop the idle pools of a model, with their buffers and graphs, and the reasons of failed captures."""
+    with _lock:
+        _idle.pop(model, None)
+        _failed.pop(model, None)

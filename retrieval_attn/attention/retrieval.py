@@ -131,7 +131,8 @@ class RetrievalLayer(CacheLayer):
         if self.held is None:
             self.batch.start(key.shape[0])
             self.index.decide(self._announced or key.shape[2], key.shape[0])
-            self.batch.add_layer(self.number, lambda: self._new_host(key, value.shape[3]))
+            for sequence in self.batch.sequences:
+                sequence.kv[self.number] = self._new_host(key, value.shape[3])
             self.held = LayerKV(self.config, self.batch, self.number, self.stats, key, value)
         return self.held
 

@@ -221,11 +221,6 @@ class Batch:
 
     # -- the host's part of a layer -----------------------------------------------------------------
 
-    def add_layer(self, number: int, make: Callable[[], SequenceKV]) -> None:
-        """Give every sequence an empty path for layer `number`."""
-        for sequence in self.sequences:
-            sequence.kv[number] = make()
-
     def hosts(self, number: int) -> list[SequenceKV]:
         """The paths of layer `number`, one per row, the same object for rows that share one; none for other layers."""
         return [sequence.kv[number] for sequence in self.sequences if number in sequence.kv]

@@ -168,8 +168,8 @@ def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -
         for before, one in itertools.pairwise(ticks)
         for chunks in one.read.values()
     ]
-    ends = [chunks for chunks, end in read if end and chunks]  # of 5 chunks and of 4; in parts while the row decodes
-    assert set(ends) == {1} and 2 * layers <= len(ends) <= 4 * 2 * layers
+    ended = [chunks for chunks, end in read if end and chunks]  # of 5 chunks and of 4; in parts while the row decodes
+    assert set(ended) == {1} and 2 * layers <= len(ended) <= 4 * 2 * layers
     assert sum(chunks for chunks, end in read if not end) >= (5 + 4) * layers
     for before, one in itertools.pairwise(ticks):
         ends = [name for name, kind in before.next_kinds.items() if kind == "end"]

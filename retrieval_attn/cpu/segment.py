@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -28,12 +28,10 @@ from retrieval_attn.index.threads import uninterrupted
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 """Does what `map` does, in threads say."""
-LEARNED_TOGETHER = 4
-"""Heads that learn together (`KeyIndex.learn`)."""
 
 
 class HeadCoders(Protocol):
-    """Makes the codes of a layer's heads where a device keeps them."""
+    """Makes the codes of a layer's heads where a device keeps them; `code` is an `index.device.HeadsCoder`."""
 
     def for_head(self, head: int) -> Any:
         """Return the coder of this head: an `index.device.Coder`."""
@@ -234,27 +232,13 @@ class Segment:
         lists (kv_heads, group, m, kk) or None. each: as `map`, for the heads. coder: see `SequenceKV.build_index`.
         """
         keys, _ = self.read(start, stop)
-        moment, rows = (queries, None) if isinstance(queries, base.QueryMoment) else (None, queries)
+        training, step = base.HeadsTraining(queries, lists, coder), spec.cls.built_together
 
-        def learn(first: int) -> list[Any]:
-            heads = slice(first, first + LEARNED_TOGETHER)
-            some = moment.heads(heads) if moment else None if rows is None else rows[heads]
-            return spec.learn(keys[heads], self.fmt, some)
+        def build(first: int) -> Sequence[base.KeyIndex]:
+            heads = slice(first, first + step)
+            return spec.build_heads(keys[heads], self.fmt, training.some(heads))
 
-        learned = [one for heads in each(learn, range(0, len(keys), LEARNED_TOGETHER)) for one in heads]
-
-        def build(head: int) -> base.KeyIndex:
-            return spec.build(
-                keys[head],
-                self.fmt,
-                None if rows is None else rows[head],
-                lists=None if lists is None else lists[head],
-                coder=None if coder is None else coder.for_head(head),
-                learned=learned[head],
-            )
-
-        heads = list(each(build, range(len(self.keys))))
-        self.take_index(start, tuple(heads))
+        self.take_index(start, tuple(one for some in each(build, range(0, len(keys), step)) for one in some))
 
     def take_index(self, first: int, heads: tuple[base.KeyIndex, ...]) -> None:
         """The index of each head, over the tokens from `first` on, in place of what the segment has."""

@@ -7,7 +7,7 @@ softmax belong to the attention that follows. `spec.py` registers kinds and buil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -180,13 +180,36 @@ class Training(NamedTuple):
     caller rotates them there), or None. lists: int32 (query heads, m, kk), the best kk keys of each training query,
     best first, computed elsewhere, -1 where there is none; or None. coder: makes the codes of this head on a device
     (`device.Coder`, `sketch.coding.RowCoder`), for a kind that has some made there; None makes them on the host.
-    learned: of this head, from `KeyIndex.learn`; None: `build` learns it.
     """
 
     queries: npt.NDArray[np.float32] | None = None
     lists: npt.NDArray[np.int32] | None = None
     coder: Any = None
-    learned: Any = None
+
+
+class HeadsTraining(NamedTuple):
+    """`Training` of some key-value heads: arrays have them as first axis. queries: also the moment of them.
+
+    coder: makes codes of a layer's heads (`cpu.segment.HeadCoders`). first: of these heads in the layer.
+    """
+
+    queries: npt.NDArray[np.float32] | QueryMoment | None = None
+    lists: npt.NDArray[np.int32] | None = None
+    coder: Any = None
+    first: int = 0
+
+    def of(self, head: int) -> Training:
+        """Return the training of one of the heads, without a moment."""
+        rows = None if self.queries is None or isinstance(self.queries, QueryMoment) else self.queries[head]
+        lists = None if self.lists is None else self.lists[head]
+        return Training(rows, lists, None if self.coder is None else self.coder.for_head(self.first + head))
+
+    def some(self, heads: slice) -> HeadsTraining:
+        """Return the training of some of the heads."""
+        queries, lists = self.queries, self.lists
+        if queries is not None:
+            queries = queries.heads(heads) if isinstance(queries, QueryMoment) else queries[heads]
+        return HeadsTraining(queries, None if lists is None else lists[heads], self.coder, self.first + heads.start)
 
 
 class Searchable(Protocol):
@@ -218,17 +241,19 @@ class KeyIndex(ABC):
         any number of threads.
         """
 
-    @classmethod
-    def learn(
-        cls, keys: npt.NDArray[Any], fmt: Format, options: Any, queries: npt.NDArray[np.float32] | QueryMoment | None
-    ) -> list[Any]:
-        """Learn what `build` needs (`Training.learned`) of several heads at once; by default nothing.
+    built_together: ClassVar[int] = 1
+    """Heads of one call of `build_heads`."""
 
-        keys (heads, n, head_dim); queries (heads, group, m, head_dim), their moment or None. Numpy's calls
-        then take long, and other threads run meanwhile: head by head they are short, and each of them holds up the
-        thread that drives a GPU.
+    @classmethod
+    def build_heads(
+        cls, keys: npt.NDArray[Any], fmt: Format, options: Any, training: HeadsTraining
+    ) -> Sequence[KeyIndex]:
+        """Build the indexes of keys (heads, n, head_dim); by default one by one.
+
+        Calls of NumPy and PyTorch for several heads take long, and other threads run meanwhile: head by head they are
+        short, and each of them holds up the thread that drives a GPU.
         """
-        return [None] * len(keys)
+        return [cls.build(own, fmt, options, training.of(head)) for head, own in enumerate(keys)]
 
     @abstractmethod
     def task(self, request: SearchRequest) -> CompiledSearch:

@@ -14,7 +14,7 @@ the device reads those that it names as well, and does not ask the host for more
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -28,6 +28,7 @@ from retrieval_attn.index.base import (
     DeviceBytes,
     DeviceSearch,
     HeadShape,
+    HeadsTraining,
     HeldMemory,
     HostAccess,
     HostBytes,
@@ -195,6 +196,17 @@ class Coder(Protocol):
         """The codes whose `rows` were these; they are copied."""
 
 
+Spaces = tuple[CodeSpace, CodeSpace | None]
+"""Of codes, and of finer ones."""
+
+
+class HeadsCoder(Protocol):
+    """Makes the codes of several heads."""
+
+    def __call__(self, spaces: Sequence[Spaces], fmt: Format, keys: npt.NDArray[Any], first: int) -> Sequence[KeyCodes]:
+        """Codes of keys (heads, n, head_dim), of the heads from `first` on in their layer. Raises NotFiniteError."""
+
+
 class HostCodes:
     """Codes in host memory, scanned by NumPy: what a device's are checked against."""
 
@@ -292,10 +304,9 @@ class DeviceIndex(KeyIndex, DeviceSearch):
     kind: ClassVar[str] = "device"
     Options: ClassVar[type[Any]] = DeviceOptions
     training: ClassVar[TrainingNeeds] = TrainingNeeds(TRAIN_QUERIES, only_moment=True)
+    built_together: ClassVar[int] = 4
 
-    def __init__(
-        self, keys: StoredKeys, codes: KeyCodes, spaces: tuple[CodeSpace, CodeSpace | None], rescore: int
-    ) -> None:
+    def __init__(self, keys: StoredKeys, codes: KeyCodes, spaces: Spaces, rescore: int) -> None:
         """spaces: of codes, and of finer ones. Callers use `build`."""
         self._keys, self._rescore = keys, rescore
         self.codes, (self.space, self.finer_space) = codes, spaces
@@ -308,18 +319,27 @@ class DeviceIndex(KeyIndex, DeviceSearch):
         """
         stored, dim = StoredKeys(keys, fmt), fmt.dim_of(keys)
         queries, _ = check_training(training.queries, None, dim, len(keys))
-        learned = training.learned
-        if learned is None:
-            [learned] = cls.learn(keys[None], fmt, options, None if queries is None else queries[None])
-        space, finer = learned
+        [(space, finer)] = cls.learn(keys[None], fmt, options, None if queries is None else queries[None])
         codes = _coder(training.coder)(space, fmt, len(keys), finer)
         codes.add(keys)
         return DeviceIndex(stored, codes, (space, finer), int(options.rescore))
 
     @classmethod
+    def build_heads(
+        cls, keys: npt.NDArray[Any], fmt: Format, options: Laid, training: HeadsTraining
+    ) -> list[DeviceIndex]:
+        """As `build` of each head, but without checks of the queries."""
+        spaces = cls.learn(keys, fmt, options, training.queries)
+        coder: HeadsCoder = _host_codes if training.coder is None else training.coder.code
+        codes, rescore = coder(spaces, fmt, keys, training.first), int(options.rescore)
+        return [
+            DeviceIndex(StoredKeys(own, fmt), *each, rescore) for own, *each in zip(keys, codes, spaces, strict=True)
+        ]
+
+    @classmethod
     def learn(
         cls, keys: npt.NDArray[Any], fmt: Format, options: Laid, queries: npt.NDArray[np.float32] | QueryMoment | None
-    ) -> list[tuple[CodeSpace, CodeSpace | None]]:
+    ) -> list[Spaces]:
         """Spaces of codes, and of finer ones, of each head. Raises NotFiniteError."""
         heads, dim = len(keys), fmt.dim_of(keys)
         moment = queries if isinstance(queries, QueryMoment) else _moment(queries, heads, dim)
@@ -457,6 +477,14 @@ def _moment(queries: npt.NDArray[np.float32] | None, heads: int, dim: int) -> Qu
     own = [one[which] for one, which in zip(rows, finite, strict=True)]
     products = [second_moment(one[None])[0] if len(one) else np.zeros((dim, dim)) for one in own]
     return QueryMoment(np.array(products), finite.sum(axis=1).astype(np.float64))
+
+
+def _host_codes(spaces: Sequence[Spaces], fmt: Format, keys: npt.NDArray[Any], first: int) -> Sequence[KeyCodes]:
+    """A `HeadsCoder` without a device."""
+    made = [HostCodes(space, fmt, keys.shape[1], finer) for space, finer in spaces]
+    for codes, own in zip(made, keys, strict=True):
+        codes.add(own)
+    return made
 
 
 def _coder(given: Coder | None) -> Coder:

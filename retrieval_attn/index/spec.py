@@ -6,7 +6,7 @@ made, and facts (`KindFacts`). `IndexSpec.of` is the one place that turns the us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -18,11 +18,11 @@ from retrieval_attn.index.base import (
     CodeSizes,
     DeviceBytes,
     HeadShape,
+    HeadsTraining,
     HostAccess,
     HostBytes,
     KeyIndex,
     KindFacts,
-    QueryMoment,
     Training,
 )
 from retrieval_attn.index.formats import Format
@@ -135,16 +135,13 @@ class IndexSpec:
         *,
         lists: npt.NDArray[np.int32] | None = None,
         coder: Any = None,
-        learned: Any = None,
     ) -> KeyIndex:
         """Build the index over keys (n, head_dim); see `KeyIndex.build` and `Training`."""
-        return self.cls.build(keys, fmt, self.options, Training(queries, lists, coder, learned))
+        return self.cls.build(keys, fmt, self.options, Training(queries, lists, coder))
 
-    def learn(
-        self, keys: npt.NDArray[Any], fmt: Format, queries: npt.NDArray[np.float32] | QueryMoment | None
-    ) -> list[Any]:
-        """See `KeyIndex.learn`."""
-        return self.cls.learn(keys, fmt, self.options, queries)
+    def build_heads(self, keys: npt.NDArray[Any], fmt: Format, training: HeadsTraining) -> Sequence[KeyIndex]:
+        """Build the indexes over keys (heads, n, head_dim); see `KeyIndex.build_heads`."""
+        return self.cls.build_heads(keys, fmt, self.options, training)
 
 
 def checked_options(cls: type[KeyIndex], options: Mapping[str, Any]) -> Any:

@@ -189,18 +189,19 @@ class IndexBuild:
             each = None
             if self._overlaps:
                 each = functools.partial(self._each, _coders() if stays else _heads(self._threads))
-            with contextlib.nullcontext() if coder is None or keys is None else coder.lent(keys, ready):
+            lent = contextlib.nullcontext() if coder is None or keys is None else coder.lent(keys, ready)
+            with lent, contextlib.nullcontext() if each is None else single_blas():
                 assert not isinstance(job.moment, tuple) or isinstance(job.moment, QueryMoment), "fetch comes first"
                 sample = job.queries if job.moment is None else job.moment
                 job.host.build_index(job.start, job.stop, sample, job.lists, each, coder)
 
     def _each(self, pool: ThreadPool, build: Callable[[int], Any], heads: Iterable[int]) -> list[Any]:
-        """build(head) for all heads by the pool, each with the threads that are left to it."""
+        """build(head) for all heads by the pool, each with the threads that are left to it, within `single_blas`."""
 
         def one(head: int) -> Any:
             if self._stop.is_set():
                 raise CancelledError
-            with builder_threads(max(1, pool.most // max(1, pool.busy)), pool.most), single_blas():
+            with builder_threads(max(1, pool.most // max(1, pool.busy)), pool.most):
                 return build(head)
 
         return pool.map(one, heads)

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from retrieval_attn.errors import MemoryPlanError, NotFiniteError
-from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, capacity_for, encode
+from retrieval_attn.gpu.codes.codes import DeviceCodes, DeviceSpace, add_to_heads, capacity_for, write_codes
 from retrieval_attn.gpu.codes.search import select_candidates
 from retrieval_attn.index.device import NOT_FINITE, SPARE_TOKENS, CodeRows
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, splits
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.offload.managed import CodesOnHost, host_rows, reads_host
+from retrieval_attn.offload.managed import CodeMemory, CodesOnHost, HeadSlabs, host_rows, reads_host
 from retrieval_attn.offload.staging import pinned, stored_on, unpack
 from retrieval_attn.offload.threads import ThreadPool, TurnLock
 from retrieval_attn.store.mapped import populate
@@ -45,42 +45,6 @@ rate when several threads send some."""
 
 Loan = tuple[Tensor, torch.cuda.Event | None]
 """Keys on the device, and the event after which they may be read."""
-
-
-class CodeMemory(NamedTuple):
-    """Memory for the codes of one head.
-
-    codes: (tokens, key_bytes) uint8, on the GPU or in page-locked host memory. finer: the same for finer codes, always
-    on the host. on: GPU that reads codes on the host; None if `codes` is on the GPU.
-    """
-
-    codes: Tensor
-    finer: Tensor | None = None
-    on: torch.device | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Device that reads the codes."""
-        return self.codes.device if self.on is None else self.on
-
-
-class HeadSlabs:
-    """Memory for codes of a layer's heads, of all of them at once: allocators round each of many up to their pages."""
-
-    def __init__(
-        self, heads: int, device: torch.device, taken: Callable[[int, int, int, torch.device], Tensor]
-    ) -> None:
-        """taken: new memory (heads, tokens, key_bytes) uint8, for a device."""
-        self._heads, self._device, self._taken = heads, device, taken
-        self._lock = threading.Lock()
-        self._slab: list[Tensor] = []
-
-    def take(self, tokens: int, key_bytes: int) -> Tensor:
-        """(tokens, key_bytes) uint8, any contents. Raises MemoryPlanError."""
-        with self._lock:
-            if not self._slab or self._slab[-1].shape != (tokens, key_bytes):
-                self._slab = list(self._taken(self._heads, tokens, key_bytes, self._device).unbind(0))
-            return self._slab.pop()
 
 
 class DeviceCoder:
@@ -100,6 +64,35 @@ class DeviceCoder:
     def for_head(self, head: int) -> HeadCoder:
         """Return the coder of this head."""
         return HeadCoder(self, head)
+
+    def code(
+        self, spaces: Sequence[tuple[CodeSpace, CodeSpace | None]], fmt: Format, keys: np.ndarray[Any, Any], first: int
+    ) -> list[HeadCodes]:
+        """See `device.HeadsCoder`: lent keys take one copy of the spaces and one wait for all of these heads."""
+        if self._lent is None or self._lent[0].shape[1] != keys.shape[1]:
+            found = [self(space, fmt, keys.shape[1], finer, first + i) for i, (space, finer) in enumerate(spaces)]
+            for codes, own in zip(found, keys, strict=True):
+                codes.add(own)
+            return found
+        rows, ready = self._lent
+        try:
+            with side_stream(self._device):
+                rooms = [self._room_for(keys.shape[1], *both) for both in spaces]
+                blocks = _spaces_on([one for both in spaces for one in both if one], self._device)
+                for block in blocks:
+                    block.send()
+                placed = itertools.chain.from_iterable(block.placed() for block in blocks)
+                codes_of = [
+                    _empty_codes(room, next(placed), next(placed) if finer else None)
+                    for room, (_, finer) in zip(rooms, spaces, strict=True)
+                ]
+                if ready is not None:
+                    torch.cuda.current_stream(self._device).wait_event(ready)
+                if not add_to_heads(codes_of, rows[first : first + len(spaces)].unbind(0)):
+                    raise NotFiniteError(NOT_FINITE)
+        except torch.OutOfMemoryError as error:
+            raise _no_room(error) from error
+        return [HeadCodes(codes, fmt, space) for codes, (space, _) in zip(codes_of, spaces, strict=True)]
 
     @contextlib.contextmanager
     def lent(self, keys: Tensor, ready: torch.cuda.Event | None) -> Iterator[None]:
@@ -592,8 +585,8 @@ def load_coder(device: torch.device, dtype: torch.dtype, spec: IndexSpec, head_d
     sides = torch.zeros(head_dim, head_dim, device=device)
     for key_bytes in filter(None, {shape.key_bytes, shape.finer_bytes}):
         space = DeviceSpace(sides, sides, sides.new_zeros(len(sides)), sides[:0], *splits(key_bytes, head_dim)[0])
-        codes = torch.zeros(1, key_bytes, dtype=torch.uint8, device=device)
-        encode(space, torch.zeros(1, head_dim, dtype=dtype, device=device), codes)
+        codes, bad = (torch.zeros(1, size, dtype=torch.uint8, device=device) for size in (key_bytes, 4))
+        write_codes(space, torch.zeros(1, head_dim, dtype=dtype, device=device), codes, bad[0].view(torch.int32))
 
 
 class _PinnedBuffer(threading.local):

@@ -12,9 +12,10 @@ import ctypes
 import functools
 import logging
 import mmap
+import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -144,6 +145,42 @@ def host_rows(heads: int, tokens: int, key_bytes: int, device: torch.device) -> 
             "codes"
         )
     return torch.from_numpy(array)
+
+
+class CodeMemory(NamedTuple):
+    """Memory for the codes of one head.
+
+    codes: (tokens, key_bytes) uint8, on the GPU or in page-locked host memory. finer: the same for finer codes, always
+    on the host. on: GPU that reads codes on the host; None if `codes` is on the GPU.
+    """
+
+    codes: Tensor
+    finer: Tensor | None = None
+    on: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device that reads the codes."""
+        return self.codes.device if self.on is None else self.on
+
+
+class HeadSlabs:
+    """Memory for codes of a layer's heads, of all of them at once: allocators round each of many up to their pages."""
+
+    def __init__(
+        self, heads: int, device: torch.device, taken: Callable[[int, int, int, torch.device], Tensor]
+    ) -> None:
+        """taken: new memory (heads, tokens, key_bytes) uint8, for a device."""
+        self._heads, self._device, self._taken = heads, device, taken
+        self._lock = threading.Lock()
+        self._slab: list[Tensor] = []
+
+    def take(self, tokens: int, key_bytes: int) -> Tensor:
+        """(tokens, key_bytes) uint8, any contents. Raises MemoryPlanError."""
+        with self._lock:
+            if not self._slab or self._slab[-1].shape != (tokens, key_bytes):
+                self._slab = list(self._taken(self._heads, tokens, key_bytes, self._device).unbind(0))
+            return self._slab.pop()
 
 
 class _Address:

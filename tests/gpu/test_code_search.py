@@ -30,8 +30,8 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.key_codes import CodeSpace, encode
 from retrieval_attn.index.kernels.key_codes import code_scores as host_scores
 from retrieval_attn.index.sketch.index import learn_projection, second_moment
-from retrieval_attn.offload.codes import CodeMemory, HeadCodes
-from retrieval_attn.offload.managed import host_rows
+from retrieval_attn.offload.codes import HeadCodes
+from retrieval_attn.offload.managed import CodeMemory, host_rows
 from retrieval_attn_eval.bench.synthetic import synthetic_head
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.index.building import learn_spaces

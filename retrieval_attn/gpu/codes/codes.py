@@ -7,6 +7,7 @@ the codes of all heads of a step; `DeviceCodes.find` is the plain PyTorch way, w
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,17 +66,19 @@ class DeviceCodes:
 
     def add(self, keys: Tensor) -> bool:
         """Code keys (n, head_dim) of any floating dtype behind the others. False, and nothing done: not all finite."""
+        return add_to_heads([self], [keys])
+
+    def write(self, keys: Tensor, bad: Tensor) -> None:
+        """Launch the coding of keys (n, head_dim) behind the others, which `hold` counts. bad: see `write_codes`."""
         stop = self.length + len(keys)
         if stop > len(self.codes):
             codes = self._room(capacity_for(stop + stop // 16))
             codes[: self.length] = self.codes[: self.length]
             self.codes = codes
-        if len(keys) and not encode(self.space, keys, self.codes[self.length : stop]):
-            return False
+        if len(keys):
+            write_codes(self.space, keys, self.codes[self.length : stop], bad)
         if self.finer is not None:
-            self.finer.add(keys)
-        self.length = stop
-        return True
+            self.finer.write(keys, bad)
 
     def hold(self, length: int) -> None:
         """The codes of the first `length` keys count, of all that are written."""
@@ -122,28 +125,39 @@ def capacity_for(tokens: int) -> int:
     return -(-tokens // ALIGNED) * ALIGNED
 
 
-def encode(space: DeviceSpace, keys: Tensor, codes: Tensor) -> bool:
-    """Write the codes (n, key_bytes) of keys (n, head_dim); False, with any codes, if one is not finite.
+def add_to_heads(heads: Sequence[DeviceCodes], keys: Sequence[Tensor]) -> bool:
+    """Code keys (n, head_dim) of each head of a device behind its codes, with one wait for all. False, and nothing
+    done: not all finite.
+    """
+    bad = torch.zeros(1, dtype=torch.int32, device=keys[0].device)
+    for codes, own in zip(heads, keys, strict=True):
+        codes.write(own, bad)
+    if bool(bad):
+        return False
+    for codes, own in zip(heads, keys, strict=True):
+        codes.hold(codes.length + len(own))
+    return True
 
-    codes: where the keys are, or in host memory, which has them once the current stream is done.
+
+def write_codes(space: DeviceSpace, keys: Tensor, codes: Tensor, bad: Tensor) -> None:
+    """Write the codes (n, key_bytes) of keys (n, head_dim), n > 0, by the current stream.
+
+    codes: where the keys are, or in host memory, which has them once the current stream is done. bad: int32 (1,) where
+    the keys are, set to 1 if one is not finite.
     """
     if codes.device != keys.device:
         there = torch.empty_like(codes, device=keys.device)
-        if not encode(space, keys, there):
-            return False
+        write_codes(space, keys, there, bad)
         codes.copy_(there, non_blocking=True)
-        return True
+        return
     kernels = kernels_for(keys, "codes.codes_triton")
     if kernels is not None:
-        bad = torch.zeros(1, dtype=torch.int32, device=keys.device)
         with _launching:  # threads would compile it side by side
             kernels.encode(keys, space.key_projection, space.shift, space[4:], codes, bad)
-        return not bool(bad)
-    finite = True
+        return
     for some, into in zip(keys.split(ROWS_AT_ONCE), codes.split(ROWS_AT_ONCE), strict=True):
-        finite = finite and bool(some.isfinite().all())
+        bad |= ~some.isfinite().all()
         into.copy_(encoded(space, some.float()))
-    return finite
 
 
 def encoded(space: DeviceSpace, keys: Tensor) -> Tensor:

@@ -94,10 +94,21 @@ def _ways(key_bytes: int, head_dim: int) -> tuple[npt.NDArray[np.int64], npt.NDA
 def best_split(errors: npt.NDArray[np.float64], key_bytes: int) -> Split:
     """The one of `splits` with the least error. errors (4, head_dim): of each number in 8, 4, 2 bits and not stored."""
     ways, stops = _ways(key_bytes, errors.shape[1])
-    sums = np.pad(np.cumsum(errors, axis=1), ((0, 0), (1, 0)))
-    missed = sum(sums[i, stops[:, i + 1]] - sums[i, stops[:, i]] for i in range(4))
-    wide, narrow, thin = ways[int(np.argmin(missed))]
-    return int(wide), int(narrow), int(thin)
+    wide, narrow, thin = ways[_least_missed(errors, stops)].tolist()
+    return wide, narrow, thin
+
+
+@njit(nogil=True, cache=True)
+def _least_missed(errors, stops):  # type: ignore[no-untyped-def]
+    """The first of ways with the least error. errors: see `best_split`. stops (ways, 5): see `_ways`."""
+    sums, missed = np.zeros((len(errors), errors.shape[1] + 1)), np.zeros(len(stops))
+    for i in range(len(errors)):
+        for j in range(errors.shape[1]):
+            sums[i, j + 1] = sums[i, j] + errors[i, j]
+    for way in range(len(stops)):
+        for i in range(len(errors)):
+            missed[way] += sums[i, stops[way, i + 1]] - sums[i, stops[way, i]]
+    return np.argmin(missed)
 
 
 Sides = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
@@ -110,16 +121,39 @@ def learn_spaces(sides: Sides, keys: npt.NDArray[np.float32], sizes: Sequence[in
     Steps are those of `blocks.SHARES` with the least squared error on a sample. The split is the one that misses least
     of one half of it by steps of the other: queries ask for all numbers alike, as A makes them.
     """
+    heads, dim = keys.shape[0], keys.shape[2]
     means = keys.mean(axis=1, dtype=np.float64).astype(np.float32)
     numbers = (keys - means[:, None]) @ sides[1].swapaxes(1, 2)
-    found = []
-    for query_side, key_side, mean, own in zip(*sides, means, numbers, strict=True):
-        sample, reach, deviation, errors = fit_numbers(own, HALVES)
-        splits_of = [best_split(errors, size) for size in sizes]
-        facts = mean, deviation, sample, reach
-        made = [(*_space(query_side, key_side, *facts, *split), *split) for split in splits_of]
-        found.append([CodeSpace._make(one) for one in made])
-    return found
+    ways, stops = (np.concatenate(parts) for parts in zip(*(_ways(size, dim) for size in sizes), strict=True))
+    ends = np.cumsum([len(_ways(size, dim)[0]) for size in sizes])
+    arrays = [np.empty((heads, len(sizes), *shape), np.float32) for shape in ((dim, dim), (dim, dim), (dim,), (2, dim))]
+    chosen = np.empty((heads, len(sizes)), np.int64)
+    _fit_spaces(*sides, means, numbers, stops, ways, ends, (arrays[0], arrays[1], arrays[2], arrays[3]), chosen)
+    return [
+        [CodeSpace(*(array[head, i] for array in arrays), *ways[way].tolist()) for i, way in enumerate(own)]
+        for head, own in enumerate(chosen)
+    ]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _fit_spaces(  # type: ignore[no-untyped-def]
+    query_sides, key_sides, means, numbers, stops, ways, ends, spaces, chosen
+):
+    """Write the arrays of each head's spaces, with a leading (heads, sizes), and chosen (heads, sizes): their ways.
+
+    ways (n, 3), stops (n, 5): of all sizes, those of one up to `ends` of it.
+    """
+    for head in range(len(numbers)):
+        sample, reach, deviation, errors = fit_numbers(numbers[head], HALVES)
+        begin = 0
+        for i in range(len(ends)):
+            way = begin + _least_missed(errors, stops[begin : ends[i]])
+            made = _space(
+                query_sides[head], key_sides[head], means[head], deviation, sample, reach,
+                ways[way, 0], ways[way, 1], ways[way, 2],
+            )  # fmt: skip
+            spaces[0][head, i], spaces[1][head, i], spaces[2][head, i], spaces[3][head, i] = made
+            chosen[head, i], begin = way, ends[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

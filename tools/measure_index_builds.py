@@ -114,14 +114,13 @@ def main() -> None:
     mixed = (rng.standard_normal((args.heads, args.head_dim, args.head_dim)) * spread).astype(np.float32)
     keys = rng.standard_normal((args.heads, args.tokens, args.head_dim)).astype(np.float32) @ mixed
     stored = from_float32(keys, Format.BFLOAT16)
-    host = SequenceKV(
-        args.heads, args.head_dim, args.head_dim, Format.BFLOAT16, index=IndexSpec.of("device", {"key_bytes": args.head_dim // 2})
-    )
+    spec = IndexSpec.of("device", {"key_bytes": args.head_dim // 2})
+    host = SequenceKV(args.heads, args.head_dim, args.head_dim, Format.BFLOAT16, index=spec)
     host.reserve(args.tokens)
     host.append(stored, stored)
     there = torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16).to(device)
-    queries = torch.from_numpy(rng.standard_normal((args.heads * QUERY_HEADS, QUERIES, args.head_dim)).astype(np.float32))
-    queries = queries.to(device)
+    some = rng.standard_normal((args.heads * QUERY_HEADS, QUERIES, args.head_dim)).astype(np.float32)
+    queries = torch.from_numpy(some).to(device)
 
     def layer() -> None:
         build = IndexBuild(0, device, None, True, threading.Event())

@@ -17,7 +17,8 @@ from retrieval_attn.index.device import PLANNED, CodeLayout, DeviceIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.sketch.index import SketchIndex
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.offload.codes import DeviceCoder, SentCodes
+from retrieval_attn.offload import codes as codes_module
+from retrieval_attn.offload.codes import DeviceCoder, SentCodes, _Spaces
 from tests.cpu.reference import recall
 from tests.index.building import built
 from tests.tiny_models import build_model, random_ids
@@ -58,6 +59,35 @@ def test_lent_keys_are_coded_in_place_of_those_that_would_cross() -> None:
         path.build_index(0, 700, coder=coder)
     for head, codes in enumerate(codes_of(path)):
         assert torch.equal(codes.codes[:700], encoded(codes.space, torch.from_numpy(keys[head])))
+
+
+@pytest.mark.parametrize("options", [{}, {"key_bytes": 16, "rescore": 6, "finer_bytes": 32}])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_heads_are_coded_together_as_they_are_alone(
+    device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes, of six heads in two calls, each of which sends spaces once and waits once for the keys' flag."""
+    rng = np.random.default_rng(5)
+    keys = (rng.standard_normal((6, 900, 64)) * np.geomspace(3, 0.3, 64)).astype(np.float32)
+    queries = rng.standard_normal((6, 50, 64), dtype=np.float32)
+    coder, spec = DeviceCoder(torch.device(device), 6), IndexSpec.of(PLANNED, options)
+    path = SequenceKV(6, 64, 64, Format.FLOAT32, index=spec)
+    path.append(keys, keys)
+    sent, flags = [], []
+    send, add = _Spaces.send, codes_module.add_to_heads
+    monkeypatch.setattr(_Spaces, "send", lambda spaces: (sent.append(spaces), send(spaces)))
+    monkeypatch.setattr(codes_module, "add_to_heads", lambda *given: flags.append(len(given[0])) or add(*given))
+    with coder.lent(torch.from_numpy(keys).to(device), None):
+        path.build_index(0, 900, queries, coder=coder)
+    assert (len(sent), flags) == (2, [4, 2])
+    for head, together in enumerate(path.segments[0].indexes):
+        training = Training(queries[head : head + 1], coder=coder.for_head(head))
+        alone = DeviceIndex.build(keys[head], Format.FLOAT32, CodeLayout(**options), training)
+        mine, own = together.state(), alone.state()
+        assert mine.keys() == own.keys() and ("finer_codes" in mine) == bool(options)
+        for name, value in mine.items():
+            assert type(value) is type(own[name]) and np.array_equal(np.asarray(value), np.asarray(own[name])), name
+        assert together.search(queries[head], 10).ids.tolist() == alone.search(queries[head], 10).ids.tolist()
 
 
 def test_lent_keys_that_are_not_finite_are_refused() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from retrieval_attn.index.sketch.rows import best_steps, fit_numbers, rounding_errors
+from retrieval_attn.index.sketch.rows import best_steps, centred_rows, fit_numbers, rounding_errors
 
 HALVES = 128, 8, 2
 """Half the levels of a number in 8, 4 and 2 bits: what the least code lies below zero."""
@@ -122,8 +122,8 @@ def learn_spaces(sides: Sides, keys: npt.NDArray[np.float32], sizes: Sequence[in
     of one half of it by steps of the other: queries ask for all numbers alike, as A makes them.
     """
     heads, dim = keys.shape[0], keys.shape[2]
-    means = keys.mean(axis=1, dtype=np.float64).astype(np.float32)
-    numbers = (keys - means[:, None]) @ sides[1].swapaxes(1, 2)
+    means, centred = centred_rows(keys)
+    numbers = centred @ sides[1].swapaxes(1, 2)
     ways, stops = (np.concatenate(parts) for parts in zip(*(_ways(size, dim) for size in sizes), strict=True))
     ends = np.cumsum([len(_ways(size, dim)[0]) for size in sizes])
     arrays = [np.empty((heads, len(sizes), *shape), np.float32) for shape in ((dim, dim), (dim, dim), (dim,), (2, dim))]

@@ -120,16 +120,32 @@ def best_steps(sample, mean, reach, halves):
     """float32 (rank,): of every number the step, in twice `halves` levels, that codes the sample with the least squared
     error; 0 where all are equal.
     """
-    step = np.zeros(sample.shape[1], np.float32)
-    distances = np.empty(len(sample), np.float32)
-    for j in range(sample.shape[1]):
-        distances[:] = sample[:, j] - mean[j]
+    return _fitted_steps(_columns(sample, mean), reach, halves)
+
+
+@njit(nogil=True, cache=True)
+def _columns(sample, mean):
+    """Distances (rank, m) of sample (m, rank) from the mean, a few rows at a time: one column has a line per number."""
+    distances = np.empty((sample.shape[1], len(sample)), np.float32)
+    for start in range(0, len(sample), BLOCK):
+        stop = min(start + BLOCK, len(sample))
+        for j in range(sample.shape[1]):
+            for i in range(start, stop):
+                distances[j, i] = sample[i, j] - mean[j]
+    return distances
+
+
+@njit(nogil=True, cache=True)
+def _fitted_steps(distances, reach, halves):
+    """See `best_steps`; distances as `_columns` gives them."""
+    step = np.zeros(len(distances), np.float32)
+    for j in range(len(distances)):
         least = np.inf
         for share in SHARES:
             size = np.float64(reach[j]) * share / halves[j]
             if size <= 0:
                 break
-            error = _missed(distances, np.float32(size), np.float32(halves[j]))
+            error = _missed(distances[j], np.float32(size), np.float32(halves[j]))
             if error < least:
                 least = error
                 step[j] = size
@@ -396,10 +412,11 @@ def scaled_rows(rows):
     heads, count, dim = rows.shape
     scaled, means, largest = np.empty(rows.shape, np.float32), np.zeros((heads, dim)), np.empty(heads)
     for head in range(heads):
-        most = np.finfo(np.float32).tiny
+        farthest = np.full(dim, np.finfo(np.float32).tiny)
         for i in range(count):
             for j in range(dim):
-                most = max(most, abs(rows[head, i, j]))
+                farthest[j] = max(farthest[j], abs(rows[head, i, j]))
+        most = farthest.max()
         for i in range(count):
             for j in range(dim):
                 scaled[head, i, j] = rows[head, i, j] / most
@@ -411,6 +428,24 @@ def scaled_rows(rows):
                 scaled[head, i, j] -= middle[j]
         largest[head] = np.float64(most)
     return scaled, means, largest
+
+
+@njit(nogil=True, cache=True)
+def centred_rows(rows):
+    """Means of rows (heads, n, d) float32, n > 0, (heads, d), and their distances (heads, n, d) from these, float32."""
+    heads, count, dim = rows.shape
+    means, centred = np.empty((heads, dim), np.float32), np.empty(rows.shape, np.float32)
+    for head in range(heads):
+        sums = np.zeros(dim)
+        for i in range(count):
+            for j in range(dim):
+                sums[j] += np.float64(rows[head, i, j])
+        for j in range(dim):
+            means[head, j] = sums[j] / count
+        for i in range(count):
+            for j in range(dim):
+                centred[head, i, j] = rows[head, i, j] - means[head, j]
+    return means, centred
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -431,10 +466,10 @@ def fit_numbers(numbers, halves):
     deviation = np.sqrt(squares / count).astype(np.float32)
     sample = numbers[:: max(1, count // FITTED_KEYS)].copy()
     fitted, judged = sample[::2].copy(), sample[min(1, len(sample) - 1) :: 2].copy()
-    errors, centre = np.zeros((len(halves) + 1, dim)), np.zeros(dim, np.float32)
+    errors, distances = np.zeros((len(halves) + 1, dim)), _columns(fitted, np.zeros(dim, np.float32))
     for way in range(len(halves)):
         own = np.full(dim, halves[way])
-        errors[way] = rounding_errors(judged, best_steps(fitted, centre, reach, own), own)
+        errors[way] = rounding_errors(judged, _fitted_steps(distances, reach, own), own)
     for i in range(len(judged)):
         for j in range(dim):
             errors[-1, j] += np.float64(judged[i, j]) ** 2

@@ -328,13 +328,11 @@ class DeviceIndex(KeyIndex, DeviceSearch):
     def build_heads(
         cls, keys: npt.NDArray[Any], fmt: Format, options: Laid, training: HeadsTraining
     ) -> list[DeviceIndex]:
-        """As `build` of each head, but without checks of the queries."""
+        """Build codes of several heads, whose queries are not checked. Raises NotFiniteError."""
         spaces = cls.learn(keys, fmt, options, training.queries)
         coder: HeadsCoder = _host_codes if training.coder is None else training.coder.code
-        codes, rescore = coder(spaces, fmt, keys, training.first), int(options.rescore)
-        return [
-            DeviceIndex(StoredKeys(own, fmt), *each, rescore) for own, *each in zip(keys, codes, spaces, strict=True)
-        ]
+        made = zip(keys, coder(spaces, fmt, keys, training.first), spaces, strict=True)
+        return [DeviceIndex(StoredKeys(own, fmt), codes, both, int(options.rescore)) for own, codes, both in made]
 
     @classmethod
     def learn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import retrieval_attn as ra
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ConfigError, InputDataError, MemoryPlanError, ShapeError
-from retrieval_attn.gpu.codes.codes import encoded
+from retrieval_attn.gpu.codes.codes import DeviceCodes, encoded
 from retrieval_attn.index.base import Training
 from retrieval_attn.index.device import PLANNED, CodeLayout, DeviceIndex
 from retrieval_attn.index.formats import Format
@@ -73,10 +74,19 @@ def test_heads_are_coded_together_as_they_are_alone(
     coder, spec = DeviceCoder(torch.device(device), 6), IndexSpec.of(PLANNED, options)
     path = SequenceKV(6, 64, 64, Format.FLOAT32, index=spec)
     path.append(keys, keys)
-    sent, flags = [], []
+    sent, flags = list[_Spaces](), list[int]()
     send, add = _Spaces.send, codes_module.add_to_heads
-    monkeypatch.setattr(_Spaces, "send", lambda spaces: (sent.append(spaces), send(spaces)))
-    monkeypatch.setattr(codes_module, "add_to_heads", lambda *given: flags.append(len(given[0])) or add(*given))
+
+    def noted_send(spaces: _Spaces) -> None:
+        sent.append(spaces)
+        send(spaces)
+
+    def noted_add(heads: Sequence[DeviceCodes], keys: Sequence[torch.Tensor]) -> bool:
+        flags.append(len(heads))
+        return add(heads, keys)
+
+    monkeypatch.setattr(_Spaces, "send", noted_send)
+    monkeypatch.setattr(codes_module, "add_to_heads", noted_add)
     with coder.lent(torch.from_numpy(keys).to(device), None):
         path.build_index(0, 900, queries, coder=coder)
     assert (len(sent), flags) == (2, [4, 2])

@@ -65,7 +65,7 @@ class Stepper:
         self._runner = GraphRunner(model, limits.rows, self._clock)
         self._outputs, self._fail = outputs, fail
         self._counts = counts
-        self._drafting = RowDrafts(model)
+        self._drafting, self._captured = RowDrafts(model), CapturedRowDrafts(model, self._runner)
 
     def decode(self, rows: Mapping[str, RunningRequest], failed: list[str], overlap: bool = False) -> Decoded:
         """Sample one token for each request, and one more for each draft that turns out right. Adds failed ones to
@@ -75,11 +75,14 @@ class Stepper:
             return Decoded()
         began = time.perf_counter()
         fed = {number: row for number, row in rows.items() if row.logits is None}
-        names, blocks = list(fed), self._drafting.blocks(fed)
+        names, blocks, overlap = list(fed), self._drafting.blocks(fed), overlap and len(fed) == len(rows)
+        if not blocks:
+            blocks, overlap = self._captured.block(fed if len(rows) == 1 else {}, overlap)
         stepped = Stepped({}, (), None, {})
         if fed:
-            stepped = self._step(fed, failed, overlap and len(fed) == len(rows), blocks)
+            stepped = self._step(fed, failed, overlap, blocks)
         verified = {names[place]: logits for place, logits in stepped.blocks.items()}
+        drawn = {names[place]: choices for place, choices in stepped.drawn.items()}
         choices = {names[place]: choice for place, choice in stepped.choices.items()}
         logits = {number: row.logits for number, row in rows.items() if row.logits is not None}
         if stepped.logits is not None:
@@ -87,7 +90,8 @@ class Stepper:
         logits = {number: one for number, one in logits.items() if number not in failed}
         choices |= self._choose({number: rows[number] for number in logits}, list(logits.values()))
         found: list[tuple[str, bool]] = []
-        accepted = dict.fromkeys(verified, 0)
+        accepted = dict.fromkeys((*verified, *drawn), 0)
+        blocks = {number: block for number, block in blocks.items() if number in accepted}
         while choices:
             new = self._take(rows, choices, failed)
             found += new
@@ -97,10 +101,12 @@ class Stepper:
                 if not ended and self._drafting.is_next(blocks.get(number), accepted.get(number, 0), rows[number])
             ]
             accepted |= {number: accepted[number] + 1 for number in right}
-            logits = {number: verified[number][accepted[number], None] for number in right}
+            logits = {number: verified[number][accepted[number], None] for number in right if number in verified}
             choices = self._choose({number: rows[number] for number in logits}, list(logits.values()))
+            choices |= {number: drawn[number][accepted[number]] for number in right if number in drawn}
         for number, count in accepted.items():
-            self._drafting.end(rows[number], blocks[number], count)
+            drafting = self._captured if number in drawn else self._drafting
+            drafting.end(rows[number], blocks[number], count)
             self._counts.add_drafts(len(blocks[number].drafts), count)
         ended, tokens = ([number for number, one in found if one is ends] for ends in (True, False))
         seconds = time.perf_counter() - began
@@ -159,6 +165,8 @@ class Stepper:
                 stepped = self._runner.advance(forks, [(0, position)] * rows, [draw] * rows)
                 for error in stepped.errors.values():
                     raise error
+            if rows == 1 and cache.config.drafts and can_draft(forks[0]):
+                self._runner.capture_blocks(forks[0], draws)
         finally:
             self._runner.clear()
             self._clock.take()  # a rehearsal is not counted
@@ -191,6 +199,7 @@ class Stepper:
             if not stepped.choices:
                 tokens = len(fed) + sum(map(len, drafts.values()))
                 self._drafting.costs.note(tokens, time.perf_counter() - began)
+            self._captured.end_step(stepped)
         except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
             for number in fed:
                 self._fail(number, error, failed)
@@ -258,11 +267,77 @@ class RowDrafts:
 
     def _drafts_of(self, row: RunningRequest) -> Drafts | None:
         cache = row.cache
-        if cache is None or not cache.config.drafts:
+        return None if cache is None or not self._steps_eagerly(cache.config.graph) else _drafts_of(row)
+
+
+class CapturedRowDrafts:
+    """Drafts of a row that is alone in its step, which is captured: `Drafts.timed_block`, as in `CapturedDrafts`.
+
+    The row samples from the model's logits: one with a grammar, or with penalties, has no drafts.
+    """
+
+    def __init__(self, model: PreTrainedModel, runner: GraphRunner) -> None:
+        """model: of all rows. runner: of their steps."""
+        self._runner = runner
+        self._steps_eagerly = functools.cache(functools.partial(steps_eagerly, model))
+        self._timed: Drafts | None = None  # of the row that the last step had alone
+        self._overlapped, self._captures = False, 0
+
+    def block(self, rows: Mapping[str, RunningRequest], overlap: bool) -> tuple[dict[str, DraftBlock], bool]:
+        """Return the drafts of a single row, by request, and whether its next step may be launched early.
+
+        rows: of the step, none if there are several. overlap: see `GraphRunner.advance`. Drafts wait for a step that
+        was launched early, whose token is the next one.
+        """
+        drafts = self._drafts_of(next(iter(rows.values()))) if len(rows) == 1 else None
+        last, self._timed = self._timed, drafts
+        if drafts is None:
+            return {}, overlap
+        ((number, row),) = rows.items()
+        drafts.add(row.tokens[drafts.tokens :])
+        if drafts is not last:
+            drafts.restart()
+        elif not self._overlapped:
+            drafts.restart(time.perf_counter())  # other work may have run since the last step
+        self._overlapped, self._captures = overlap, self._runner.captures
+        room = 0 if row.cache is None else self._runner.block_room(row.cache)
+        block = drafts.timed_block(min(room, row.request.max_tokens - len(row.tokens)) - 1)
+        if not block.drafts:
+            return {}, overlap
+        if self._runner.is_ahead:
+            drafts.wait()
+            return {}, False
+        return {number: block}, overlap
+
+    def end_step(self, stepped: Stepped) -> None:
+        """Note the time of a step whose tokens were read, unless it was captured or eager."""
+        drafts = self._timed
+        if drafts is None:
+            return
+        if not stepped.choices or self._runner.captures != self._captures:
+            drafts.restart()
+        drafts.end_step(max(1, len(stepped.drawn.get(0, ()))), time.perf_counter())
+
+    def end(self, row: RunningRequest, block: DraftBlock, accepted: int) -> None:
+        """Count the drafts of a row that were accepted."""
+        if row.drafts is not None:
+            row.drafts.note(block, accepted)
+        if row.cache is not None:
+            self._runner.commit_drafts(row.cache, accepted)
+
+    def _drafts_of(self, row: RunningRequest) -> Drafts | None:
+        cache = row.cache
+        if cache is None or row.matcher is not None or row.history is not None:
             return None
-        if row.drafts is None and self._steps_eagerly(cache.config.graph) and can_draft(cache):
-            row.drafts = Drafts(LookupDrafter(row.prompt))
-        return row.drafts
+        return None if self._steps_eagerly(cache.config.graph) else _drafts_of(row)
+
+
+def _drafts_of(row: RunningRequest) -> Drafts | None:
+    """Return the drafts of a row, made at the first call; None: its options or its cache allow none."""
+    cache = row.cache
+    if row.drafts is None and cache is not None and cache.config.drafts and can_draft(cache):
+        row.drafts = Drafts(LookupDrafter(row.prompt))
+    return row.drafts
 
 
 def _spilled(row: RunningRequest) -> bool:

@@ -19,18 +19,13 @@ from retrieval_attn.errors import CaptureError
 from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.decode import DecodeSteps, TokenCopy
-from retrieval_attn.runner.drafts import DRAFT_SIZES, BlockCosts, DraftBlock, Drafts, LookupDrafter
+from retrieval_attn.runner.drafts import BlockCosts, DraftBlock, Drafts, LookupDrafter
 from retrieval_attn.runner.graph.support import runtime_for
 from retrieval_attn.runner.rows import can_draft, step, tokens_before_spill
 
-__all__ = ["BLOCKS", "CapturedDrafts", "DraftedSteps", "drafted_steps", "steps_eagerly"]
+__all__ = ["CapturedDrafts", "DraftedSteps", "drafted_steps", "steps_eagerly"]
 
 log = logging.getLogger(__name__)
-
-BLOCKS = tuple(1 + drafts for drafts in DRAFT_SIZES)
-"""Tokens of a captured step with drafts."""
-IDLE_SHARE = 0.05
-"""Share of a step for which the device idles when the step was not launched ahead and no draft followed."""
 
 
 def steps_eagerly(model: PreTrainedModel, graph: GraphMode) -> bool:
@@ -132,23 +127,18 @@ class CapturedDrafts(DraftedSteps):
         self._graph, self._eager = cache.config.graph, False
         self._token_copy, self._choices = TokenCopy(input_device(model)), list[int]()
         self._confirmed = 0  # tokens of the block
-        self._began, self._captures = 0.0, 0
-        self._waited = self._refused = False
+        self._captures, self._refused = 0, False
 
     def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         """See `DecodeSteps.step`, of the token noted last. mask: None."""
         if (accepted := self._accepted_logits()) is not None:
             return accepted
-        self._began, block = time.perf_counter(), self._proposed()
-        self._captures = 0 if self.pool is None else self.pool.captures
+        block = self._proposed()
         if block.drafts:
             foreground.note()
             found = self._launched(block, position)
             if found is not None:
-                self._waited = False
                 return found
-        if self._waited:
-            self._waited, self.drafts.length.balance = False, self.drafts.length.balance - IDLE_SHARE
         return DecodeSteps.step(self, token, position, mask)
 
     @property
@@ -162,8 +152,10 @@ class CapturedDrafts(DraftedSteps):
         Otherwise return False if there are drafts: the next step verifies them.
         """
         if self._logits is None:
-            self._waited = bool(self._proposed().drafts)
-            return not self._waited and super().launch_next()
+            if self._proposed().drafts:
+                self.drafts.wait()
+                return False
+            return super().launch_next()
         if not self._choices and self.pool is not None:
             self._token_copy.send(self.pool.chosen)
             self._choices = self._token_copy.read()
@@ -184,21 +176,21 @@ class CapturedDrafts(DraftedSteps):
         """See `DecodeSteps.confirm`: of a block, commit its next token."""
         if self._logits is None or self.pool is None:
             super().confirm()
-            self._note_seconds(1)
+            self._end_step(1)
         elif self._confirmed:
             self.pool.commit_drafts(self._cache, 1)
             self._confirmed += 1
         else:
             self.pool.confirm()
             self._confirmed = 1
-            self._note_seconds(len(self._logits))
+            self._end_step(len(self._logits))
 
     def _proposed(self) -> DraftBlock:
         """Return the drafts that follow the newest token, or none."""
         if self.pool is None or self._refused:
             return DraftBlock([])
         most = min(self._left, self.pool.block_room(self._cache)) - 1
-        return self.drafts.block(most, partial(self._costs.extra, 1)) if most > 0 else DraftBlock([])
+        return self.drafts.timed_block(most)
 
     def _launched(self, block: DraftBlock, position: Tensor) -> Tensor | None:
         """Launch the newest token and its drafts. Return the logits after the token; None without a graph."""
@@ -216,12 +208,13 @@ class CapturedDrafts(DraftedSteps):
         self._block, self._accepted, self._logits, self._choices, self._confirmed = block, 0, found, [], 0
         return found[:1]
 
-    def _note_seconds(self, tokens: int) -> None:
-        """Note the time of a step of `tokens` tokens that was read. The next one began with it, if it was launched."""
-        now, captures = time.perf_counter(), 0 if self.pool is None else self.pool.captures
-        if self.pool is not None and captures == self._captures:
-            self._costs.note(tokens, now - self._began)
-        self._began, self._captures = now, captures
+    def _end_step(self, tokens: int) -> None:
+        """Note the time of a step of `tokens` tokens that was read, unless it was captured."""
+        captures = 0 if self.pool is None else self.pool.captures
+        if captures != self._captures or not self.replays:
+            self.drafts.restart()
+        self._captures = captures
+        self.drafts.end_step(tokens, time.perf_counter())
 
     def _drop_wrong(self, count: int) -> None:
         """Nothing counts them."""

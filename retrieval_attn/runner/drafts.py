@@ -9,20 +9,28 @@ sampler chooses each token as without drafts, by the noise of its position, and 
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
+import statistics
 from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-__all__ = ["DraftBlock", "BlockCosts", "Draft", "DraftLength", "Drafter", "Drafts", "LookupDrafter", "compile_lookup"]
+__all__ = [
+    "BLOCKS", "DRAFTED_TOKENS", "BlockCosts", "Draft", "DraftBlock", "DraftLength", "Drafter", "Drafts",
+    "LookupDrafter", "compile_lookup",
+]  # fmt: skip
 
 Ids = NDArray[np.int32]
 DRAFT_SIZES = (1, 3, 7, 15)
 """Numbers of drafts in a forward: with the newest token 2, 4, 8 or 16, so that few plans of host steps are kept."""
-DRAFTED_TOKENS = 1 + DRAFT_SIZES[-1]
+BLOCKS = tuple(1 + drafts for drafts in DRAFT_SIZES)
+"""Tokens of a captured step with drafts."""
+DRAFTED_TOKENS = BLOCKS[-1]
 """New tokens of one forward in which some are drafts: a CPU's kernels multiply as many rows at once."""
 NGRAM = 3
 """Last tokens that must occur before for a draft, but for one next to the last draft's source."""
@@ -164,13 +172,18 @@ LEAST_EXTRA = 0.02
 FADING = 0.97
 """Weight of older steps for each newer one."""
 OUTLIER = 3.0
+RECENT = 15
+"""Steps of one size whose times are kept."""
+MEASURED = 3
+"""Steps of one token before the first block whose time is compared with theirs."""
 
 
 class BlockCosts:
-    """Measure the time of a step by its tokens, as a line through the last steps."""
+    """Measure the time of a step by its tokens: that of the last steps of one size, for others a line through all."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)  # weight, tokens, seconds, tokens^2, tokens * seconds
+        self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))  # by tokens
 
     def note(self, tokens: int, seconds: float) -> None:
         """Take in a step of `tokens` tokens. One that the machine delayed counts as little more than expected."""
@@ -178,11 +191,27 @@ class BlockCosts:
             start, slope = self._line()
             seconds = min(seconds, OUTLIER * (start + slope * tokens))
         self._sums = FADING * self._sums + (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._recent[tokens].append(seconds)
+
+    @property
+    def has_plain(self) -> bool:
+        """Return whether the time of a step of one token is known."""
+        return len(self._recent[1]) >= MEASURED
+
+    def spent(self, seconds: float) -> float:
+        """Return the time of a step beyond that of one token, in such steps; `has_plain` is True."""
+        return seconds / statistics.median(self._recent[1]) - 1.0
 
     def extra(self, rows: int, drafts: int) -> float:
-        """Return the time that drafts add to a step of `rows` tokens, in such steps."""
+        """Return the time that drafts add to a step of `rows` tokens, in such steps.
+
+        The quickest of the last steps of a size counts: the first one of a sequence plans its host search.
+        """
         if not self._sums[0]:
             return EXTRA * drafts
+        plain, block = self._recent[rows], self._recent[rows + drafts]
+        if len(plain) >= MEASURED and len(block) > 1:
+            return max(LEAST_EXTRA * drafts, min(block) / statistics.median(plain) - 1.0)
         start, slope = self._line()
         share = slope / (start + slope * rows)
         return drafts * min(1.0, max(LEAST_EXTRA, share))
@@ -206,29 +235,35 @@ ACCEPTANCE = (0.5, 0.4, 0.55, 0.7, 0.85, 0.92)
 CERTAINTIES = (NGRAM, 4, 8, 16, 32)
 """Least certainty of each later class."""
 PRIOR, FORGETTING = 2.0, 0.9
-SPENT_SHARE = 0.015
+SPENT_SHARE = 0.01
 """Time, as a share of that of all tokens, that may be spent in vain."""
 LOAN = 0.5
 """Steps of one token that may be spent in vain before the first token."""
+LONGEST_PAUSE = 128
+"""Tokens without drafts after many blocks that did not pay."""
 
 
 class DraftLength:
-    """Choose how many drafts to verify. A text takes at most 1.02 of the time that it takes without drafts.
+    """Choose how many drafts to verify. A text of 256 tokens takes at most 1.02 of its time without drafts.
 
-    A draft is worth a forward of one more token if it is accepted more often than the token costs. balance: steps saved
-    so far. drafted, accepted: tokens.
+    A draft is worth a forward of one more token if it is accepted more often than the token costs. Blocks in turn that
+    do not pay double a pause. balance: steps saved so far. drafted, accepted: tokens.
     """
 
     def __init__(self) -> None:
         self.balance, self.drafted, self.accepted = LOAN, 0, 0
         self._known = [(share * PRIOR, PRIOR) for share in ACCEPTANCE]
+        self._misses = self._pause = 0  # blocks in turn that did not pay; tokens until the next one
 
     def note_token(self) -> None:
         """Count a token of the text."""
         self.balance += SPENT_SHARE
+        self._pause -= self._pause > 0
 
     def choose(self, draft: Draft, most: int, extra: Callable[[int], float]) -> int:
         """Return the number of drafts to verify, at most `most`. extra: see `BlockCosts.extra`, of a number."""
+        if self._pause:
+            return 0
         hits, tries = self._known[_class_of(draft.certainty)]
         chance, best, gain = hits / tries, 0, 0.0
         for count in DRAFT_SIZES:
@@ -241,13 +276,15 @@ class DraftLength:
         return best
 
     def note(self, certainty: int, drafted: int, accepted: int, extra: float) -> None:
-        """Take in a verified draft. extra: its cost."""
+        """Take in a verified draft. extra: its cost, measured if possible."""
         place = _class_of(certainty)
         hits, tries = (FORGETTING * one for one in self._known[place])
         prior, missing = ACCEPTANCE[place], (1 - FORGETTING) * PRIOR
         self._known[place] = (hits + missing * prior + accepted, tries + missing + accepted + (accepted < drafted))
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
         self.balance += accepted - extra
+        self._misses = self._misses + 1 if accepted < extra else 0
+        self._pause = min(LONGEST_PAUSE, (1 << self._misses) - 2) if self._misses else 0
 
 
 def _class_of(certainty: int) -> int:
@@ -263,12 +300,19 @@ class DraftBlock(NamedTuple):
 
 
 class Drafts:
-    """The drafts of one sequence: its drafter, and how many it verifies at once."""
+    """The drafts of one sequence: its drafter, and how many it verifies at once.
+
+    costs: times of captured steps, from the last token of the step before, so that they contain idle time of the
+    device. Steps that drafts delayed are not among them: the delay is taken off the balance.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         """drafter: has the ids of the prompt."""
         self._drafter = drafter
-        self.length, self.tokens = DraftLength(), 0
+        self.length, self.tokens, self.costs = DraftLength(), 0, BlockCosts()
+        self._ended: float | None = None
+        self._delayed = self._waits = False  # this step, the next one
+        self._spent: float | None = None  # by the last block, in steps
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append the newest tokens of the answer. tokens counts them."""
@@ -283,7 +327,36 @@ class Drafts:
         count = self.length.choose(draft, most, extra) if draft.tokens else 0
         return DraftBlock(draft.tokens[:count], draft.certainty, extra(count)) if count else DraftBlock([])
 
+    def timed_block(self, most: int) -> DraftBlock:
+        """Return drafts for a step that `end_step` times; none until the time of a step of one token is known."""
+        if most < 1 or not self.costs.has_plain:
+            return DraftBlock([])
+        return self.block(most, partial(self.costs.extra, 1))
+
+    def wait(self) -> None:
+        """Note that the step after the present one is not launched early, because drafts are expected."""
+        self._waits = True
+
+    def restart(self, now: float | None = None) -> None:
+        """Time the next step from now on, in seconds; None: do not time it, but the one after it."""
+        self._ended = now
+
+    def end_step(self, tokens: int, now: float) -> None:
+        """Take in the time of a step of `tokens` tokens, the first of which is read now. A block is noted later."""
+        began, self._ended = self._ended, now
+        delayed, self._delayed, self._waits = self._delayed, tokens > 1 or self._waits, False
+        if began is None:
+            return
+        if tokens == 1 and delayed and self.costs.has_plain:
+            self.length.balance -= min(1.0, self.costs.spent(now - began))
+            return
+        if tokens > 1 and self.costs.has_plain:
+            self._spent = self.costs.spent(now - began)
+        self.costs.note(tokens, now - began)
+
     def note(self, block: DraftBlock, accepted: int) -> None:
         """Take in how many of the drafts of a block were right."""
+        spent, self._spent = self._spent, None
         if block.drafts:
-            self.length.note(block.certainty, len(block.drafts), accepted, block.extra)
+            extra = block.extra if spent is None else min(spent, OUTLIER * (1 + block.extra) - 1)
+            self.length.note(block.certainty, len(block.drafts), accepted, extra)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,10 @@ from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
+from retrieval_attn.offload.threads import foreground
+from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import note_eager
+from retrieval_attn.runner.drafts import BLOCKS, DRAFTED_TOKENS
 from retrieval_attn.runner.graph.decode_graph import BATCHED
 from retrieval_attn.runner.graph.decoder import attending
 from retrieval_attn.runner.graph.pages import prefix_of
@@ -42,7 +46,7 @@ from retrieval_attn.runner.graph.slot import ordinary_tensors, window_of
 from retrieval_attn.runner.graph.support import runtime_for
 from retrieval_attn.runner.rows import RowsFailedError, require_rows
 from retrieval_attn.runner.rows import step as eager_step
-from retrieval_attn.sampling.sampler import SampledToken
+from retrieval_attn.sampling.sampler import SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -113,6 +117,7 @@ class Stepped(NamedTuple):
         logits: float32 (rows apart, vocabulary), undefined for sequences in `errors`; None: no such sequences.
         errors: errors by sequence.
         blocks: by sequence with drafts, float32 (tokens, vocabulary) after its token and each draft.
+        drawn: by sequence with drafts in a graph, the tokens sampled after its token and each draft.
     """
 
     choices: Mapping[int, SampledToken | None]
@@ -120,6 +125,16 @@ class Stepped(NamedTuple):
     logits: Tensor | None
     errors: Mapping[int, Exception]
     blocks: Mapping[int, Tensor] = {}
+    drawn: Mapping[int, Sequence[SampledToken | None]] = {}
+
+
+class _Replayed(NamedTuple):
+    """Sequences served by a graph, in order, the result of `GraphPool.replay`, and the tokens sampled in a block."""
+
+    rows: list[int]
+    choices: dict[int, SampledToken | None]
+    undrawn: Tensor | None
+    drawn: list[SampledToken | None] | None = None
 
 
 class GraphRunner:
@@ -134,6 +149,8 @@ class GraphRunner:
         self._waiting: dict[tuple[Any, ...], GraphPool] = {}  # without sequences, the last used one last
         self._refusals, self._clock = EagerFallbacks(), clock or StepClock()
         self._failures, self._tokens, self._joined, self.reason = 0, 0, False, ""
+        self._block_sampler: Sampler | None = None
+        self._refuses_blocks = False
         self._gone: list[int] = []
         self._turn = threading.Lock()
 
@@ -145,7 +162,23 @@ class GraphRunner:
     @property
     def captures(self) -> int:
         """Captures of the present graphs."""
-        return 0 if self._pool is None else sum(one.decoder.captures for one in self._pool.graphs.values())
+        return 0 if self._pool is None else self._pool.captures
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step of the same sequences was launched early."""
+        return self._pool is not None and self._pool.is_ahead
+
+    def block_room(self, cache: RetrievalCache) -> int:
+        """Return the new tokens that a captured step of this cache alone may have now; 0 if there is no such step."""
+        with self._turn:
+            return 0 if self._pool is None or self._refuses_blocks else self._pool.block_room(cache)
+
+    def commit_drafts(self, cache: RetrievalCache, count: int) -> None:
+        """Count `count` drafts of a captured step, those that the text has."""
+        with self._turn:
+            if count and self._pool is not None and id(cache) in self._pool.rows:
+                self._pool.commit_drafts(cache, count)
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -175,14 +208,21 @@ class GraphRunner:
                 and not raise. A failed replay may call it again; a step without a replay never does.
             overlap: the next call is likely for the same sequences and sampled tokens, so that its step may be launched
                 early.
-            drafts: by sequence, tokens that are appended behind its token; None: none. The caller crops wrong ones. A
-                step with drafts is eager.
+            drafts: by sequence, tokens that are appended behind its token; None: none. A step with drafts is eager, and
+                the caller crops wrong ones. A single sampled cache with `block_room` has a captured step, after which
+                the caller commits right ones; if it fails, the step is one without drafts.
         """
         require_rows(caches, inputs)
-        if drafts:
+        block: Sequence[int] = ()
+        if drafts and len(caches) == 1 and draws is not None and draws[0] is not None:
+            block = drafts[0] if self.block_room(caches[0]) > len(drafts[0]) else ()
+        if drafts and not block:
             blocks = {row: (token, *drafts.get(row, ())) for row, (token, _) in enumerate(inputs)}
             return _eager_blocks(self._model, self._clock, caches, blocks, [place for _, place in inputs])
-        graphed, found, undrawn = self._replayed(caches, inputs, draws, launched, overlap) or ([], {}, None)
+        replayed = self._replayed(caches, inputs, draws, launched, overlap, block) or _Replayed([], {}, None)
+        graphed, found, undrawn, drawn = replayed
+        if drawn is not None:
+            return Stepped({0: drawn[0]}, (), None, {}, drawn={0: drawn})
         choices, served = {graphed[number]: choice for number, choice in found.items()}, set(graphed)
         eager = [row for row in range(len(caches)) if row not in served]
         logits, errors = _eager(self._model, self._clock, caches, inputs, eager) if eager else (None, {})
@@ -215,8 +255,9 @@ class GraphRunner:
         draws: Sequence[SamplingParams | None] | None,
         launched: Callable[[], None] | None,
         overlap: bool = False,
-    ) -> tuple[list[int], dict[int, SampledToken | None], Tensor | None] | None:
-        """Return the sequences served by a graph, in order, and the result of `GraphPool.replay`; None: none."""
+        block: Sequence[int] = (),
+    ) -> _Replayed | None:
+        """Replay a graph of some sequences, or with drafts `block` of a single one; None: no graph serves any."""
         with self._turn:
             self._drop_collected()
             self._refusals.count_step()
@@ -230,6 +271,11 @@ class GraphRunner:
                     return None
                 asked = None if draws is None else [draws[row] for row in rows]
                 own = [caches[row] for row in rows], [inputs[row] for row in rows]
+                if block and asked is not None and asked[0] is not None:
+                    drawn = self._replayed_block(caches[0], inputs[0], block, asked[0], launched)
+                    if drawn is not None:
+                        self._failures = 0
+                        return _Replayed(rows, {}, None, drawn)
                 found = self._pool.replay(
                     *own, asked, launched, self._clock, overlap=overlap and len(rows) == len(caches)
                 )
@@ -250,7 +296,73 @@ class GraphRunner:
                 self._drop_pool()  # somewhere between two layers
                 raise
             self._failures = 0
-            return rows, *found
+            return _Replayed(rows, *found)
+
+    def _replayed_block(
+        self,
+        cache: RetrievalCache,
+        fed: tuple[int, int],
+        drafts: Sequence[int],
+        draw: SamplingParams,
+        launched: Callable[[], None] | None,
+    ) -> list[SampledToken | None] | None:
+        """Replay a step of a token and its drafts, and sample after each. Return None if no such step can be captured.
+
+        fed: the token and its position. Raises BackendError if host or exchange failed; no token was appended.
+        """
+        pool, count, began = self._pool, 1 + len(drafts), time.perf_counter()
+        assert pool is not None
+        if count > pool.block_room(cache):
+            return None
+        foreground.note()
+        logits = self._launch_block(pool, cache, [fed[0], *drafts], fed[1])
+        if logits is None:
+            return None
+        try:
+            if launched is not None:
+                launched()
+            found = self._sample_block(draw, logits, fed[1])
+        except BaseException:
+            pool.undo()
+            raise
+        host_seconds = pool.confirm()
+        self._clock.device += time.perf_counter() - began
+        self._clock.host += host_seconds
+        return found
+
+    def _launch_block(
+        self, pool: GraphPool, cache: RetrievalCache, tokens: Sequence[int], position: int
+    ) -> Tensor | None:
+        """Launch a step of several tokens, the first one at `position`. Return None if it cannot be captured."""
+        device = input_device(self._model)
+        places = torch.arange(position, position + len(tokens), device=device)
+        try:
+            with using_retrieval(self._model, cache.config.prefill_chunk):  # a capture runs the model itself
+                return pool.launch_block(cache, torch.tensor(tokens, device=device), places)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            log.warning("no more drafts: steps of %d tokens cannot be captured: %s", len(tokens), error)
+            self._refuses_blocks = True
+            return None
+
+    def _sample_block(self, draw: SamplingParams, logits: Tensor, position: int) -> list[SampledToken | None]:
+        """Sample after each token of a block, the first of which is at `position`."""
+        if self._block_sampler is None:
+            self._block_sampler = Sampler(DRAFTED_TOKENS, logits.device)
+        count = len(logits)
+        return self._block_sampler([draw] * count, logits, range(position + 1, position + 1 + count))
+
+    @ordinary_tensors
+    def capture_blocks(self, cache: RetrievalCache, draws: Sequence[SamplingParams]) -> None:
+        """Capture the steps of several tokens of a cache that had a step, and undo them. draws: how to sample."""
+        position = cache.get_seq_length()
+        for count in BLOCKS:
+            if self._pool is None or count > self.block_room(cache):
+                return
+            with self._turn:
+                logits = self._launch_block(self._pool, cache, [0] * count, position)
+                for draw in draws if logits is not None else ():
+                    self._sample_block(draw, logits, position)
+                self._pool.undo()
 
     def _serves(self, cache: RetrievalCache) -> bool:
         """Return whether a graph can serve this cache. The first cache sets the shape of the pool."""

@@ -69,7 +69,7 @@ from retrieval_attn.offload.staging import TORCH_DTYPE, host_format, pack, unpac
 from retrieval_attn.offload.threads import ThreadPool
 from retrieval_attn.offload.work import overlaps
 from retrieval_attn.runner import drafts
-from retrieval_attn.runner.drafted_steps import BLOCKS
+from retrieval_attn.runner.drafts import BLOCKS
 from retrieval_attn.runner.full_attention import forms_for_all
 from retrieval_attn.runner.graph.host import code_shape, split_microbatches
 from retrieval_attn.runner.graph.host_row_gather import device_reads

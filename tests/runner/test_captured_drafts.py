@@ -16,8 +16,8 @@ from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.runner import full_attention
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps, TokenChoice, forward, run
-from retrieval_attn.runner.drafted_steps import BLOCKS, CapturedDrafts
-from retrieval_attn.runner.drafts import BlockCosts, Drafter, Drafts
+from retrieval_attn.runner.drafted_steps import CapturedDrafts
+from retrieval_attn.runner.drafts import BLOCKS, BlockCosts, Drafter, Drafts
 from retrieval_attn.runner.graph import decode_graph
 from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn.runner.graph.pool import GraphPool
@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {"sink": 4, "window": 40, "retrieve": 16, "prefill_chunk"
 def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose as many drafts as there are, whatever they cost on this machine."""
     monkeypatch.setattr(BlockCosts, "extra", lambda self, rows, drafts: 0.001 * drafts)
+    monkeypatch.setattr(BlockCosts, "spent", lambda self, seconds: 0.0)
 
 
 class Answered:
@@ -303,7 +304,7 @@ def test_a_capture_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
         assert drafted.tokens == alone.tokens and drafted.drafted == (0, 0) and drafted.how == "graph"
-    assert tried == [8]
+    assert len(tried) == 1 and tried[0] in BLOCKS
 
 
 @pytest.mark.parametrize("host_dtype", ["auto", "int8"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.runner.drafted_steps import BLOCKS
+from retrieval_attn.runner.drafts import BLOCKS
 from tests.runner.graph_cases import DEVICE, FINER, MODELS, ROARGRAPH
 from tests.runner.test_captured_drafts import Answered, furthest, greedy_answers, idle_pools, read_by
 from tests.runner.test_drafts import Script, require_equal

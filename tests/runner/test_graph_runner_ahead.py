@@ -83,7 +83,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def gone_ahead(self: DecodeGraph, *given: Any) -> None:
         launch_next(self, *given)
-        if self._in_flight:
+        if self.in_flight:
             seen[-1] = "ahead"
 
     monkeypatch.setattr(DecodeGraph, "launch_next", gone_ahead)
@@ -109,7 +109,7 @@ def test_who_comes_and_goes() -> None:
         members = [number for number in range(count) if chance.random() < 0.9] or [0]
         if chance.random() < 0.2:
             chance.shuffle(members)
-        ahead += rows.runner._pool is not None and bool(rows.bucket._in_flight)
+        ahead += rows.runner._pool is not None and bool(rows.bucket.in_flight)
         assert rows.step(members) == others.step(members)
         if chance.random() < 0.1:
             cropped = chance.randrange(count)
@@ -172,7 +172,7 @@ def test_the_next_step_is_launched_before_one_is_over(monkeypatch: pytest.Monkey
         chosen = rows.step([0, 1])
         assert seen == (["launched", "over"] if left > 1 else ["over"]), left
         assert chosen == others.step([0, 1])
-    assert not rows.bucket._in_flight
+    assert not rows.bucket.in_flight
 
 
 @pytest.mark.parametrize("what", ["token", "draw"])
@@ -195,9 +195,9 @@ def test_another_row_in_the_same_place_is_another() -> None:
         one.draws = [SamplingParams(logprobs=3)] * 2
         one.step([0])
         one.tokens[1] = one.tokens[0][-1:]
-    assert rows.bucket._in_flight
+    assert rows.bucket.in_flight
     inputs = {0: (rows.tokens[1][-1], rows.caches[1].get_seq_length())}
-    assert dict(rows.bucket._in_flight[0].inputs) == inputs
+    assert dict(rows.bucket.in_flight[0].inputs) == inputs
     assert rows.step([1]) == others.step([1])
     for _ in range(5):
         assert rows.step([1]) == others.step([1])
@@ -213,7 +213,7 @@ def test_not_where_the_host_has_a_part(options: dict[str, Any]) -> None:
             assert rows.runner._pool is None
             continue
         assert rows.step([0, 1]) == others.step([0, 1])
-        assert not rows.bucket._in_flight
+        assert not rows.bucket.in_flight
 
 
 def test_not_where_states_would_move() -> None:
@@ -221,7 +221,7 @@ def test_not_where_states_would_move() -> None:
     rows = Answers(new_model("qwen3_next"), [600, 700], True, **ROOMY)
     for _ in range(3):
         rows.step([0, 1])
-        assert not rows.bucket._in_flight
+        assert not rows.bucket.in_flight
 
 
 def test_a_launch_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_a_launch_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> N
     failed: list[bool] = []
 
     def fails(self: Any, *given: Any) -> bool:
-        if self is rows.bucket.draw and not rows.bucket._in_flight and not failed and len(rows.tokens[0]) == 3:
+        if self is rows.bucket.draw and not rows.bucket.in_flight and not failed and len(rows.tokens[0]) == 3:
             failed.append(True)
             raise BackendError("no")
         return prepare(self, *given)

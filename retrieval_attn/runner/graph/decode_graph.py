@@ -216,6 +216,7 @@ class DecodeGraph:
         rows: sequences by place; None: empty. A cache of several sequences has several places.
         kind: kind of graph that the present sequences need.
         draw: sampler of the batch.
+        in_flight: steps that were launched and are not confirmed, in order.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class DecodeGraph:
         self._uploaded = False  # the device knows the positions of the windows' tokens, launched steps included
         self._moved: set[int] = set()  # places that changed since a step was launched
         self._next: Inputs = {}  # what the device has as the inputs of the next step
-        self._in_flight: list[LaunchedStep] = []  # in order
+        self.in_flight: list[LaunchedStep] = []
         self._drawing: GraphSampling | None = None
 
     @property
@@ -347,7 +348,7 @@ class DecodeGraph:
             BackendError: the host failed, or device and host disagree. The step is not counted.
         """
         foreground.note()
-        step = self._in_flight[0] if self._in_flight else None
+        step = self.in_flight[0] if self.in_flight else None
         if step is None or self._moved.intersection(inputs) or not step.serves(inputs, draws, self.kind):
             if step is not None:
                 self.undo()
@@ -386,7 +387,7 @@ class DecodeGraph:
         Returns False, and does nothing, if the step has to wait: a full window, an error, other changes. Raises
         BackendError as `step`; the step in front of it stays in flight.
         """
-        if not self._options.greedy or len(self._in_flight) != 1 or self._in_flight[0].error is not None:
+        if not self._options.greedy or len(self.in_flight) != 1 or self.in_flight[0].error is not None:
             return False
         if not self._uploaded or self._moved or not self._can_overlap(range(self.size), 1):
             return False
@@ -404,7 +405,7 @@ class DecodeGraph:
 
         It is undone if another step is requested.
         """
-        if self._in_flight or not self._can_overlap(self._next):
+        if self.in_flight or not self._can_overlap(self._next):
             return
         try:
             self._launch(dict(self._next), draws)
@@ -429,9 +430,9 @@ class DecodeGraph:
         except Exception as error:  # the caller's next step raises it
             log.debug("a step was not launched behind another: %s", error)
             # the device may have counted its tokens: it is unused, and undone
-            del self._in_flight[1:]
-            self._in_flight.append(LaunchedStep({}, None, self.kind, self.decoder.graphs[self.kind]))
-            return self._in_flight[-1]
+            del self.in_flight[1:]
+            self.in_flight.append(LaunchedStep({}, None, self.kind, self.decoder.graphs[self.kind]))
+            return self.in_flight[-1]
 
     def _launch(
         self,
@@ -466,11 +467,11 @@ class DecodeGraph:
         except BackendError:
             with contextlib.suppress(RuntimeError):  # the error is reported already
                 decoder.runtime.synchronize()
-                self.decoder.states.undo(len(self._in_flight))
+                self.decoder.states.undo(len(self.in_flight))
             self._uploaded = False  # the device may have counted the token
             raise
         step = LaunchedStep(inputs, draws, self.kind, graph, generation=graph.replay.generation)
-        self._in_flight.append(step)
+        self.in_flight.append(step)
         step.drawing = None if draws is None else self.draw.launch()
         step.over = None if self.greedy else decoder.runtime.mark()
         self._read_host(step)
@@ -500,15 +501,15 @@ class DecodeGraph:
         Returns the step's `StepMemory.host_meters`, None without host work or without a step in flight. Raises
         BackendError, with the layer named, if a host search failed or came too late; later steps are lost, too.
         """
-        if not self._in_flight:
+        if not self.in_flight:
             return None
-        step = self._in_flight[0]
+        step = self.in_flight[0]
         try:
             _raise_failure(step)
         except BackendError:
             self.undo()
             raise
-        del self._in_flight[0]
+        del self.in_flight[0]
         self.decoder.states.confirmed += 1
         for row in self.sequences:
             row.commit()
@@ -516,8 +517,8 @@ class DecodeGraph:
 
     def undo(self) -> None:
         """Undo the launched steps that are not confirmed."""
-        asked_host = any(step.meters is not None for step in self._in_flight)
-        self._in_flight.clear()
+        asked_host = any(step.meters is not None for step in self.in_flight)
+        self.in_flight.clear()
         self._uploaded, self._next = False, {}
         if asked_host:
             self.decoder.runtime.synchronize()  # the device may still read the host's results
@@ -526,19 +527,18 @@ class DecodeGraph:
     def confirmed_states(self, number: int, places: range) -> Views:
         """Return the states of layer `number`, of those with a state, after the last confirmed step."""
         states = self.decoder.states
-        views = states.confirmed_views(number) if self._in_flight else states.layers[number]
+        views = states.confirmed_views(number) if self.in_flight else states.layers[number]
         return {key: one[places.start : places.stop] for key, one in views.items()}
 
     def forget(self, place: int | None = None) -> None:
         """Drop the host search plans of a place, None: of all places."""
         if place is None:
-            if self._in_flight:
+            if self.in_flight:
                 self.undo()
             self.rows = [None] * self.size
         for asks in self._asks:
-            asks[slice(None) if place is None else slice(place, place + 1)] = [None] * (
-                self.size if place is None else 1
-            )
+            own = slice(None) if place is None else slice(place, place + 1)
+            asks[own] = [None] * len(asks[own])
         for slot in self.decoder.slots:
             for host in slot.hosts:
                 if place is None or host.rows.start <= place < host.rows.stop:

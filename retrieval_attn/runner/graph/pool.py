@@ -221,7 +221,7 @@ class GraphPool:
             CaptureError: no graph can be captured.
             BackendError: host or exchange failed. No token was appended.
         """
-        graph = self._graph
+        graph, self.blocks.launched = self._graph, None
         assert graph is not None
         places = [self.rows[id(cache)].place for cache in caches]
         asked = [None] * len(places) if draws is None else draws
@@ -270,12 +270,7 @@ class GraphPool:
         row = self.rows.get(id(cache))
         if row is not None and row.stale:
             self._require_shape(cache)
-        problems = self.arrange([cache], lambda _: None)
-        if problems:
-            raise problems[0]
-        assert self._graph is not None
-        self.blocks.launched = None
-        return self._graph.launch(token, position)
+        return self._arrange_alone(cache).launch(token, position)
 
     @ordinary_tensors
     def launch_block(self, cache: RetrievalCache, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -290,18 +285,14 @@ class GraphPool:
         Returns logits (n, vocabulary) float32, the same memory in every block of n tokens. Raises as `launch`.
         """
         cache.require_room(len(tokens))
-        problems = self.arrange([cache], lambda _: None)
-        if problems:
-            raise problems[0]
-        assert self._graph is not None
-        self._graph.undo()  # its windows grow without it
+        self._arrange_alone(cache).undo()  # its windows grow without it
         make = functools.partial(self._new_graph, cache, 1, len(tokens))
         return self.blocks.launch(make, self.rows[id(cache)], self._kind, tokens, positions)
 
     def block_room(self, cache: RetrievalCache) -> int:
-        """Return the new tokens that a block of a cache may have now; 0 before its first step here."""
+        """Return the new tokens that a block of a cache may have now; 0 before its first step in the first slot."""
         row = self.rows.get(id(cache))
-        return 0 if row is None else row.block_room
+        return 0 if row is None or row.place else row.block_room
 
     def commit_drafts(self, cache: RetrievalCache, count: int) -> None:
         """Count `count` drafts of the block that is confirmed."""
@@ -311,6 +302,11 @@ class GraphPool:
     def launch_ahead(self) -> bool:
         """Launch the step after the one in flight, see `DecodeGraph.launch_ahead`."""
         return self._graph is not None and self._graph.launch_ahead()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step was launched that is not confirmed."""
+        return self._graph is not None and bool(self._graph.in_flight)
 
     @property
     def chosen(self) -> Tensor:
@@ -374,15 +370,9 @@ class GraphPool:
         """Number of captures so far."""
         return sum(graph.decoder.captures for graph in (*self.graphs.values(), *self.blocks.graphs.values()))
 
-    @property
-    def windows_nbytes(self) -> int:
-        """Bytes of the window buffers."""
-        return sum(key.nbytes + value.nbytes for key, value in self.buffers.windows)
-
     def detach_absent(self, caches: Sequence[RetrievalCache]) -> None:
         """Detach all sequences but these."""
-        wanted = {id(cache) for cache in caches}
-        for key in [key for key in self.rows if key not in wanted]:
+        for key in self.rows.keys() - set(map(id, caches)):
             self.detach(key)
 
     def detach(self, key: int) -> None:
@@ -391,11 +381,13 @@ class GraphPool:
         if row.place >= 0:
             self._changed.update(row.places)
         row.detach()
+        self.blocks.forget()
 
     def drop_slot(self, key: int) -> None:
         """Drop the slot and search plans of a collected cache."""
         row = self.rows.pop(key, None)
         if row is not None and row.place >= 0 and self._graph is not None:
+            self.blocks.forget()
             for place in row.places:
                 self._graph.forget(place)
             self._changed.update(row.places)
@@ -409,8 +401,16 @@ class GraphPool:
                 self.detach(key)
             for graph in self.graphs.values():
                 graph.forget()
-            self.blocks.forget()
             self._graph, self._smaller = None, 0
+
+    def _arrange_alone(self, cache: RetrievalCache) -> DecodeGraph:
+        """Arrange one cache and return its graph of single tokens, which runs next. Raises as `launch`."""
+        problems = self.arrange([cache], lambda _: None)
+        if problems:
+            raise problems[0]
+        assert self._graph is not None
+        self.blocks.launched = None
+        return self._graph
 
     def _try(self, number: int, key: int, do: Callable[[], None], problems: dict[int, Exception]) -> None:
         """Call `do` for a sequence and detach it on an error."""
@@ -568,8 +568,8 @@ def release(model: PreTrainedModel, pool: GraphPool) -> None:
         if pool.pages is not None and pool.pages.retired:
             return
         idle = _idle.setdefault(model, [])
-        if pool.windows_nbytes >= LARGE_BYTES:
-            idle[:] = [one for one in idle if one.windows_nbytes < LARGE_BYTES]
+        if pool.buffers.windows_nbytes >= LARGE_BYTES:
+            idle[:] = [one for one in idle if one.buffers.windows_nbytes < LARGE_BYTES]
         idle.append(pool)
         del idle[:-KEPT_ALONE]
 

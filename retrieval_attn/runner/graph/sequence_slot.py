@@ -45,6 +45,11 @@ class GroupBuffers(NamedTuple):
     windows: Sequence[Buffers]
     states: StateBuffers
 
+    @property
+    def windows_nbytes(self) -> int:
+        """Bytes of the window buffers."""
+        return sum(key.nbytes + value.nbytes for key, value in self.windows)
+
     def rows(self, start: int, stop: int) -> GroupBuffers:
         """Return views of slots [start, stop)."""
         windows = [(key[start:stop], value[start:stop]) for key, value in self.windows]

@@ -1,0 +1,247 @@
+"""Drafts of a row that is alone in captured steps, emulated: every answer is the one without them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.request import Finished, Request
+from retrieval_attn.engine.stepper import Stepper
+from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.runner.drafts import BLOCKS, BlockCosts, Draft, DraftLength, LookupDrafter
+from retrieval_attn.runner.graph.pool import GraphPool
+from retrieval_attn.runner.graph_runner import GraphRunner
+from retrieval_attn.sampling.grammar import GrammarSpec
+from retrieval_attn.sampling.sampling_params import SamplingParams
+from tests.engine.audit import check_engine
+from tests.engine.test_drafts import DRAWN, LINE, answers, llm_of, requests_of, require_same
+from tests.tiny_models import Loaded
+
+pytestmark = pytest.mark.usefixtures("compiled", "emulated_graphs", "small_graphs")
+
+
+@contextmanager
+def many_drafts(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Iterator[None]:
+    """Draft at every token, whatever it costs; one proposal in five is cut by a wrong token."""
+    chance, propose = random.Random(seed), LookupDrafter.propose
+
+    def proposed(self: LookupDrafter, most: int) -> Draft:
+        tokens, certainty = propose(self, most)
+        if tokens and chance.random() < 0.2:
+            tokens[chance.randrange(len(tokens))] ^= 1
+        return Draft(tokens, certainty)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LookupDrafter, "propose", proposed)
+        patch.setattr(BlockCosts, "has_plain", True)
+        patch.setattr(BlockCosts, "extra", lambda *_: 0.001)
+        patch.setattr(BlockCosts, "spent", lambda *_: 0.001)
+        patch.setattr(
+            DraftLength,
+            "choose",
+            lambda _self, draft, most, _extra: max((n - 1 for n in BLOCKS if n <= most), default=0),
+        )
+        yield
+
+
+def one_by_one(llm: Any, requests: list[Request], **options: Any) -> tuple[list[Finished], list[Any], dict[str, Any]]:
+    """Answer requests in turn: results, events, and the counts of the engine."""
+    with Engine(llm, **options) as engine:
+        found, events = [], []
+        for request in requests:
+            handle = engine.submit(request)
+            events.append(list(handle))
+            found.append(handle.result())
+            check_engine(engine)
+        return found, events, engine.stats
+
+
+@pytest.mark.parametrize("options", [{}, {"paged_prefix_tokens": 512}, {"prefix_cache_bytes": 0}], ids=str)
+def test_answers_are_those_without_drafts(
+    loaded: Loaded, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and drawn rows, stop strings, log-probabilities, short answers; a penalized row has no drafts."""
+    requests = requests_of(loaded)
+    wanted, known, stats = one_by_one(llm_of(loaded, False), requests, **options)
+    assert stats["drafted_tokens"] == 0
+    with many_drafts(monkeypatch):
+        found, events, stats = one_by_one(llm_of(loaded, True), requests, **options)
+    require_same(found, wanted)
+    assert 50 < stats["accepted_tokens"] < stats["drafted_tokens"]
+    for one, other in zip(events, known, strict=True):
+        assert [event[:2] for event in one] == [event[:2] for event in other]
+        for event, before in zip(one, other, strict=True):
+            assert event.logprob == pytest.approx(before.logprob, abs=1e-4)
+            assert [token for token, _ in event.top] == [token for token, _ in before.top]
+
+
+def test_rows_that_join_and_leave(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rows have plain steps; the last one has drafts once it is in the first slot again."""
+    requests = requests_of(loaded)
+    wanted, _, _ = answers(llm_of(loaded, False), requests)
+    sizes, launch_block = list[int](), GraphPool.launch_block
+
+    def launched(self: GraphPool, cache: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert set(self.rows) >= {id(cache)}
+        sizes.append(len(tokens))
+        return launch_block(self, cache, tokens, positions)
+
+    monkeypatch.setattr(GraphPool, "launch_block", launched)
+    long = Request(requests[1].parts, 150, DRAWN, stop_ids=frozenset())
+    alone, _, _ = answers(llm_of(loaded, False), [long])
+    with many_drafts(monkeypatch):
+        found, _, stats = answers(llm_of(loaded, True), [*requests, long])
+    require_same(found, [*wanted, *alone])
+    assert stats["accepted_tokens"] > 20 and set(sizes) <= set(BLOCKS) and len(set(sizes)) > 1
+
+
+def test_grammars_have_no_drafts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars and penalties change scores; answers too short to end have drafts once they may."""
+    pytest.importorskip("llguidance", reason="grammars need retrieval-attn[grammar]")
+    schema = {"type": "array", "items": {"enum": ["width", "height"]}, "minItems": 9, "maxItems": 9}
+    grammar = GrammarSpec("json_schema", json.dumps(schema))
+    prompt = tuple(loaded[1].encode('["width","height","width","height","width"]\n' * 12, add_special_tokens=False))
+    changed = [
+        Request((prompt, (9,)), 70, DRAWN, grammar=grammar),
+        Request((prompt, (10,)), 40, SamplingParams(presence_penalty=0.5), stop_ids=frozenset()),
+        Request((prompt, (11,)), 40, SamplingParams(logit_bias={5: 1.0}), stop_ids=frozenset()),
+    ]
+    late = Request((prompt, prompt[:9]), 60, min_tokens=30)
+    wanted, _, _ = one_by_one(llm_of(loaded, False), [*changed, late])
+    with many_drafts(monkeypatch):
+        found, _, stats = one_by_one(llm_of(loaded, True), changed)
+        assert stats["drafted_tokens"] == 0
+        after, _, stats = one_by_one(llm_of(loaded, True), [late])
+        assert stats["drafted_tokens"] > 0 and stats["steps"] > 30
+    require_same([*found, *after], wanted)
+
+
+def test_kept_answers_and_saved_contexts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A follow-up turn continues the answer in the prefix cache; a context that is saved and opened, too."""
+    tokenizer, found = loaded[1], []
+    document = tokenizer.encode(LINE * 12, add_special_tokens=False)
+    with many_drafts(monkeypatch):
+        for drafts in (False, True):
+            options: dict[str, Any] = {"store": tmp_path / str(drafts), "cache_generated": True}
+            with Engine(llm_of(loaded, drafts), **options) as engine:
+                first = engine.submit(Request((tuple(document),), 150, stop_ids=frozenset())).result()
+                turn = (*document, *first.tokens, *document[:9])
+                second = engine.submit(Request((turn,), 40, stop_ids=frozenset())).result()
+                engine.save("text", document)
+                third = engine.submit(Request((tuple(document[:9]),), 40, context="text")).result()
+                assert (engine.stats["accepted_tokens"] > 100) == drafts
+            assert second.cached_tokens > len(document) + 100
+            found.append([first, second, third])
+    require_same(found[1], found[0])
+
+
+def test_drafts_that_are_not_counted_are_noticed(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_of(loaded)[:2]
+    wanted, _, _ = one_by_one(llm_of(loaded, False), requests)
+    with many_drafts(monkeypatch):
+        monkeypatch.setattr(GraphPool, "commit_drafts", lambda *_: None)
+        found, _, _ = one_by_one(llm_of(loaded, True), requests)
+    with pytest.raises(AssertionError):
+        require_same(found, wanted)
+
+
+def test_a_failed_search_in_a_block(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step runs again without drafts, and later blocks go on."""
+    requests = requests_of(loaded)[:2]
+    wanted, _, _ = one_by_one(llm_of(loaded, False), requests)
+    confirm, failed = GraphPool.confirm, list[int]()
+
+    def failing(self: GraphPool) -> float:
+        if self.blocks.launched is not None and len(failed) < 2:
+            failed.append(1)
+            self.undo()
+            raise BackendError("layer 1: the search failed")
+        return confirm(self)
+
+    monkeypatch.setattr(GraphPool, "confirm", failing)
+    with many_drafts(monkeypatch):
+        found, _, stats = one_by_one(llm_of(loaded, True), requests)
+    require_same(found, wanted)
+    assert failed == [1, 1] and stats["accepted_tokens"] > 20
+
+
+def test_a_block_that_cannot_be_captured(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There are no more drafts, said once."""
+    requests = requests_of(loaded)[:3]
+    wanted, _, _ = one_by_one(llm_of(loaded, False), requests)
+
+    def refused(self: GraphPool, cache: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise CaptureError("no memory")
+
+    monkeypatch.setattr(GraphPool, "launch_block", refused)
+    with many_drafts(monkeypatch):
+        found, _, stats = one_by_one(llm_of(loaded, True), requests)
+    require_same(found, wanted)
+    assert stats["drafted_tokens"] == 0 and caplog.text.count("no more drafts") == 1
+
+
+def test_ended_rows_leave_no_plan_in_blocks(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search plan of a block keeps the keys of its sequence; it is dropped with the sequence."""
+    pools, launch_block = set[GraphPool](), GraphPool.launch_block
+
+    def launched(self: GraphPool, cache: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        pools.add(self)
+        return launch_block(self, cache, tokens, positions)
+
+    monkeypatch.setattr(GraphPool, "launch_block", launched)
+    requests = requests_of(loaded)
+    with many_drafts(monkeypatch), Engine(llm_of(loaded, True), prefix_cache_bytes=0) as engine:
+        engine.submit(requests[0]).result()
+        engine.submit(requests[5]).result()  # too short for a block
+        (pool,) = pools
+        graphs = list(pool.blocks.graphs.values())
+        assert graphs and not any(ask for graph in graphs for asks in graph._asks for ask in asks)
+
+
+def test_warm_up_captures_blocks(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer captures any, of rows that choose as the warm-up did."""
+    with many_drafts(monkeypatch), Engine(llm_of(loaded, True)) as engine:
+        engine.warm_up(rows=1, progress=False)
+        runner = engine._stepper._runner
+        request = requests_of(loaded)[0]
+        engine.submit(request).result()
+        captures = runner.captures
+        assert engine.stats["accepted_tokens"] > 20
+        assert captures >= 1 + len(BLOCKS)
+        engine.submit(request).result()
+        assert runner.captures == captures
+
+
+def test_steps_launched_early_are_used(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts wait for the token of a step that was launched early, and no step is discarded for them."""
+    waits, undone = list[bool](), list[int]()
+    advance, block = GraphRunner.advance, Stepper._step
+
+    def noted(self: GraphRunner, *args: Any, drafts: Any = None, **named: Any) -> Any:
+        if drafts:
+            undone.append(int(self.is_ahead))
+        return advance(self, *args, drafts=drafts, **named)
+
+    def stepped(self: Stepper, fed: Any, failed: Any, overlap: bool, blocks: Any) -> Any:
+        waits.append(not overlap and not blocks)
+        return block(self, fed, failed, overlap, blocks)
+
+    monkeypatch.setattr(GraphRunner, "advance", noted)
+    monkeypatch.setattr(Stepper, "_step", stepped)
+    prompt = requests_of(loaded)[0].parts[0]
+    request = Request((prompt[:60], (9,)), 60, stop_ids=frozenset())  # all in the window: nothing on the host
+    wanted, _, _ = one_by_one(llm_of(loaded, False), [request])
+    waits.clear()
+    with many_drafts(monkeypatch):
+        found, _, stats = one_by_one(llm_of(loaded, True), [request])
+    require_same(found, wanted)
+    assert undone and not any(undone) and any(waits) and stats["accepted_tokens"] > 0

@@ -281,7 +281,7 @@ class CapturedRowDrafts:
         self._runner = runner
         self._steps_eagerly = functools.cache(functools.partial(steps_eagerly, model))
         self._timed: Drafts | None = None  # of the row that the last step had alone
-        self._overlapped, self._captures = False, 0
+        self._overlapped, self._captures, self._plans = False, 0, 0
 
     def block(self, rows: Mapping[str, RunningRequest], overlap: bool) -> tuple[dict[str, DraftBlock], bool]:
         """Return the drafts of a single row, by request, and whether its next step may be launched early.
@@ -301,7 +301,8 @@ class CapturedRowDrafts:
             drafts.restart(time.perf_counter())  # other work may have run since the last step
         self._overlapped, self._captures = overlap, self._runner.captures
         room = 0 if row.cache is None else self._runner.block_room(row.cache)
-        block = drafts.timed_block(min(room, row.request.max_tokens - len(row.tokens)) - 1)
+        blocks, most = self._runner.blocks, min(room, row.request.max_tokens - len(row.tokens)) - 1
+        block, self._plans = drafts.timed_block(most, blocks.planned), blocks.plans
         if not block.drafts:
             return {}, overlap
         if self._runner.is_ahead:
@@ -316,7 +317,8 @@ class CapturedRowDrafts:
             return
         if not stepped.choices or self._runner.captures != self._captures:
             drafts.restart()
-        drafts.end_step(max(1, len(stepped.drawn.get(0, ()))), time.perf_counter())
+        planned = self._runner.blocks.plans != self._plans
+        drafts.end_step(max(1, len(stepped.drawn.get(0, ()))), time.perf_counter(), planned=planned)
 
     def end(self, row: RunningRequest, block: DraftBlock, accepted: int) -> None:
         """Count the drafts of a row that were accepted."""

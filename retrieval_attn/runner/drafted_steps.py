@@ -127,7 +127,7 @@ class CapturedDrafts(DraftedSteps):
         self._graph, self._eager = cache.config.graph, False
         self._token_copy, self._choices = TokenCopy(input_device(model)), list[int]()
         self._confirmed = 0  # tokens of the block
-        self._captures, self._refused = 0, False
+        self._captures, self._plans, self._refused = 0, 0, False
 
     def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         """See `DecodeSteps.step`, of the token noted last. mask: None."""
@@ -190,7 +190,7 @@ class CapturedDrafts(DraftedSteps):
         if self.pool is None or self._refused:
             return DraftBlock([])
         most = min(self._left, self.pool.block_room(self._cache)) - 1
-        return self.drafts.timed_block(most)
+        return self.drafts.timed_block(most, self.pool.blocks.planned)
 
     def _launched(self, block: DraftBlock, position: Tensor) -> Tensor | None:
         """Launch the newest token and its drafts. Return the logits after the token; None without a graph."""
@@ -210,11 +210,11 @@ class CapturedDrafts(DraftedSteps):
 
     def _end_step(self, tokens: int) -> None:
         """Note the time of a step of `tokens` tokens that was read, unless it was captured."""
-        captures = 0 if self.pool is None else self.pool.captures
+        captures, plans = (0, 0) if self.pool is None else (self.pool.captures, self.pool.blocks.plans)
         if captures != self._captures or not self.replays:
             self.drafts.restart()
-        self._captures = captures
-        self.drafts.end_step(tokens, time.perf_counter())
+        planned, self._captures, self._plans = plans != self._plans, captures, plans
+        self.drafts.end_step(tokens, time.perf_counter(), planned=planned)
 
     def _drop_wrong(self, count: int) -> None:
         """Nothing counts them."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -239,6 +239,8 @@ SPENT_SHARE = 0.01
 """Time, as a share of that of all tokens, that may be spent in vain."""
 LOAN = 0.5
 """Steps of one token that may be spent in vain before the first token."""
+MOST_PLAN = 0.5
+"""Usual time, at most, in which the host plans a token of a block, in steps of one token."""
 LONGEST_PAUSE = 128
 """Tokens without drafts after many blocks that did not pay."""
 
@@ -260,16 +262,23 @@ class DraftLength:
         self.balance += SPENT_SHARE
         self._pause -= self._pause > 0
 
-    def choose(self, draft: Draft, most: int, extra: Callable[[int], float]) -> int:
-        """Return the number of drafts to verify, at most `most`. extra: see `BlockCosts.extra`, of a number."""
+    def choose(
+        self, draft: Draft, most: int, extra: Callable[[int], float], once: Callable[[int], float] | None = None
+    ) -> int:
+        """Return the number of drafts to verify, at most `most`.
+
+        extra: see `BlockCosts.extra`, of a number. once: what the balance must allow in addition; None: nothing.
+        """
         if self._pause:
             return 0
         hits, tries = self._known[_class_of(draft.certainty)]
         chance, best, gain = hits / tries, 0, 0.0
         for count in DRAFT_SIZES:
             cost = extra(count)
-            if count > min(most, len(draft.tokens)) or cost > self.balance:
+            if count > min(most, len(draft.tokens)):
                 break
+            if cost + (0.0 if once is None else once(count)) > self.balance:
+                continue
             expected = count * chance if chance > 0.999 else chance * (1 - chance**count) / (1 - chance)
             if expected - cost > gain:
                 best, gain = count, expected - cost
@@ -303,7 +312,8 @@ class Drafts:
     """The drafts of one sequence: its drafter, and how many it verifies at once.
 
     costs: times of captured steps, from the last token of the step before, so that they contain idle time of the
-    device. Steps that drafts delayed are not among them: the delay is taken off the balance.
+    device. Steps that drafts delayed are not among them: the delay is taken off the balance, and so is the time in
+    which the host plans the search of a block's size.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -313,6 +323,8 @@ class Drafts:
         self._ended: float | None = None
         self._delayed = self._waits = False  # this step, the next one
         self._spent: float | None = None  # by the last block, in steps
+        self._planned = False  # the last block
+        self._surplus = self._plan = 0.0  # expected steps: of a block beyond its extra, of a plan for each token
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append the newest tokens of the answer. tokens counts them."""
@@ -321,17 +333,28 @@ class Drafts:
         for _ in tokens:
             self.length.note_token()
 
-    def block(self, most: int, extra: Callable[[int], float]) -> DraftBlock:
-        """Return what to verify in the next step: up to `most` drafts, or none. extra: their cost by their number."""
+    def block(self, most: int, extra: Callable[[int], float], once: Callable[[int], float] | None = None) -> DraftBlock:
+        """Return what to verify in the next step: up to `most` drafts, or none.
+
+        extra: their cost by their number. once: see `DraftLength.choose`.
+        """
         draft = self._drafter.propose(min(most, DRAFT_SIZES[-1]))
-        count = self.length.choose(draft, most, extra) if draft.tokens else 0
+        count = self.length.choose(draft, most, extra, once) if draft.tokens else 0
         return DraftBlock(draft.tokens[:count], draft.certainty, extra(count)) if count else DraftBlock([])
 
-    def timed_block(self, most: int) -> DraftBlock:
-        """Return drafts for a step that `end_step` times; none until the time of a step of one token is known."""
+    def timed_block(self, most: int, planned: Collection[int]) -> DraftBlock:
+        """Return drafts for a step that `end_step` times; none until the time of a step of one token is known.
+
+        planned: tokens of the steps whose search is planned.
+        """
         if most < 1 or not self.costs.has_plain:
             return DraftBlock([])
-        return self.block(most, partial(self.costs.extra, 1))
+
+        def once(drafts: int) -> float:
+            count = 1 + drafts
+            return self._surplus + (0.0 if count in planned else self._plan * count)
+
+        return self.block(most, partial(self.costs.extra, 1), once)
 
     def wait(self) -> None:
         """Note that the step after the present one is not launched early, because drafts are expected."""
@@ -341,8 +364,11 @@ class Drafts:
         """Time the next step from now on, in seconds; None: do not time it, but the one after it."""
         self._ended = now
 
-    def end_step(self, tokens: int, now: float) -> None:
-        """Take in the time of a step of `tokens` tokens, the first of which is read now. A block is noted later."""
+    def end_step(self, tokens: int, now: float, *, planned: bool = False) -> None:
+        """Take in the time of a step of `tokens` tokens, the first of which is read now. A block is noted later.
+
+        planned: its search was planned for it.
+        """
         began, self._ended = self._ended, now
         delayed, self._delayed, self._waits = self._delayed, tokens > 1 or self._waits, False
         if began is None:
@@ -351,12 +377,22 @@ class Drafts:
             self.length.balance -= min(1.0, self.costs.spent(now - began))
             return
         if tokens > 1 and self.costs.has_plain:
-            self._spent = self.costs.spent(now - began)
-        self.costs.note(tokens, now - began)
+            self._spent, self._planned = self.costs.spent(now - began), planned
+        if not planned:
+            self.costs.note(tokens, now - began)
 
     def note(self, block: DraftBlock, accepted: int) -> None:
         """Take in how many of the drafts of a block were right."""
-        spent, self._spent = self._spent, None
-        if block.drafts:
-            extra = block.extra if spent is None else min(spent, OUTLIER * (1 + block.extra) - 1)
-            self.length.note(block.certainty, len(block.drafts), accepted, extra)
+        if not block.drafts:
+            return
+        count, extra = 1 + len(block.drafts), block.extra
+        spent, self._spent = extra if self._spent is None else self._spent, None
+        spent = min(spent, OUTLIER * (1 + extra + self._planned * count * MOST_PLAN) - 1)
+        beyond = max(0.0, spent - extra)
+        if self._planned:
+            self._plan, self._planned = beyond / count, False
+            self.length.balance -= beyond
+            spent -= beyond
+        else:
+            self._surplus = (self._surplus + beyond) / 2
+        self.length.note(block.certainty, len(block.drafts), accepted, spent)

@@ -39,7 +39,7 @@ from retrieval_attn.runner.drafts import BLOCKS, DRAFTED_TOKENS
 from retrieval_attn.runner.graph.decode_graph import BATCHED
 from retrieval_attn.runner.graph.decoder import attending
 from retrieval_attn.runner.graph.pages import prefix_of
-from retrieval_attn.runner.graph.pool import GraphPool
+from retrieval_attn.runner.graph.pool import BlockGraphs, GraphPool
 from retrieval_attn.runner.graph.sequence_slot import StepClock, fit_buffers, new_buffers
 from retrieval_attn.runner.graph.signature import cache_batch_key, look_at, refusal_of
 from retrieval_attn.runner.graph.slot import ordinary_tensors, window_of
@@ -173,6 +173,11 @@ class GraphRunner:
         """Return the new tokens that a captured step of this cache alone may have now; 0 if there is no such step."""
         with self._turn:
             return 0 if self._pool is None or self._refuses_blocks else self._pool.block_room(cache)
+
+    @property
+    def blocks(self) -> BlockGraphs:
+        """Graphs of steps of several tokens."""
+        return BlockGraphs() if self._pool is None else self._pool.blocks
 
     def commit_drafts(self, cache: RetrievalCache, count: int) -> None:
         """Count `count` drafts of a captured step, those that the text has."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from retrieval_attn.engine import stepper
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.stepper import Stepper
@@ -22,6 +23,7 @@ from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.engine.audit import check_engine
 from tests.engine.test_drafts import DRAWN, LINE, answers, llm_of, requests_of, require_same
+from tests.runner.test_drafts import Script
 from tests.tiny_models import Loaded
 
 pytestmark = pytest.mark.usefixtures("compiled", "emulated_graphs", "small_graphs")
@@ -44,9 +46,7 @@ def many_drafts(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Iterator[None
         patch.setattr(BlockCosts, "extra", lambda *_: 0.001)
         patch.setattr(BlockCosts, "spent", lambda *_: 0.001)
         patch.setattr(
-            DraftLength,
-            "choose",
-            lambda _self, draft, most, _extra: max((n - 1 for n in BLOCKS if n <= most), default=0),
+            DraftLength, "choose", lambda _self, draft, most, *_: max((n - 1 for n in BLOCKS if n <= most), default=0)
         )
         yield
 
@@ -80,6 +80,22 @@ def test_answers_are_those_without_drafts(
         for event, before in zip(one, other, strict=True):
             assert event.logprob == pytest.approx(before.logprob, abs=1e-4)
             assert [token for token, _ in event.top] == [token for token, _ in before.top]
+
+
+def test_drawn_rows_keep_their_noise(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of high temperature, whose next tokens are proposed: each is drawn with the noise of its position."""
+    prompt = requests_of(loaded)[0].parts
+    for draw in (SamplingParams(1.2, top_k=50, seed=9), SamplingParams(1.0, top_p=0.9, seed=4, logprobs=2)):
+        request = Request(prompt, 60, draw, stop_ids=frozenset())
+        wanted, known, _ = one_by_one(llm_of(loaded, False), [request])
+        script = Script(wanted[0].tokens, random.Random(5))
+        with many_drafts(monkeypatch):
+            monkeypatch.setattr(stepper, "LookupDrafter", lambda _, script=script: script)
+            found, events, stats = one_by_one(llm_of(loaded, True), [request])
+        require_same(found, wanted)
+        assert 20 < stats["accepted_tokens"] < stats["drafted_tokens"]
+        for one, other in zip(events[0], known[0], strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def test_rows_that_join_and_leave(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def eager_drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Drafts whatever they cost, so that many are wrong."""
     with monkeypatch.context() as patch:
         patch.setattr(BlockCosts, "extra", lambda *_: 0.001)
-        patch.setattr(DraftLength, "choose", lambda _self, draft, most, _extra: min(most, len(draft.tokens)))
+        patch.setattr(DraftLength, "choose", lambda _self, draft, most, *_: min(most, len(draft.tokens)))
         yield
 
 

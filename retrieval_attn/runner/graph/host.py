@@ -253,11 +253,10 @@ class HostStep:
         self._unbound = None
         heads = self._search.kv_heads
         for members, one in zip(rows_of, apart, strict=True):
-            for row in members:
-                if these is None or row in these:
-                    self._search.bind(one.codes or [None] * heads, row * heads, tiled=False)
-                    if self._mass is not None:
-                        self._mass.bind(one.entries or [None] * heads, row * heads)
+            for row, count in _runs(members if these is None else [row for row in members if row in these]):
+                self._search.bind((one.codes or [None] * heads) * count, row * heads, tiled=False)
+                if self._mass is not None:
+                    self._mass.bind((one.entries or [None] * heads) * count, row * heads)
         self._search.write_tiles()
         self._resources.stage.moved(self._turn)
         self._unbound = set() if alone else None
@@ -390,6 +389,17 @@ class HostStep:
 
 
 _NOTHING = CodedPieces([], [], None, None)
+
+
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first row and the length of each run of neighbouring rows."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and row == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((row, 1))
+    return runs
 
 
 def _most_of(retrieve: Retrieve, row: int) -> int:

@@ -47,13 +47,20 @@ SHRINK_AFTER = 32
 class BlockGraphs:
     """Graphs of one cache whose steps have several new tokens.
 
-    graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was.
+    graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was. plans:
+    how often one was planned.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[int, DecodeGraph] = {}
         self.launched: DecodeGraph | None = None
+        self.plans = 0
         self._unplanned: set[int] = set()  # numbers of tokens
+
+    @property
+    def planned(self) -> set[int]:
+        """Numbers of tokens whose next step needs no plan."""
+        return self.graphs.keys() - self._unplanned
 
     def invalidate(self) -> None:
         """Plan each again before its next launch: the sequence changed."""
@@ -73,6 +80,7 @@ class BlockGraphs:
         if count in self._unplanned:
             graph.take([row], kind, range(count))
             self._unplanned.discard(count)
+            self.plans += 1
         graph.undo()  # its windows grew without it
         self.launched = graph
         return graph.launch(tokens, positions)

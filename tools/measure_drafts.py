@@ -4,7 +4,8 @@ Answers of NEW tokens behind a text of TOKENS tokens, each with drafts and witho
 ten changed, prose that quotes nothing, both forced token by token, and the model's own greedy answers.
 
 On a card: `python -m tools.measure_drafts llama-3-8b TOKENS NEW ROUNDS --weights bf16`, a shape with random weights. An
-answer is replayed as drafts, of which 6 of 7 are right (`--accepted`), none is, or none is proposed.
+answer is replayed as drafts, of which 6 of 7 are right (`--accepted`), none is, or none is proposed. With --engine the
+answers are those of a single request of an engine, as a server has them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,6 +28,8 @@ import retrieval_attn as ra
 from retrieval_attn import answer_loop
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.engine import stepper
+from retrieval_attn.engine.request import Request
 from retrieval_attn.gpu.memory import cap
 from retrieval_attn.memory.units import parse_bytes
 from retrieval_attn.model.loading import choose_device
@@ -166,22 +170,73 @@ class Replayed(Drafter):
         return Draft([one if place < self._right else one ^ 1 for place, one in enumerate(tokens)], CERTAIN)
 
 
-def replay(context: ra.Context, question: list[int], answer: Sequence[int], right: int, count: int) -> ra.Answer:
-    """Answer once with drafts of `answer`; count: 0 proposes none."""
+class Round(NamedTuple):
+    """An answer. seconds: per token. drafts: verified and accepted ones. how: see `Stats.decoded`."""
 
-    def made_of(ids: Any) -> Drafter:
-        return Replayed(answer, right, count)
+    seconds: float
+    tokens: Sequence[int]
+    drafts: tuple[int, int]
+    how: str
 
-    with mock.patch.object(steps_module, "LookupDrafter", made_of):
-        return context.continue_with(
-            question, max_new_tokens=len(answer), ignore_eos=True, question_attention="retrieval"
+
+class ContextAnswers:
+    """Answers of a context after one question, `Context.ask` without a prompt's text."""
+
+    def __init__(self, model: Any, config: ra.Config, tokenizer: Any, ids: list[int], new: int, window: int | None):
+        """ids: of the text, which is read. window: see `near_reads`."""
+        self._context, self._question, self._new = ra.Context(model, tokenizer, config), ids[:QUESTION], new
+        with near_reads(window):
+            self._context.read(ids, progress=False)
+
+    def alone(self) -> Round:
+        """Answer as `Config(drafts=False)` does."""
+        with mock.patch.object(answer_loop, "drafted_steps", lambda *_: None):
+            return self._answer()
+
+    def drafted(self, drafter: Drafter) -> Round:
+        """Answer with drafts of `drafter`."""
+        with mock.patch.object(steps_module, "LookupDrafter", lambda _: drafter):
+            return self._answer()
+
+    def _answer(self) -> Round:
+        found = self._context.continue_with(
+            self._question, max_new_tokens=self._new, ignore_eos=True, question_attention="retrieval"
         )
+        stats = found.stats
+        drafts = stats.drafted_tokens, stats.accepted_tokens
+        return Round(stats.decode_seconds / stats.new_tokens, found.tokens, drafts, stats.decoded)
 
 
-def without_drafts(context: ra.Context, question: list[int], new: int) -> ra.Answer:
-    """Answer once as `Config(drafts=False)` does."""
-    with mock.patch.object(answer_loop, "drafted_steps", lambda *_: None):
-        return context.continue_with(question, max_new_tokens=new, ignore_eos=True, question_attention="retrieval")
+class EngineAnswers:
+    """Answers of an engine with one request at a time, whose text is in the prefix cache."""
+
+    def __init__(self, model: Any, config: ra.Config, tokenizer: Any, ids: list[int], new: int, window: int | None):
+        """See `ContextAnswers`."""
+        self._request = Request((tuple(ids), tuple(ids[:QUESTION])), new, stop_ids=frozenset())
+        with near_reads(window):
+            self._engine = ra.Engine(SimpleNamespace(model=model, tokenizer=tokenizer, config=config))
+            self._engine.warm_up(rows=1, tokens=len(ids) + new, progress=False)
+            self._answer()
+
+    def alone(self) -> Round:
+        """See `ContextAnswers.alone`."""
+        with mock.patch.object(stepper.CapturedRowDrafts, "_drafts_of", lambda *_: None):
+            return self._answer()
+
+    def drafted(self, drafter: Drafter) -> Round:
+        """See `ContextAnswers.drafted`."""
+        with mock.patch.object(stepper, "LookupDrafter", lambda _: drafter):
+            return self._answer()
+
+    def _answer(self) -> Round:
+        before = self._engine.stats
+        found = self._engine.submit(self._request).result()
+        if found.error is not None:
+            raise found.error
+        after, (first, end) = self._engine.stats, found.seconds
+        drafted, accepted = (after[name] - before[name] for name in ("drafted_tokens", "accepted_tokens"))
+        seconds = (end - first) / max(1, len(found.tokens) - 1)
+        return Round(seconds, found.tokens, (drafted, accepted), f"{after['steps'] - before['steps']} steps")
 
 
 def make_decisive(model: Any) -> None:
@@ -207,37 +262,29 @@ def measure_card(args: argparse.Namespace) -> None:
         cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (args.tokens,), generator=torch.Generator().manual_seed(1)).tolist()
-    config = ra.Config(drafts=True, full_attention=args.full_attention, host_dtype=args.host_dtype)
+    full = "auto" if args.engine else args.full_attention
+    config = ra.Config(drafts=True, full_attention=full, host_dtype=args.host_dtype)
     ra.enable(model, config)
-    context = ra.Context(model, number_tokenizer(vocabulary), config)
-    with near_reads(args.read_window):
-        context.read(ids, progress=False)
-    question = ids[:QUESTION]
-    answer = without_drafts(context, question, args.new).tokens
+    made_of = EngineAnswers if args.engine else ContextAnswers
+    answers = made_of(model, config, number_tokenizer(vocabulary), ids, args.new, args.read_window)
+    answer = answers.alone().tokens
     block, cases = args.accepted + 1, dict[str, tuple[int, int]]()
     cases[f"{args.accepted} of {block} drafts right"] = args.accepted, block
     cases["no draft right"], cases["no proposals"] = (0, block), (0, 0)
     for name, (right, count) in cases.items():
-        rounds = list[tuple[float, float]]()
-        for _ in range(args.rounds + 1):  # the first one captures
-            alone, drafted = (
-                without_drafts(context, question, args.new),
-                replay(context, question, answer, right, count),
-            )
-            rounds.append((1e3 * seconds_of(alone), 1e3 * seconds_of(drafted)))
-        alone_ms, drafted_ms = (statistics.median(one[part] for one in rounds[1:]) for part in (0, 1))
-        same = next((n for n, both in enumerate(zip(alone.tokens, drafted.tokens)) if both[0] != both[1]), args.new)  # noqa: B905
+        rounds = [  # the first one captures
+            (answers.alone(), answers.drafted(Replayed(answer, right, count))) for _ in range(args.rounds + 1)
+        ]
+        alone_ms, drafted_ms = (1e3 * statistics.median(one[part].seconds for one in rounds[1:]) for part in (0, 1))
+        alone, drafted = rounds[-1]
+        both = zip(alone.tokens, drafted.tokens, strict=False)
+        same = next((n for n, (one, other) in enumerate(both) if one != other), args.new)
         print(
             f"{args.model} {args.weights}, {args.tokens} tokens, {name}: {alone_ms:.2f} ms per token without, "
-            f"{drafted_ms:.2f} with ({alone_ms / drafted_ms:.2f} x); drafts {drafted.stats.drafted_tokens}, accepted "
-            f"{drafted.stats.accepted_tokens}; {drafted.stats.decoded}; first {same} of {args.new} tokens the same",
+            f"{drafted_ms:.2f} with ({alone_ms / drafted_ms:.2f} x); drafts {drafted.drafts[0]}, accepted "
+            f"{drafted.drafts[1]}; {drafted.how}; first {same} of {args.new} tokens the same",
             flush=True,
         )
-
-
-def seconds_of(answer: ra.Answer) -> float:
-    """Return seconds per token of an answer."""
-    return answer.stats.decode_seconds / answer.stats.new_tokens
 
 
 def main() -> None:
@@ -249,6 +296,7 @@ def main() -> None:
     parser.add_argument("rounds", type=int)
     parser.add_argument("--weights", choices=("bf16", "int4"), help="random weights, on a card")
     parser.add_argument("--accepted", type=int, default=6, choices=(0, 2, 6, 14), help="of a block (default: 6)")
+    parser.add_argument("--engine", action="store_true", help="answers of an engine, which a server has")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--gpu-memory", default="24GiB")

@@ -48,7 +48,7 @@ def watched() -> Iterator[Actions]:
 
     preempt, resume: of rows. spill: of a layer's window to the host. split: nodes of a tree that begin inside another's
     span. evict, offload: nodes. to disk, from disk: idle texts, written and opened. open: of saved contexts, too.
-    cancelled while STATE: by who asked. joint step: of several rows.
+    cancelled while STATE: by who asked. joint step: of several rows. draft, accepted draft: tokens.
     """
     actions = Actions()
 
@@ -74,6 +74,10 @@ def watched() -> Iterator[Actions]:
     def offloaded(freed: int, *_: Any, **__: Any) -> None:
         actions.note("offload", freed > 0)
 
+    def drafted(_: Any, __: Counts, drafts: int, accepted: int) -> None:
+        actions.note("draft", drafts)
+        actions.note("accepted draft", accepted)
+
     watch: list[tuple[Any, str, Callable[..., None] | None, Callable[..., None] | None]] = [
         (Scheduler, "schedule", None, planned),
         (Scheduler, "abort", cancelled, None),
@@ -82,6 +86,7 @@ def watched() -> Iterator[Actions]:
         (RadixCache, "offload", None, offloaded),
         (LayerKV, "spill", None, lambda *_, **__: actions.note("spill")),
         (BackgroundSaves, "add_automatic", None, lambda *_, **__: actions.note("to disk")),
+        (Counts, "add_drafts", drafted, None),
         (Counts, "note_disk_load", None, lambda *_, **__: actions.note("from disk")),
         (saved_text, "open_chain", None, lambda *_, **__: actions.note("open")),
     ]

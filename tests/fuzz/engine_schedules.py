@@ -19,8 +19,10 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import retrieval_attn as ra
-from retrieval_attn.engine import background_saves, prefix_handle, resident_set
+from retrieval_attn.engine import background_saves, prefix_handle, resident_set, stepper
 from retrieval_attn.engine import engine as engine_module
 from retrieval_attn.engine.background_saves import DiskTier
 from retrieval_attn.engine.engine import Engine, default_limits
@@ -278,6 +280,32 @@ def asked_again(engine: Engine, name: str, request: Request, actions: Actions | 
     return [Answered(request, again.result(), False)]
 
 
+def answer_alone(llm: Any, request: Request, paged_prefix_tokens: int = 0) -> Finished:
+    """Answer a request by an engine of its own, without a store."""
+    with Engine(llm, prefix_cache_bytes=0, paged_prefix_tokens=paged_prefix_tokens) as engine:
+        return engine.submit(request).result()
+
+
+@contextmanager
+def drafting(llm: Any, schedule: Schedule, library: Library) -> Iterator[Any]:
+    """Return parts of an engine whose rows draft at every token: answers of the schedule, one token in four wrong."""
+    import pytest
+
+    from tests.engine.test_captured_drafts import many_drafts
+    from tests.runner.test_drafts import Script
+
+    known, chance = dict[tuple[int, ...], list[int]](), random.Random(schedule.seed)
+    for one in map(library.alone, schedule.requests):
+        known[tuple(chain.from_iterable(one.parts))] = answer_alone(llm, one).tokens
+
+    def made_of(prompt: Any) -> Script:
+        return Script(known.get(tuple(prompt.tolist()), []), chance)
+
+    with pytest.MonkeyPatch.context() as patch, many_drafts(patch):
+        patch.setattr(stepper, "LookupDrafter", made_of)
+        yield SimpleNamespace(**{**vars(llm), "config": llm.config.replace(drafts=True)})
+
+
 def wrong(llm: Any, answers: list[Answered], paged_prefix_tokens: int = 0) -> list[int]:
     """Numbers of answers that are not those of the request alone; a cancelled one must be a beginning of it.
 
@@ -285,8 +313,7 @@ def wrong(llm: Any, answers: list[Answered], paged_prefix_tokens: int = 0) -> li
     """
     differ = []
     for number, (request, one, cancelled) in enumerate(answers):
-        with Engine(llm, prefix_cache_bytes=0, paged_prefix_tokens=paged_prefix_tokens) as engine:
-            expected = engine.submit(request).result()
+        expected = answer_alone(llm, request, paged_prefix_tokens)
         if one.reason == "cancelled" and cancelled:
             right = one.tokens == expected.tokens[: len(one.tokens)]
         else:
@@ -308,6 +335,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10, metavar="N", help="of each schedule")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--graphs", action="store_true", help="steps are emulated graphs; what is alone steps eagerly")
+    parser.add_argument("--drafts", action="store_true", help="rows draft at every token; what is alone has no drafts")
     args = parser.parse_args()
     from retrieval_attn_eval.bench.session.subject import number_tokenizer
     from tests.emulation.emulated import emulated
@@ -325,8 +353,11 @@ def main() -> int:
         for seed in tqdm(range(args.seed, args.seed + args.schedules), unit="schedule", mininterval=10):
             schedule = schedule_of(seed, args.requests, vocabulary, contexts=seed % 3 > 0)
             llm = llm_of(model, tokenizer, schedule.index, schedule.crops)
-            with emulated() if args.graphs else nullcontext():
-                found = run(llm, schedule, library, actions, WIDE_TOKENS if seed % 2 else None)
+            with (
+                emulated() if args.graphs else nullcontext(),
+                drafting(llm, schedule, library) if args.drafts else nullcontext(llm) as rows,
+            ):
+                found = run(rows, schedule, library, actions, WIDE_TOKENS if seed % 2 else None)
             if differ := wrong(llm, found, schedule.paged_prefix_tokens):
                 print(f"schedule {seed}: answers {differ} differ from those alone", file=sys.stderr)
                 return 1

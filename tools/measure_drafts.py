@@ -28,6 +28,7 @@ import retrieval_attn as ra
 from retrieval_attn import answer_loop
 from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.config import FullAttention
 from retrieval_attn.engine import stepper
 from retrieval_attn.engine.request import Request
 from retrieval_attn.gpu.memory import cap
@@ -198,6 +199,9 @@ class ContextAnswers:
         with mock.patch.object(steps_module, "LookupDrafter", lambda _: drafter):
             return self._answer()
 
+    def close(self) -> None:
+        """Do nothing."""
+
     def _answer(self) -> Round:
         found = self._context.continue_with(
             self._question, max_new_tokens=self._new, ignore_eos=True, question_attention="retrieval"
@@ -227,6 +231,10 @@ class EngineAnswers:
         """See `ContextAnswers.drafted`."""
         with mock.patch.object(stepper, "LookupDrafter", lambda _: drafter):
             return self._answer()
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
 
     def _answer(self) -> Round:
         before = self._engine.stats
@@ -262,7 +270,7 @@ def measure_card(args: argparse.Namespace) -> None:
         cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (args.tokens,), generator=torch.Generator().manual_seed(1)).tolist()
-    full = "auto" if args.engine else args.full_attention
+    full: FullAttention = "auto" if args.engine else args.full_attention
     config = ra.Config(drafts=True, full_attention=full, host_dtype=args.host_dtype)
     ra.enable(model, config)
     made_of = EngineAnswers if args.engine else ContextAnswers
@@ -285,6 +293,7 @@ def measure_card(args: argparse.Namespace) -> None:
             f"{drafted.drafts[1]}; {drafted.how}; first {same} of {args.new} tokens the same",
             flush=True,
         )
+    answers.close()
 
 
 def main() -> None:

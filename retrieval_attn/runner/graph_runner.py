@@ -277,7 +277,7 @@ class GraphRunner:
                 asked = None if draws is None else [draws[row] for row in rows]
                 own = [caches[row] for row in rows], [inputs[row] for row in rows]
                 if block and asked is not None and asked[0] is not None:
-                    drawn = self._replayed_block(caches[0], inputs[0], block, asked[0], launched)
+                    drawn = self._replayed_block(caches[0], (inputs[0][0], *block), inputs[0][1], asked[0], launched)
                     if drawn is not None:
                         self._failures = 0
                         return _Replayed(rows, {}, None, drawn)
@@ -306,27 +306,27 @@ class GraphRunner:
     def _replayed_block(
         self,
         cache: RetrievalCache,
-        fed: tuple[int, int],
-        drafts: Sequence[int],
+        tokens: Sequence[int],
+        position: int,
         draw: SamplingParams,
         launched: Callable[[], None] | None,
     ) -> list[SampledToken | None] | None:
         """Replay a step of a token and its drafts, and sample after each. Return None if no such step can be captured.
 
-        fed: the token and its position. Raises BackendError if host or exchange failed; no token was appended.
+        position: of the first token. Raises BackendError if host or exchange failed; no token was appended.
         """
-        pool, count, began = self._pool, 1 + len(drafts), time.perf_counter()
+        pool, began = self._pool, time.perf_counter()
         assert pool is not None
-        if count > pool.block_room(cache):
+        if len(tokens) > pool.block_room(cache):
             return None
         foreground.note()
-        logits = self._launch_block(pool, cache, [fed[0], *drafts], fed[1])
+        logits = self._launch_block(pool, cache, tokens, position)
         if logits is None:
             return None
         try:
             if launched is not None:
                 launched()
-            found = self._sample_block(draw, logits, fed[1])
+            found = self._sample_block(draw, logits, position)
         except BaseException:
             pool.undo()
             raise
@@ -365,8 +365,9 @@ class GraphRunner:
                 return
             with self._turn:
                 logits = self._launch_block(self._pool, cache, [0] * count, position)
-                for draw in draws if logits is not None else ():
-                    self._sample_block(draw, logits, position)
+                if logits is not None:
+                    for draw in draws:
+                        self._sample_block(draw, logits, position)
                 self._pool.undo()
 
     def _serves(self, cache: RetrievalCache) -> bool:

@@ -88,7 +88,7 @@ def test_drawn_rows_keep_their_noise(loaded: Loaded, monkeypatch: pytest.MonkeyP
     for draw in (SamplingParams(1.2, top_k=50, seed=9), SamplingParams(1.0, top_p=0.9, seed=4, logprobs=2)):
         request = Request(prompt, 60, draw, stop_ids=frozenset())
         wanted, known, _ = one_by_one(llm_of(loaded, False), [request])
-        script = Script(wanted[0].tokens, random.Random(5))
+        script = Script(list(wanted[0].tokens), random.Random(5))
         with many_drafts(monkeypatch):
             monkeypatch.setattr(stepper, "LookupDrafter", lambda _, script=script: script)
             found, events, stats = one_by_one(llm_of(loaded, True), [request])

@@ -296,7 +296,7 @@ def drafting(llm: Any, schedule: Schedule, library: Library) -> Iterator[Any]:
 
     known, chance = dict[tuple[int, ...], list[int]](), random.Random(schedule.seed)
     for one in map(library.alone, schedule.requests):
-        known[tuple(chain.from_iterable(one.parts))] = answer_alone(llm, one).tokens
+        known[tuple(chain.from_iterable(one.parts))] = list(answer_alone(llm, one).tokens)
 
     def made_of(prompt: Any) -> Script:
         return Script(known.get(tuple(prompt.tolist()), []), chance)

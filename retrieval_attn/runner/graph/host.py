@@ -253,10 +253,11 @@ class HostStep:
         self._unbound = None
         heads = self._search.kv_heads
         for members, one in zip(rows_of, apart, strict=True):
+            codes, entries = one.codes or [None] * heads, one.entries or [None] * heads
             for row, count in _runs(members if these is None else [row for row in members if row in these]):
-                self._search.bind((one.codes or [None] * heads) * count, row * heads, tiled=False)
+                self._search.bind([*codes] * count, row * heads, tiled=False)
                 if self._mass is not None:
-                    self._mass.bind((one.entries or [None] * heads) * count, row * heads)
+                    self._mass.bind([*entries] * count, row * heads)
         self._search.write_tiles()
         self._resources.stage.moved(self._turn)
         self._unbound = set() if alone else None

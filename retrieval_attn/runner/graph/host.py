@@ -253,7 +253,8 @@ class HostStep:
         self._unbound = None
         heads = self._search.kv_heads
         for members, one in zip(rows_of, apart, strict=True):
-            codes, entries = one.codes or [None] * heads, one.entries or [None] * heads
+            codes: Sequence[Any] = one.codes or [None] * heads
+            entries: Sequence[Any] = one.entries or [None] * heads
             for row, count in _runs(members if these is None else [row for row in members if row in these]):
                 self._search.bind([*codes] * count, row * heads, tiled=False)
                 if self._mass is not None:

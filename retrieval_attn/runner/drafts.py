@@ -9,6 +9,7 @@ sampler chooses each token as without drafts, by the noise of its position, and 
 # (compiled functions get their types from Numba)
 from __future__ import annotations
 
+import math
 import statistics
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -241,6 +242,12 @@ LOAN = 0.5
 """Steps of one token that may be spent in vain before the first token."""
 MOST_PLAN = 0.5
 """Usual time, at most, in which the host plans a token of a block, in steps of one token."""
+TRUSTED = 3
+"""Drafts of an answer that must be right, and none wrong, before its blocks may cost what was not saved before."""
+DEBT = 2.0
+"""Steps of one token that such a block may cost beyond what was saved."""
+BLOCKS_AHEAD = 3
+"""Blocks of one size that use its plan, at least, where drafts are right."""
 LONGEST_PAUSE = 128
 """Tokens without drafts after many blocks that did not pay."""
 
@@ -267,21 +274,26 @@ class DraftLength:
     ) -> int:
         """Return the number of drafts to verify, at most `most`.
 
-        extra: see `BlockCosts.extra`, of a number. once: what the balance must allow in addition; None: nothing.
+        extra: see `BlockCosts.extra`, of a number. once: what the balance must allow in addition; None: nothing. Where
+        TRUSTED drafts were right and none wrong, a block of at most twice as many may cost DEBT more than the balance.
         """
         if self._pause:
             return 0
         hits, tries = self._known[_class_of(draft.certainty)]
         chance, best, gain = hits / tries, 0, 0.0
+        trusted = TRUSTED <= self.accepted == self.drafted
         for count in DRAFT_SIZES:
             cost = extra(count)
             if count > min(most, len(draft.tokens)):
                 break
-            if cost + (0.0 if once is None else once(count)) > self.balance:
+            first = 0.0 if once is None else once(count)
+            may_owe = trusted and count <= 2 * self.accepted + 1
+            if cost + first > self.balance + (DEBT if may_owe else 0.0):
                 continue
             expected = count * chance if chance > 0.999 else chance * (1 - chance**count) / (1 - chance)
-            if expected - cost > gain:
-                best, gain = count, expected - cost
+            gained = expected - cost - (first / BLOCKS_AHEAD if trusted else 0.0)
+            if gained > gain:
+                best, gain = count, gained
         return best
 
     def note(self, certainty: int, drafted: int, accepted: int, extra: float) -> None:
@@ -324,7 +336,7 @@ class Drafts:
         self._delayed = self._waits = False  # this step, the next one
         self._spent: float | None = None  # by the last block, in steps
         self._planned = False  # the last block
-        self._surplus = self._plan = 0.0  # expected steps: of a block beyond its extra, of a plan for each token
+        self._surplus = self._plan = 0.0  # expected steps: of a block beyond its extra, of a plan by the root of tokens
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append the newest tokens of the answer. tokens counts them."""
@@ -352,7 +364,7 @@ class Drafts:
 
         def once(drafts: int) -> float:
             count = 1 + drafts
-            return self._surplus + (0.0 if count in planned else self._plan * count)
+            return self._surplus + (0.0 if count in planned else self._plan * math.sqrt(count))
 
         return self.block(most, partial(self.costs.extra, 1), once)
 
@@ -390,7 +402,7 @@ class Drafts:
         spent = min(spent, OUTLIER * (1 + extra + self._planned * count * MOST_PLAN) - 1)
         beyond = max(0.0, spent - extra)
         if self._planned:
-            self._plan, self._planned = beyond / count, False
+            self._plan, self._planned = beyond / math.sqrt(count), False
             self.length.balance -= beyond
             spent -= beyond
         else:

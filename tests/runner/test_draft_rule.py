@@ -36,10 +36,10 @@ class Certain(Drafter):
 class Answer:
     """Simulate an answer as `CapturedDrafts` decodes it.
 
-    right: how many drafts of a block are right, by its first token and its number. planning: milliseconds for each
-    token of the first block of a size, and after each 100 tokens again. noise: largest share by which a step is longer.
-    stall: milliseconds of a delay in the fourth block. time: as a share of that of steps of one token. blocks: their
-    tokens. accepted: drafts.
+    right: how many drafts of a block are right, by its first token and its number. planning, fixed: milliseconds for
+    each token of the first block of a size, and for such a block, and after each 100 tokens again. noise: largest share
+    by which a step is longer. stall: milliseconds of a delay in the fourth block. time: as a share of that of steps of
+    one token. blocks: their tokens. accepted: drafts.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Answer:
         planning: float = 0.0,
         noise: float = 0.0,
         stall: float = 0.0,
+        fixed: float = 0.0,
     ) -> None:
         self._table, self._noise = table, noise
         self._chance, self._now, self.blocks, self.accepted = random.Random(1), 0.0, list[int](), 0
@@ -61,7 +62,7 @@ class Answer:
                 count, number = 1 + len(block.drafts), len(self.blocks)
                 plans = (count, made // 100) not in planned
                 planned.add((count, made // 100))
-                self._now += IDLE + planning * count * plans + stall * (number == 3)
+                self._now += IDLE + (planning * count + fixed) * plans + stall * (number == 3)
                 self._step(drafts, count, plans)
                 self.blocks.append(count)
                 accepted = min(len(block.drafts), right(made, number))
@@ -93,7 +94,7 @@ def table(request: pytest.FixtureRequest) -> dict[int, float]:
 NOISE: list[dict[str, float]] = [{}, {"planning": 2.5}, {"noise": 0.2}, {"planning": 1.5, "noise": 0.4}]
 
 
-@pytest.mark.parametrize("options", [*NOISE, {"planning": 5.0}], ids=str)
+@pytest.mark.parametrize("options", [*NOISE, {"planning": 5.0}, {"fixed": 20.0}], ids=str)
 def test_wrong_drafts_cost_little(table: dict[int, float], options: dict[str, float]) -> None:
     """All proposals are wrong and said to be certain: at most 1.02 of the time without drafts, and few blocks."""
     answer = Answer(table, lambda _, __: 0, **options)
@@ -101,8 +102,9 @@ def test_wrong_drafts_cost_little(table: dict[int, float], options: dict[str, fl
     assert 1 <= len(answer.blocks) <= 12 and answer.accepted == 0
 
 
-@pytest.mark.parametrize("options", NOISE, ids=str)
+@pytest.mark.parametrize("options", [*NOISE, {"fixed": 20.0}], ids=str)
 def test_right_drafts_are_fast(table: dict[int, float], options: dict[str, float]) -> None:
+    """On an H200 a plan took some 20 ms, whatever the block: a rule that saved for it first had 19 drafts, 1.24 x."""
     answer = Answer(table, lambda _, __: BLOCKS[-1], **options)
     least = 1.2 if table is TABLES["dear"] else 2.3 if options.get("planning", 0.0) > 2 else 2.5
     assert 1 / answer.time >= least, 1 / answer.time

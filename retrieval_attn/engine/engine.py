@@ -219,7 +219,7 @@ class RequestAdmission:
         """The row as the scheduler sees it."""
         request, opened = row.request, row.opened_tokens
         # a row that may be read again has all of its text for itself then
-        alone = self._tree is None or request.prompt_logprobs is not None or row.changes_factors
+        alone = self._tree is None or not row.leases_known
         known = 0 if self._tree is None or alone else row.sharing.known_tokens(self._tree)
         # one more than there are: a job's last one is not read but fed to a step, and here all of a prompt is read
         tokens = row.prompt_tokens + 1
@@ -681,6 +681,7 @@ class Engine:
         progress = self._prefills.go_on(dict(plan.read), failed, alone=not plan.decode)
         if self._idle is not None:
             self._idle.after_step(plan)
+            self._prefills.renew_known()
         return StepResult(
             tuple(found.ended), tuple(found.tokens), tuple(failed), progress.chunks, progress.done, found.seconds,
             progress.chunk_seconds, progress.next_kinds,

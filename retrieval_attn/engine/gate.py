@@ -298,6 +298,11 @@ class GatedRead:
         self._gate.grant(chunks, alone=alone)
 
     @property
+    def granted(self) -> int:
+        """Granted chunks that have not begun."""
+        return self._gate.granted
+
+    @property
     def is_stalled(self) -> bool:
         """Whether the thread waits for copies or index builds of others inside of a chunk."""
         return self._gate.is_stalled

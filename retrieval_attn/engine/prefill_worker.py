@@ -85,6 +85,7 @@ class PrefillWorker:
         self._rows, self._scheduler, self._changed, self._fail = rows, scheduler, changed, fail
         self._config, self._tree = config, tree
         self._counts = counts
+        self._evicted = 0  # entries of the prefix cache, when known tokens were renewed
         self._packs = False  # the first read makes ready what any may need, which takes a while
         self._pack: BatchedPrefill | None = None
         self._pack_chunk_seconds = 0.0  # of the last one
@@ -142,7 +143,7 @@ class PrefillWorker:
                 if read is not None:
                     before = read.chunks_done
                     if read.next_kind != "image" or self._scheduler.next_kind(number) == "image":
-                        if alone or not read.is_stalled:
+                        if alone or not (read.is_stalled or read.granted):  # else what was granted is to be done yet
                             read.go(min(granted[number], read.chunks_alike), alone=alone)
                         read.wait(or_stalled=not alone)
                     chunks[number] = read.chunks_done - before
@@ -254,10 +255,21 @@ class PrefillWorker:
                 if tokens <= self._scheduler.limits.chunk_tokens:
                     return
                 for other, waiting in self._rows.items():  # no long ones any more, which would be read one by one
-                    if self._scheduler.state(other) is State.WAITING and waiting.sharing.shares_prefix_with(
-                        row.sharing, tokens
-                    ):
+                    leases = waiting.leases_known and self._scheduler.state(other) is State.WAITING
+                    if leases and waiting.sharing.shares_prefix_with(row.sharing, tokens):
                         self._scheduler.set_known(other, tokens)
+
+    def renew_known(self) -> None:
+        """After an eviction, tell the scheduler which tokens requests without a lease still find in the prefix cache."""
+        if self._tree is None or (evicted := self._tree.stats.evicted) == self._evicted:
+            return
+        self._evicted = evicted
+        with self._changed:
+            rows = [(number, self._rows[number]) for number in self._scheduler.knowing if number in self._rows]
+        for number, row in rows:
+            known = row.sharing.known_tokens(self._tree)
+            with self._changed:
+                self._scheduler.set_known(number, known)
 
     def _passed_on(self, granted: Mapping[str, int], reading: Sequence[str]) -> dict[str, int]:
         """Pass the chunks of requests that wait for another's prefill to that request, whatever its priority.

@@ -30,7 +30,7 @@ from retrieval_attn.engine.node import (
     SessionPins,
     Sizes,
 )
-from retrieval_attn.engine.resident_set import ResidentSet
+from retrieval_attn.engine.resident_set import LEAST_OFFLOADED, ResidentSet
 from retrieval_attn.errors import ConfigError, ShapeError
 
 log = logging.getLogger(__name__)
@@ -403,7 +403,7 @@ class RadixCache:
             waiting: nodes that waiting requests continue, evicted last, with positions in the queue.
             keeps: returns whether a node stays for now; its bytes count as freed. Called under the lock.
             release: gets a list of what is evicted, and clears it soon: host memory of 13 GB takes .8 s to free. None,
-                or where GPU memory is needed: it is freed now.
+                or if it has GPU memory or pages: it is freed now.
         """
         freed, dropped, gone = Sizes(), 0, list[Payload]()
         with self._lock:
@@ -417,7 +417,7 @@ class RadixCache:
                 dropped += 1
                 self._prune(node)
             self._counts = self._counts.add_eviction(dropped, freed.total)
-        if release is not None and gone and need.device <= 0:
+        if release is not None and gone and not freed.pages and freed.device <= dropped * LEAST_OFFLOADED:
             release(gone)
         return freed
 

@@ -134,6 +134,11 @@ class RunningRequest:
         return self.prompt_tokens + shift + len(self.tokens) - 1
 
     @property
+    def leases_known(self) -> bool:
+        """Whether the request uses what the prefix cache holds of its prompt, and needs no memory for it."""
+        return self.request.prompt_logprobs is None and not self.changes_factors
+
+    @property
     def history(self) -> History | None:
         """The history that changes the scores of the next token; None: they are the model's."""
         return self._history if self._history is not None and self._history.changes else None

@@ -105,6 +105,13 @@ class Scheduler:
         return len(self._queues[True]) + len(self._queues[False])
 
     @property
+    def knowing(self) -> list[str]:
+        """Requests with known tokens that are not leased for them."""
+        return [
+            name for name, entry in self._places.entries.items() if entry.job.known_tokens > entry.job.cached_tokens
+        ]
+
+    @property
     def slots_in_use(self) -> int:
         """Slots with a running sequence."""
         return len(self._places.seated())

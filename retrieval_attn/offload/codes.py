@@ -313,10 +313,12 @@ class HeadCodes:
         try:
             future.result()
         except BaseException:
-            self._loading = self._loaded = self._load_future = None  # they stay offloaded
+            with _landing:
+                if self._load_future is future:  # else another thread has begun another load
+                    self._loading = self._loaded = self._load_future = None  # they stay offloaded
             raise
         with _landing:
-            if self._loaded is not None:
+            if self._load_future is future and self._loaded is not None:
                 self._device, self._loading, self._loaded, self._load_future = self._loaded, None, None, None
 
     @property

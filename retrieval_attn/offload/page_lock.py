@@ -31,7 +31,7 @@ LEAST_BYTES = 1 << 20
 """Less of a head's keys than this is not registered: it crosses in no time from ordinary memory."""
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the device does not write there
-_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+_TAKEN = "already mapped"  # cudaErrorHostMemoryAlreadyRegistered
 _refused = threading.Event()
 _file_refused = threading.Event()
 _locking = threading.Lock()
@@ -71,7 +71,7 @@ def _register_tokens(segment: Segment, start: int, stop: int) -> None:
         for rows in array[:, start:stop]:
             if reason := register(rows.ctypes.data, rows.nbytes):
                 unregister(done)
-                if reason == _already_locked():
+                if _TAKEN in reason:
                     return  # by what had these addresses before: they are free soon
                 _refused.set()
                 say_refused(reason, "keys and values cross to the device through a ring of page-locked buffers, slower")
@@ -81,11 +81,6 @@ def _register_tokens(segment: Segment, start: int, stop: int) -> None:
         # before the memory is given back: a callback on the array that owns the mapping runs while it still exists
         weakref.finalize(base_of(array), unregister, addresses.tolist()).atexit = False
     segment.locked_ends = (*segment.locked_ends, stop)
-
-
-def _already_locked() -> str:
-    cudart: Any = torch.cuda.cudart()
-    return str(cudart.cudaGetErrorString(_ALREADY_REGISTERED))
 
 
 def locked_rows(segment: Segment, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

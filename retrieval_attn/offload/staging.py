@@ -166,10 +166,14 @@ def brought_together(tensors: Sequence[Tensor]) -> list[Tensor]:
             room[: one.nbytes].view(one.dtype).view(one.shape) if one.is_cuda else one
             for one, room in zip(tensors, rooms, strict=True)
         ]
-        for one, held in zip(tensors, into, strict=True):
-            if one.is_cuda:
-                copy_runs(held, one)
-                one.record_stream(stream)
+        try:
+            for one, held in zip(tensors, into, strict=True):
+                if one.is_cuda:
+                    copy_runs(held, one)
+                    one.record_stream(stream)
+        except BaseException:
+            stream.synchronize()  # the memory goes now
+            raise
         done = torch.cuda.Event(blocking=True)
         done.record(stream)
     done.synchronize()

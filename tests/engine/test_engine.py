@@ -23,6 +23,7 @@ from retrieval_attn.cpu import segment
 from retrieval_attn.engine import prefill_worker as readings
 from retrieval_attn.engine.engine import READ_TOKENS, Engine, default_limits
 from retrieval_attn.engine.gate import prefill_threads
+from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.request import Finished, Request, RequestHandle
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
 from retrieval_attn.errors import AdmissionError, ConfigError, ContextLengthError, EngineFullError, InputDataError
@@ -174,6 +175,50 @@ def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -
     for before, one in itertools.pairwise(ticks):
         ends = [name for name, kind in before.next_kinds.items() if kind == "end"]
         assert not ends or ends == list(one.read)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_known_tokens_count_as_free_for_requests_that_lease_them(monkeypatch: pytest.MonkeyPatch, scored: bool) -> None:
+    """A request whose prompt is scored reads all of it, and needs memory for that."""
+    llm, known = llm_of(CONFIG), list[tuple[str, int]]()
+    limits = replace(default_limits(llm.model, llm.config), rows=1, ahead=0, chunk_tokens=64)
+    note = Scheduler.set_known
+
+    def noted(scheduler: Scheduler, job: str, tokens: int) -> None:
+        known.append((job, tokens))
+        note(scheduler, job, tokens)
+
+    monkeypatch.setattr(Scheduler, "set_known", noted)
+    text, options = ids(300, 1), {"prompt_logprobs": 0} if scored else {}
+    with Engine(llm, limits=limits) as engine:
+        first = engine.submit(Request((text, ids(5, 2)), 4))
+        others = [engine.submit(Request((text, ids(5, 3 + number)), 2, **options)) for number in range(2)]
+        assert all(one.result().error is None for one in (first, *others))
+    assert bool(known) is not scored
+
+
+def test_tokens_that_were_evicted_are_not_known_any_more() -> None:
+    """A waiting request counted them as free memory: who is admitted with them would have none."""
+    llm = llm_of(CONFIG)
+    limits = replace(default_limits(llm.model, llm.config), rows=1, ahead=0)
+    text = ids(300, 1)
+    with Engine(llm, limits=limits) as engine:
+        engine.submit(Request((text, ids(5, 2)), 2)).result()
+        row = engine.submit(Request((ids(40, 5),), 400, stop_ids=frozenset()))
+        waiting = engine.submit(Request((text, ids(5, 3)), 2))
+
+        def known() -> int:
+            with engine._changed:
+                return max((entry.job.known_tokens for entry in engine._scheduler._places.entries.values()), default=0)
+
+        assert known() >= 300 and engine._tree is not None
+        assert engine._tree.evict(Sizes(1 << 40)).host
+        deadline = time.monotonic() + 20
+        while known() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert known() == 0
+        row.cancel()
+        assert waiting.result().cached_tokens == 0
 
 
 def test_rows_get_tokens_while_a_read_waits_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_the_engine_goes_on_while_a_chunk_waits_for_copies() -> None:
     thread.start()
     gate.grant(1)
     assert gate.wait(10, or_stalled=True) and gate.is_stalled and gate.chunks_done == 0
-    assert not gate.wait(0.05), "the chunk is not complete"
+    assert gate.granted == 0 and not gate.wait(0.05), "the chunk is not complete"
     copies.set_result(None)
     assert gate.wait(10) and not gate.is_stalled and gate.chunks_done == 1
     gate.grant(1)

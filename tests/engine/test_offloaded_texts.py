@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -297,26 +298,47 @@ def test_a_leased_text_is_copied() -> None:
     assert tree.offload(1, copied=True) == 1 << 24 and copied == ["copy", "offload"]
 
 
-@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("device", [0, 1 << 24])
 def test_a_thread_frees_what_is_evicted_for_host_memory(device: int) -> None:
-    """13 GB take .8 s to free, in the engine's thread a gap of .8 s between tokens. GPU memory is needed at once."""
+    """13 GB take .8 s to free, in the engine's thread a gap of .8 s between tokens. GPU memory is counted free now."""
     tree, released = RadixCache(), list[list[Any]]()
 
     class Text:
-        sizes = Sizes(1 << 24, 1 << 24)
+        sizes = Sizes(1 << 24, device)
 
     text = Text()
     gone = weakref.ref(text)
     tree.insert(tree.root, ids(100, 1), text, None)
     del text
-    freed = tree.evict(Sizes(1, device), release=released.append)
-    assert freed == Sizes(1 << 24, 1 << 24) and tree.sizes == Sizes()
+    freed = tree.evict(Sizes(1), release=released.append)
+    assert freed == Sizes(1 << 24, device) and tree.sizes == Sizes()
     if device:
         assert not released and gone() is None
     else:
         assert gone() is not None
         released.pop().clear()
         assert gone() is None
+
+
+def test_a_load_that_failed_leaves_a_newer_one_alone() -> None:
+    """Two threads wait for codes whose copy fails; one begins the next load before the other has seen the error."""
+    cache = read_text(llm_of(CONFIG), 600, 2).cache
+    codes = head_codes_of(cache)
+    rows = codes[0].rows().codes.copy()
+    offload_codes(codes)
+
+    class Failing(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            codes[0]._load_future = codes[0]._loading = None  # the other thread has seen it
+            load_codes(codes[:1])
+            raise OSError("no")
+
+    load_codes(codes[1:])
+    codes[0].expect(torch.empty(0, dtype=torch.uint8), Failing())
+    with pytest.raises(OSError, match="no"):
+        codes[0]._finish_load()
+    assert codes[0]._load_future is not None and not codes[0].offloaded
+    assert (codes[0].device.codes[: len(rows)].numpy() == rows).all()
 
 
 def test_threads_copy_the_spaces_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:

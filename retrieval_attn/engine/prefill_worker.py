@@ -260,7 +260,7 @@ class PrefillWorker:
                         self._scheduler.set_known(other, tokens)
 
     def renew_known(self) -> None:
-        """After an eviction, tell the scheduler which tokens requests without a lease still find in the prefix cache."""
+        """After an eviction, tell the scheduler what requests without a lease still find in the prefix cache."""
         if self._tree is None or (evicted := self._tree.stats.evicted) == self._evicted:
             return
         self._evicted = evicted

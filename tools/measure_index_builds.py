@@ -35,7 +35,7 @@ QUERY_HEADS, QUERIES = 4, 256
 
 
 class Counted(NamedTuple):
-    """What a counting thread saw: seconds, of which waiting for the GIL and in a queue for a core; its numbers."""
+    """Result of a counting thread: seconds, seconds of waiting for the GIL and for a core, and how far it counted."""
 
     seconds: float
     gil: float
@@ -49,7 +49,7 @@ class Counted(NamedTuple):
 
 
 def counted_beside(work: Callable[[], object]) -> Counted:
-    """Do `work` beside a thread of pure Python."""
+    """Run `work` while another thread counts in Python."""
     found: list[Counted] = []
     begun, ended = threading.Event(), threading.Event()
 

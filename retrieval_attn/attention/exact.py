@@ -268,7 +268,7 @@ class ExactPass:
 
     def finish(
         self, work: HostWork, model: nn.Module | None, module: nn.Module | None, *, slid: bool = False,
-        between: Callable[[], object] | None = None,
+        between: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         """Store the pass in host memory, window, sinks and index by `work`, which continues while a GPU computes.
 
@@ -276,8 +276,6 @@ class ExactPass:
         see `LayerKV.take_pass`. between: see `CacheLayer.end_pass`.
         """
         held, new = self._held, self.new
-        if between is not None:
-            work.clusters.between = between
         work.start_copy()
         held.take_pass(new, work, slid=slid)
         for host, (row, *_) in rows_by_path(held.hosts):
@@ -287,14 +285,15 @@ class ExactPass:
             if not self._first and 2 * indexed_from(host, start) >= stop - start:
                 work.extend(host, stop)
                 if DRIFT_SHARE * new.count(row) >= stop - start and drifted(host, new.new_of(row, 0)):
-                    self._cluster(work, host, (start, stop), self._moved(self._metric_sample, model, module, row), row)
+                    queries = self._moved(self._metric_sample, model, module, row)
+                    self._cluster(work, host, (start, stop), queries, row, between)
                 else:
                     work.clusters.extend(host, (start, stop))
                 continue
             where = model, module, row
             if self._metric_sample is not None:
                 queries = self._moved(self._metric_sample, *where)
-                self._cluster(work, host, (start, stop), queries, row)
+                self._cluster(work, host, (start, stop), queries, row, between)
                 if self._budgets and queries is not None and queries.shape[1]:
                     work.budgets.add(host, (start, stop), self._sampled_attention(queries, row))
             work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(new.rows_of, row, 0))
@@ -302,11 +301,13 @@ class ExactPass:
         work.start_build()
 
     def _cluster(
-        self, work: HostWork, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, row: int
-    ) -> None:
+        self, work: HostWork, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, row: int,
+        between: Callable[[], object],
+    ) -> None:  # fmt: skip
         """All tokens of span get clusters, past ones and new ones. queries: in whose metric."""
         keys, values = self.new.rows_of(row, 0), self.new.rows_of(row, 1)
-        work.clusters.add(host, span, (keys[:, slice(*span)], values[:, slice(*span)]), queries, *self._scoring)
+        kv = keys[:, slice(*span)], values[:, slice(*span)]
+        work.clusters.add(host, span, kv, queries, *self._scoring, between=between)
 
     def _sampled_attention(self, queries: Tensor, row: int) -> SampledAttention:
         """Some of a row's queries (q_heads, m, head_dim), each as the next token's, over sinks and window."""

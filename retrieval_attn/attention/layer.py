@@ -253,7 +253,7 @@ class CacheLayer(HandleLayer):
         """
         self._announced, self._alone = total, alone
 
-    def end_pass(self, between: Callable[[], object] | None = None) -> None:
+    def end_pass(self, between: Callable[[], object] = lambda: None) -> None:
         """All tokens of the pass have arrived. between: called between the parts of what that takes; raises nothing."""
         self._announced = None
         self._note_stored(0)

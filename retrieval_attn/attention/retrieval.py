@@ -211,7 +211,7 @@ class RetrievalLayer(CacheLayer):
 
     # -- passes: prefill and exact append ------------------------------------------------------------
 
-    def end_pass(self, between: Callable[[], object] | None = None) -> None:
+    def end_pass(self, between: Callable[[], object] = lambda: None) -> None:
         done, self._pass = self._pass, None
         exact = self.batch.paged_prefix
         if done is not None and exact is not None and self._goes_to_pages:
@@ -360,7 +360,7 @@ class RetrievalLayer(CacheLayer):
         CacheLayer.end_pass(self)
 
     def _finish_pass(
-        self, done: ExactPass, work: HostWork, *, slid: bool = False, between: Callable[[], object] | None = None
+        self, done: ExactPass, work: HostWork, *, slid: bool = False, between: Callable[[], object] = lambda: None
     ) -> None:
         done.finish(work, alive(self._model), alive(self._owner), slid=slid, between=between)
         self._note_stored(done.new.total)

@@ -113,7 +113,7 @@ class SlidingLayer(CacheLayer):
         self._window = WindowCache(key, value, max(self.keep, key.shape[2]) + 1)
         self._window.append(key, value, None)
 
-    def end_pass(self, between: Callable[[], object] | None = None) -> None:
+    def end_pass(self, between: Callable[[], object] = lambda: None) -> None:
         super().end_pass(between)
         if not self.record_past:
             self.spill()

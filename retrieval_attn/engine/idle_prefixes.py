@@ -31,7 +31,7 @@ from retrieval_attn.offload.threads import ThreadPool
 __all__ = ["IdleLimits", "IdlePrefixes", "most_device_bytes"]
 
 COUNT_SECONDS = 0.25
-"""Between two counts of int8 rows during a prefill: one takes some ms of a step, and threads add .1 GB meanwhile."""
+"""Seconds between two counts of int8 rows during a prefill: a count walks all segments while rows wait."""
 ROWS_SHARE = 0.25
 """Share of the requests' host memory that int8 rows keep when idle prefixes need it."""
 

@@ -51,19 +51,11 @@ class _ClusterJob:
     made: list[Any] = field(default_factory=list)
 
 
-def _go_on() -> None:
-    """Do nothing."""
-
-
 class ClusterBuild:
-    """The clusters that one layer's pass asks for: `add` or `extend`, `fetch`, `place`.
-
-    between: called between the parts of `add`, each of which takes some ms of a GPU for 100K keys.
-    """
+    """The clusters that one layer's pass asks for: `add` or `extend`, `fetch`, `place`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.between: Callable[[], object] = _go_on
         self._jobs: list[_ClusterJob] = []
 
     @property
@@ -84,21 +76,23 @@ class ClusterBuild:
         queries: Tensor | None,
         scale: float = 1.0,
         softcap: float | None = None,
+        *,
+        between: Callable[[], object] = lambda: None,
     ) -> None:
         """Tokens span[0] .. span[1] of `host` get clusters.
 
         kv: keys (kv_heads, n, head_dim) and values (kv_heads, n, value_dim) of these tokens. queries: (q_heads, m,
         head_dim), in whose metric keys are near each other, and which tell what keys usually weigh, or None. scale,
-        softcap: of the queries' scores.
+        softcap: of the queries' scores. between: called between the parts of this work.
         """
         keys, values = kv
         metric = weights = None
         if queries is not None and queries.shape[1]:
             grouped = queries.unflatten(0, (len(keys), -1))
             metric, weights = metric_of(grouped.flatten(1, 2)), usual_weights(keys, grouped, scale, softcap)
-            self.between()
-        found = make_clusters(keys, values, metric, clusters_for(span[1] - span[0]), weights, self.between)
-        self.between()
+            between()
+        found = make_clusters(keys, values, metric, clusters_for(span[1] - span[0]), weights, between)
+        between()
         sums = found.counts.float(), found.key_sums, found.value_sums
         probes, offsets = probes_of(found.centers, metric)
         means = found.key_sums / found.counts.clamp_min(1)[..., None]

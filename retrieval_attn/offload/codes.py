@@ -13,7 +13,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -485,7 +485,7 @@ def offload_codes(codes: Iterable[HeadCodes]) -> None:
         for one in some:
             one.settle()  # not in a thread of the pool that brings them
         uncopied = [one for one in some if not one.copied_nbytes]
-        _in_threads(_copy_some, [(uncopied[at : at + SLAB_HEADS],) for at in range(0, len(uncopied), SLAB_HEADS)])
+        _senders().map(_copy_some, [uncopied[at : at + SLAB_HEADS] for at in range(0, len(uncopied), SLAB_HEADS)])
         for one in some:
             one.offload()
 
@@ -542,14 +542,6 @@ def _spaces_on(spaces: Sequence[CodeSpace], device: torch.device) -> list[_Space
             found.append(_Spaces(space, len(spaces), device))
         found[-1].take(space)
     return found
-
-
-def _in_threads(work: Callable[..., None], tasks: Iterable[tuple[Any, ...]]) -> None:
-    """Call `work` with the arguments of each task. Raises what one raised."""
-    futures = [_senders().submit(work, *task) for task in tasks]
-    wait(futures)
-    for future in futures:
-        future.result()
 
 
 def _copy_some(heads: list[HeadCodes]) -> None:

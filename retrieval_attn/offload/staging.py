@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import math
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,8 @@ from torch import Tensor
 
 from retrieval_attn.gpu.decode.kernels import kernels_for
 from retrieval_attn.index.formats import MAX_STEP, MAX_STEPS, MIN_STEP, SCALE_BYTES, STEP_SHARE, Format
+from retrieval_attn.index.memory import mapped
+from retrieval_attn.offload.managed import take_pages
 from retrieval_attn.offload.page_lock import lock_array, say_refused
 
 BUFFER_BYTES = 32 << 20
@@ -207,8 +208,8 @@ def page_locked(size: int) -> Tensor:
     """
     if size < LARGE_BYTES:
         return pinned(size)
-    array = np.frombuffer(mmap.mmap(-1, size), np.uint8)  # pages of its own: a page is registered once
-    array[:: mmap.PAGESIZE] = 0  # takes them, without the interpreter's lock
+    array = mapped(size, "page-locked copies", huge=False)  # pages of its own: a page is registered once
+    take_pages(array)
     return pinned(size) if lock_array(array) else torch.from_numpy(array)
 
 

@@ -377,7 +377,7 @@ class Drafts:
         self._ended = now
 
     def end_step(self, tokens: int, now: float, *, planned: bool = False) -> None:
-        """Take in the time of a step of `tokens` tokens, the first of which is read now. A block is noted later.
+        """Record the time of a step of `tokens` tokens when its first token is read; `note` records a block.
 
         planned: its search was planned for it.
         """

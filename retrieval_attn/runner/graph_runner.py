@@ -350,7 +350,7 @@ class GraphRunner:
             return None
 
     def _sample_block(self, draw: SamplingParams, logits: Tensor, position: int) -> list[SampledToken | None]:
-        """Sample after each token of a block, the first of which is at `position`."""
+        """Sample after each token of a block that begins at `position`."""
         if self._block_sampler is None:
             self._block_sampler = Sampler(DRAFTED_TOKENS, logits.device)
         count = len(logits)

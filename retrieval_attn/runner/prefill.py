@@ -310,7 +310,9 @@ class _ChunkedLayer:
             result = self._walk(cache, layer, hidden_states, args, kwargs)
             if cache.on_end is not None:
                 cache.on_end(True)  # behind the dearest chunk, what ends the layer would come on top
-            layer.end_pass(None if cache.on_end is None else functools.partial(cache.on_end, False))
+                layer.end_pass(functools.partial(cache.on_end, False))
+            else:
+                layer.end_pass()
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

@@ -159,7 +159,7 @@ class Plant:
         return sum(job.prompt_tokens - job.cached_tokens + job.max_tokens for job in jobs)
 
     def _promised_tokens(self) -> int:
-        """Known tokens of admitted jobs of which no chunk is told: the tree has them, as far as anybody can tell."""
+        """Return the known tokens of admitted jobs without a completed chunk, which the prefix cache should hold."""
         new = [name for name in self.started if self.scheduler.state(name) is State.READING]
         told = self.scheduler._places.entries
         jobs = [self.there[name].job for name in new if not told[name].chunks_done]

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from retrieval_attn.runner.graph_runner import GraphRunner
 from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.sampling.sampling_params import SamplingParams
 from tests.engine.audit import check_engine
-from tests.engine.test_drafts import DRAWN, LINE, answers, llm_of, requests_of, require_same
+from tests.engine.test_drafts import DRAWN, answers, llm_of, requests_of, require_kept_answers, require_same
 from tests.runner.test_drafts import Script
 from tests.tiny_models import Loaded
 
@@ -139,23 +140,10 @@ def test_grammars_have_no_drafts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch
     require_same([*found, *after], wanted)
 
 
-def test_kept_answers_and_saved_contexts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_kept_answers_and_saved_contexts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A follow-up turn continues the answer in the prefix cache; a context that is saved and opened, too."""
-    tokenizer, found = loaded[1], []
-    document = tokenizer.encode(LINE * 12, add_special_tokens=False)
     with many_drafts(monkeypatch):
-        for drafts in (False, True):
-            options: dict[str, Any] = {"store": tmp_path / str(drafts), "cache_generated": True}
-            with Engine(llm_of(loaded, drafts), **options) as engine:
-                first = engine.submit(Request((tuple(document),), 150, stop_ids=frozenset())).result()
-                turn = (*document, *first.tokens, *document[:9])
-                second = engine.submit(Request((turn,), 40, stop_ids=frozenset())).result()
-                engine.save("text", document)
-                third = engine.submit(Request((tuple(document[:9]),), 40, context="text")).result()
-                assert (engine.stats["accepted_tokens"] > 100) == drafts
-            assert second.cached_tokens > len(document) + 100
-            found.append([first, second, third])
-    require_same(found[1], found[0])
+        assert require_kept_answers(loaded, tmp_path) > 100
 
 
 def test_drafts_that_are_not_counted_are_noticed(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

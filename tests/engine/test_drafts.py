@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,22 +114,32 @@ def test_grammars_choose_among_drafts(loaded: Loaded, monkeypatch: pytest.Monkey
     assert stats["accepted_tokens"] > 5
 
 
-def test_kept_answers_and_saved_contexts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """A follow-up turn continues the answer in the prefix cache; a context that is saved and opened, too."""
-    tokenizer, found = loaded[1], []
+def require_kept_answers(loaded: Loaded, folder: Path) -> int:
+    """Continue an answer of the prefix cache, and a context that is saved and opened, with drafts as without.
+
+    Returns the accepted drafts. Without drafts there must be none.
+    """
+    tokenizer, found, accepted = loaded[1], [], 0
     document = tokenizer.encode(LINE * 12, add_special_tokens=False)
-    with eager_drafts(monkeypatch):
-        for drafts in (False, True):
-            options: dict[str, Any] = {"store": tmp_path / str(drafts), "cache_generated": True}
-            with Engine(llm_of(loaded, drafts), **options) as engine:
-                first = engine.submit(Request((tuple(document),), 150, stop_ids=frozenset())).result()
-                turn = (*document, *first.tokens, *document[:9])
-                second = engine.submit(Request((turn,), 40, stop_ids=frozenset())).result()
-                engine.save("text", document)
-                third = engine.submit(Request((tuple(document[:9]),), 40, context="text")).result()
-            assert second.cached_tokens > len(document) + 100
-            found.append([first, second, third])
+    for drafts in (False, True):
+        with Engine(llm_of(loaded, drafts), store=folder / str(drafts), cache_generated=True) as engine:
+            first = engine.submit(Request((tuple(document),), 150, stop_ids=frozenset())).result()
+            turn = (*document, *first.tokens, *document[:9])
+            second = engine.submit(Request((turn,), 40, stop_ids=frozenset())).result()
+            engine.save("text", document)
+            third = engine.submit(Request((tuple(document[:9]),), 40, context="text")).result()
+            accepted = engine.stats["accepted_tokens"]
+            assert drafts or not accepted
+        assert second.cached_tokens > len(document) + 100
+        found.append([first, second, third])
     require_same(found[1], found[0])
+    return accepted
+
+
+def test_kept_answers_and_saved_contexts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A follow-up turn continues the answer in the prefix cache; a context that is saved and opened, too."""
+    with eager_drafts(monkeypatch):
+        require_kept_answers(loaded, tmp_path)
 
 
 def test_wrong_drafts_that_stay_are_noticed(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_lent_keys_are_coded_in_place_of_those_that_would_cross() -> None:
 def test_heads_are_coded_together_as_they_are_alone(
     device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bytes, of six heads in two calls, each of which sends spaces once and waits once for the keys' flag."""
+    """Six heads coded in two calls have the same bytes; a call sends the spaces once and waits once for the keys."""
     rng = np.random.default_rng(5)
     keys = (rng.standard_normal((6, 900, 64)) * np.geomspace(3, 0.3, 64)).astype(np.float32)
     queries = rng.standard_normal((6, 50, 64), dtype=np.float32)

@@ -143,7 +143,7 @@ class EstimatedLogits(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, shape: CodeShape, share: float, device: torch.device) -> EstimatedLogits | None:
-        """Allocate estimates of which a search leaves `share` of the keys to be read; None: all are read."""
+        """Allocate key estimates for a search after which `share` of the keys are read; None: all are read."""
         best = math.ceil(share * shape.named)
         if best >= shape.named:
             return None

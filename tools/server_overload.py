@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -58,7 +59,11 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. capacity: requests a second; None: it is measured. save: gets what came of each request."""
+    """What is measured.
+
+    capacity: requests a second; None: it is measured. new_tokens: maximum tokens of a new document. save: gets what
+    came of each request.
+    """
 
     minutes: float = 60.0
     times: float = 2.0
@@ -66,6 +71,7 @@ class Plan:
     round_minutes: float = 1.0
     calm_minutes: float = 4.0
     documents: int = 8
+    new_tokens: int = 3_000
     seed: int = 0
     save: Path | None = None
 
@@ -81,9 +87,10 @@ class Asked(NamedTuple):
 class Mix:
     """Draws requests; knows the conversations that can go on."""
 
-    def __init__(self, seed: int, documents: int) -> None:
-        """documents: that are shared."""
+    def __init__(self, seed: int, documents: int, new_tokens: int) -> None:
+        """documents: that are shared. new_tokens: maximum tokens of any other."""
         self._chance = random.Random(seed)
+        self._new_tokens = new_tokens
         tokens = [1_000 + 3_000 * number // max(1, documents - 1) for number in range(documents)]
         self._shared = [self._text(f"Shared {number}", each) for number, each in enumerate(tokens)]
         self._conversations: deque[list[dict[str, str]]] = deque(maxlen=CONVERSATIONS)
@@ -101,7 +108,7 @@ class Mix:
         elif kind < 0.55:
             messages = [{"role": "system", "content": chance.choice(self._shared)}, question]
         elif kind < 0.7:
-            text = self._text(f"New {self._numbers}", chance.randrange(500, 3_000))
+            text = self._text(f"New {self._numbers}", chance.randrange(self._new_tokens // 6, self._new_tokens))
             messages = [{"role": "system", "content": text}, question]
         else:
             messages = [question]
@@ -318,11 +325,15 @@ async def drained(served: Served, client: LoadClient, mix: Mix) -> list[str]:
 
 
 async def measured(served: Served, plan: Plan) -> tuple[dict[str, Any], list[str]]:
-    """All of it: numbers, and what is wrong."""
+    """Return the numbers of a whole run, and what is wrong with them."""
     address = urlsplit(served.url)
     assert address.hostname is not None and address.port is not None
-    client = LoadClient(address.hostname, address.port)
-    mix, seconds, looks = Mix(plan.seed, plan.documents), plan.minutes * 60, list[Look]()
+    with contextlib.closing(LoadClient(address.hostname, address.port)) as client:
+        return await _measured(served, plan, client)
+
+
+async def _measured(served: Served, plan: Plan, client: LoadClient) -> tuple[dict[str, Any], list[str]]:
+    mix, seconds, looks = Mix(plan.seed, plan.documents, plan.new_tokens), plan.minutes * 60, list[Look]()
     load = Load(client, mix, plan.seed)
     before = await known(client)
     await load.warm_up()
@@ -348,7 +359,6 @@ async def measured(served: Served, plan: Plan) -> tuple[dict[str, Any], list[str
     if not over.counts["refused"]:
         problems.append("nothing was refused: this was no overload")
     problems += await drained(served, client, mix)
-    client.close()
     numbers = {
         "capacity": capacity,
         "times_of_what_ended": len(over.outcomes) / max(1, over.ended),

@@ -19,7 +19,7 @@ import httpx
 from tests.preloaded import CLI, ROOT, PreloadedProcess
 
 START_SECONDS = 120
-END_SECONDS = 60
+END_SECONDS = 120
 WORDS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 NEEDLE = "The special magic Bergen number is: 7391846. "
 QUESTION = "What is the special magic Bergen number?"

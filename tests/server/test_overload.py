@@ -69,7 +69,10 @@ def test_a_server_refuses_what_is_too_much_for_it(tmp_path: Path) -> None:
         "--max-num-seqs",
         "4",
     )
-    plan = Plan(minutes=0.05, times=10.0, capacity=4.0, calm_minutes=0.01, documents=1, save=tmp_path / "saved.json")
+    plan = Plan(
+        minutes=0.05, times=10.0, capacity=4.0, calm_minutes=0.01, documents=1, new_tokens=600,
+        save=tmp_path / "saved.json",
+    )  # fmt: skip
     with serving(*options, preloaded=True) as served:
         numbers: dict[str, Any]
         numbers, problems = asyncio.run(measured(served, plan))

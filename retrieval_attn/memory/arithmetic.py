@@ -64,7 +64,7 @@ class FullAttention:
     """The alternative: ordinary attention with the whole KV on the device.
 
     bytes_16bit: weights as planned and KV in the model's dtype; bytes_int8: with KV in int8, which index="auto" takes
-    for answers, without its codes; bytes_quantized: 4-bit weights and 8-bit KV.
+    for answers, without its codes; bytes_quantized: 4-bit weights, or those of a quantised model, and 8-bit KV.
     floor_ms: bandwidth floor of one generated token, KV in the model's dtype; retrieval_floor_ms: the same
     for retrieval, device and host reads one after the other, every host key scanned (flat index).
     """
@@ -265,7 +265,8 @@ class Arithmetic:
         codes = n * size.coded_token_bytes  # of the index that answers with all keys do not use
         int8 = part.weight_bytes + tokens_kv * device_kv_bytes(part, int8=True) + rest + codes
         share = part.weight_bytes / self.shape.weight_bytes
-        quantized_weights = min(part.weight_bytes, round(share * self.shape.parameters * Q4_BITS / 8))
+        int4 = round(share * self.shape.parameters * Q4_BITS / 8)
+        quantized_weights = part.weight_bytes if self.shape.quantized else min(part.weight_bytes, int4)
         quantized = quantized_weights + round(tokens_kv * part.kv_elements * Q8_BITS / 8) + rest
         reads = self._device_reads()
         bus = reads.bus / BUS_BANDWIDTH
@@ -337,11 +338,8 @@ class Arithmetic:
         if peak > device_limit:
             chunk = self.largest_chunk(device_limit)
             each = "" if self.part is self.shape else " on the fullest GPU"
-            cure = (
-                f"use prefill_chunk={chunk}"
-                if chunk
-                else "shorten the context, quantise the weights or take a larger GPU"
-            )
+            smaller = "shorten the context" if self.shape.quantized else "shorten the context, quantise the weights"
+            cure = f"use prefill_chunk={chunk}" if chunk else f"{smaller} or take a larger GPU"
             reasons.append(
                 f"prefill needs {show_bytes(peak)} of GPU memory{each}, {show_bytes(device_limit)} were given: {cure}"
             )
@@ -372,7 +370,8 @@ class Arithmetic:
                 "contexts that are kept at once, or for memory that something else needs.",
             )
         if full.fits_int8 or full.fits_quantized:
-            form = "KV in int8 does" if full.fits_int8 else 'weights in 4 bits (quantization="int4") and KV in int8 do'
+            smaller_weights = not full.fits_int8 and not self.shape.quantized
+            form = 'weights in 4 bits (quantization="int4") and KV in int8 do' if smaller_weights else "KV in int8 does"
             needed = full.bytes_int8 if full.fits_int8 else full.bytes_quantized
             return (
                 f"Full attention with this KV on the GPU does not fit ({show_bytes(full.bytes_16bit)} of {limit}), but "
@@ -380,8 +379,8 @@ class Arithmetic:
                 f"tokens so on an H100, {small_int8:,} on an RTX 4090, one context at a time; "
                 f'Config(full_attention="always") has them do so beyond that. {INT8_KEYS}',
             )
+        form = "8-bit KV" if self.shape.quantized else "4-bit weights and 8-bit KV"
         return (
             f"Full attention does not fit {limit}: {show_bytes(full.bytes_16bit)} as planned, "
-            f"{show_bytes(full.bytes_quantized)} with 4-bit weights and 8-bit KV. This is what retrieval "
-            "is for.",
+            f"{show_bytes(full.bytes_quantized)} with {form}. This is what retrieval is for.",
         )

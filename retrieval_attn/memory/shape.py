@@ -44,6 +44,7 @@ class ModelShape:
     device reads. host_table_bytes: of an input embedding in host memory, which weight_bytes does not count. kv_heads,
     key_dim, value_dim: of full layers; sliding_elements: numbers of keys and values per token of a sliding layer, 0 if
     as many as of a full one. tower: of images; None: images are not served. routed: experts that may be in host memory.
+    quantized: weights are in 4 bits or as a quantised checkpoint has them, and no smaller form can be chosen.
     """
 
     name: str
@@ -78,6 +79,7 @@ class ModelShape:
     sliding_elements: int = 0
     tower: TowerShape | None = None
     routed: RoutedExperts | None = None
+    quantized: bool = False
 
     @property
     def host_weight_bytes(self) -> int:
@@ -176,7 +178,8 @@ def _of_config(source: Any, config: PreTrainedConfig, dtype: Any, quantization: 
     elif own is not None:
         weight_bytes, note = quantized_bytes(model, own, width, stored_bytes(source))
     shape = _shape(config, model, name, kind, width, parameters, weight_bytes, note)
-    shape = replace(shape, routed=routed_experts(model, config.get_text_config(decoder=True), quantization, own))
+    routed = routed_experts(model, config.get_text_config(decoder=True), quantization, own)
+    shape = replace(shape, routed=routed, quantized=own is not None or quantization == "int4")
     return _with_tower(shape, config, model, source if isinstance(source, str | Path) else config.name_or_path)
 
 
@@ -215,7 +218,7 @@ def load_config(source: Any) -> PreTrainedConfig:
 def _of_model(model: Any, dtype: Any) -> ModelShape:
     from retrieval_attn.memory.weights import copy_note
     from retrieval_attn.model.placement import is_host_table
-    from retrieval_attn.model.quantization import held_bytes, unpacked_bytes
+    from retrieval_attn.model.quantization import held_bytes, quantization_of, unpacked_bytes
 
     config = getattr(model, "config", None)
     if config is None:
@@ -231,7 +234,8 @@ def _of_model(model: Any, dtype: Any) -> ModelShape:
     table: Any = model.get_input_embeddings().weight
     on_host = table.nbytes if dtype is None and is_host_table(table) else 0
     shape = _shape(config, model, name, kind, width, parameters, held, note)
-    return replace(_with_tower(shape, config, model, config.name_or_path), host_table_bytes=on_host)
+    shape = replace(shape, host_table_bytes=on_host, quantized=dtype is None and quantization_of(config) is not None)
+    return _with_tower(shape, config, model, config.name_or_path)
 
 
 def _with_tower(shape: ModelShape, config: PreTrainedConfig, model: Any, source: Any) -> ModelShape:

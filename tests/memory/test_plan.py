@@ -349,6 +349,21 @@ def test_advice_follows_what_fits_on_the_gpu() -> None:
     assert "what retrieval is for" in answer.advice[0]
 
 
+def test_advice_offers_4_bits_to_models_that_have_more() -> None:
+    """131,072 tokens of a model in 4 bits fit with KV in int8 alone; a checkpoint's own format cannot be changed."""
+    for quantization, context in (("int4", 131072), ("int4", 1 << 20), ("awq", 131072), ("awq", 1 << 20)):
+        config = llama3_8b()
+        if quantization == "awq":
+            config.quantization_config = {"quant_method": "awq", "bits": 4}
+        choice = {"quantization": "int4"} if quantization == "int4" else {}
+        answer = plan(config, context, gpu_memory="14GiB", host_memory="256GiB", **choice)
+        assert answer.shape.quantized and not answer.full_attention.fits
+        text = " ".join((*answer.advice, *answer.reasons))
+        assert "8" in text and "4 bits" not in text and "4-bit" not in text and "quantise" not in text, text
+    eight = plan(llama3_8b(), 131072, gpu_memory="16GiB", host_memory="256GiB", quantization="int8")
+    assert not eight.shape.quantized and "4 bits" in " ".join(eight.advice)
+
+
 @pytest.mark.parametrize(("context", "full", "retrieval"), [(16384, 6.7, 8.7), (65536, 8.8, 9.4), (98304, 10.2, 9.8)])
 def test_estimated_speeds_are_near_what_an_h100_measured(context: int, full: float, retrieval: float) -> None:
     """Milliseconds per token of `FULL_KEYS`; cards with less bandwidth take longer by what is read."""

@@ -225,8 +225,8 @@ def _of_model(model: Any, dtype: Any) -> ModelShape:
         raise ConfigError(f"plan needs a transformers model, got {type(model).__name__} without a config.")
     parameters = sum(weight.numel() for weight in model.parameters())
     kind, width = _dtype(dtype if dtype is not None else model.dtype, config)
+    copied = unpacked_bytes(model)
     if dtype is None:
-        copied = unpacked_bytes(model)
         held, note = held_bytes(model) + copied, f"as loaded{copy_note(copied)}"
     else:
         held, note = parameters * width, f"{_millions(parameters)} parameters in {kind}"
@@ -234,7 +234,8 @@ def _of_model(model: Any, dtype: Any) -> ModelShape:
     table: Any = model.get_input_embeddings().weight
     on_host = table.nbytes if dtype is None and is_host_table(table) else 0
     shape = _shape(config, model, name, kind, width, parameters, held, note)
-    shape = replace(shape, host_table_bytes=on_host, quantized=dtype is None and quantization_of(config) is not None)
+    quantized = dtype is None and (copied > 0 or quantization_of(config) is not None)
+    shape = replace(shape, host_table_bytes=on_host, quantized=quantized)
     return _with_tower(shape, config, model, config.name_or_path)
 
 

@@ -22,6 +22,7 @@ from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from retrieval_attn.errors import InputDataError
 from retrieval_attn.model.experts import expert_parameters, float_experts, quantized_experts
 from retrieval_attn.model.layers import expert_counts
 
@@ -30,6 +31,8 @@ METHOD = "retrieval_attn_experts"
 """Of the quantizer of whole experts, in transformers' registry."""
 FLOATS = "retrieval_attn_mxfp4"
 """Of the quantizer that reads MXFP4."""
+READ = "retrieval_attn_read"
+"""Of the quantizer of weights that arrive as they will be held."""
 LIBRARY = "kernels"
 FLOAT_GROUP = 32
 """Weights that share a scale in MXFP4."""
@@ -51,8 +54,9 @@ class ReadConfig(QuantizationConfigMixin):
         self.__dict__.update(options)
 
 
+@register_quantizer(READ)
 class ReadQuantizer(HfQuantizer):
-    """A quantizer whose models are neither saved nor trained."""
+    """A quantizer whose models are neither saved nor trained; by itself it converts nothing."""
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Return False."""
@@ -63,6 +67,18 @@ class ReadQuantizer(HfQuantizer):
         model, which for weights of 4 bits may exceed the GPU.
         """
         return 0
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        self._shapes = {name: one.shape for name, one in model.named_parameters()}
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        """Raise InputDataError for weights of other shapes, which transformers looks at without a quantizer alone."""
+        for name, one in model.named_parameters():
+            if one.shape != self._shapes.get(name, one.shape):
+                raise InputDataError(
+                    f"{name} has shape {tuple(one.shape)} in this checkpoint, the config asks for "
+                    f"{tuple(self._shapes[name])}: the files are of different models; download them again."
+                )
 
     @property
     def is_trainable(self) -> bool:
@@ -214,6 +230,7 @@ class ExpertsQuantizer(TorchAoHfQuantizer):
 
 
 register_quantization_config(FLOATS)(ReadConfig)
+register_quantization_config(READ)(ReadConfig)
 
 
 def _is_packed(module: nn.Module, leaf: str) -> bool:

@@ -19,10 +19,10 @@ from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentio
 from retrieval_attn.gpu.memory import expand_segments
 from retrieval_attn.model.bundled import model_path
 from retrieval_attn.model.checkpoint import reason, require_reachable, require_sizes
-from retrieval_attn.model.expert_loading import can_hold_floats, float_options, reads_floats
+from retrieval_attn.model.expert_loading import READ, can_hold_floats, float_options, reads_floats
 from retrieval_attn.model.experts import use_packed_experts
 from retrieval_attn.model.fused.host import run_programs
-from retrieval_attn.model.gguf.checkpoint import METHOD, config_of, settled, unpacked_formats, weights_of
+from retrieval_attn.model.gguf.checkpoint import METHOD, TILES, config_of, settled, unpacked_formats, weights_of
 from retrieval_attn.model.gguf.file import GgufFile, read, resolve
 from retrieval_attn.model.gguf.tokenizer import tokenizer_of
 from retrieval_attn.model.grouped_loading import grouped_options, kernel_format, whole_model
@@ -139,12 +139,16 @@ def _from_gguf(factory: Any, file: GgufFile, **options: Any) -> Any:
     weights = weights_of(file, config, dtype, torch.device(device), form=form, host_experts=host_experts)
     if form is not None:
         del config.quantization_config  # transformers has a loader of its own by this name
+    if form == TILES:
+        config.quantization_config = {"quant_method": READ}
     made: Any = factory._model_mapping[type(config)]
     model, told = made.from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
     )
     if missing := sorted(told["missing_keys"]):
         raise InputDataError(f"{file.path} has no tensors for {len(missing)} weights, such as {missing[0]}.")
+    if form == TILES:
+        del model.config.quantization_config
     model.config.name_or_path = file.path
     names = unpacked_formats(file, form)
     if names and "quantization_config" not in options:

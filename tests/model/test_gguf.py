@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 
 import retrieval_attn as ra
 from retrieval_attn.cli import main
@@ -298,8 +298,16 @@ def test_matrices_of_4_bits_stay_packed_on_a_gpu(
     model = write(tmp_path / "model.gguf", family)
     monkeypatch.setattr(torch.ops.aten, "_convert_weight_to_int4pack", as_on_cuda)
     config = load(AutoConfig, tmp_path / "model.gguf")
-    loaded = load(AutoModelForCausalLM, tmp_path / "model.gguf", config=config)
+    ahead: list[float] = []
+
+    def warm_up(model: torch.nn.Module, places: dict[str, torch.device], quantizer: Any) -> None:
+        ahead.append(sum(modeling_utils.get_total_byte_count(model, places, quantizer).values()))
+
+    monkeypatch.setattr(modeling_utils, "caching_allocator_warmup", warm_up)
+    place = {"": torch.device("cpu")}
+    loaded = load(AutoModelForCausalLM, tmp_path / "model.gguf", config=config, device_map=place)
     monkeypatch.undo()
+    assert ahead == [0], "bytes of 16 bits a weight may exceed the GPU"
     linear = [name for name, one in model.model.named_modules() if isinstance(one, torch.nn.Linear)]
     found = packed_modules(loaded)
     assert len(found) == len(linear) and not hasattr(loaded.config, "quantization_config")

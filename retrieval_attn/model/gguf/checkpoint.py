@@ -442,6 +442,10 @@ class Weight:
                 "download it again."
             )
 
+    def is_floating_point(self) -> bool:
+        """Return True: what is read is in a floating dtype, or stands for numbers that are."""
+        return True
+
     def __getitem__(self, index: Any) -> Tensor:
         """Return the weight, at an index."""
         rows = self.data().to(self.device)
@@ -475,6 +479,10 @@ class _Experts:
     ) -> None:
         self._parts, self._weights, self._form, self._interleaved = parts, weights, form, interleaved
         self._host_experts = host_experts
+
+    def is_floating_point(self) -> bool:
+        """Return True, as `Weight` does."""
+        return True
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return the weights, a parameter."""

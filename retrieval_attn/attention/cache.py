@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
+from retrieval_attn.attention.coded_clusters import join_ahead
 from retrieval_attn.attention.layer import CacheLayer, LayeredCache
 from retrieval_attn.attention.reread import note_factors, read_again_in_generate
 from retrieval_attn.attention.retrieval import RetrievalLayer
@@ -370,15 +371,19 @@ def seal(cache: RetrievalCache, *, coded: bool = True) -> None:
     coded: tokens in the window get codes before, where a device has those of others: a question pushes some out, and
     the host would have to attend to them in each step.
     """
+    ahead: list[SequenceKV] = []
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer) and layer.held is not None:
             layer.finish_index()
             if coded and layer.index.spec.keeps_device_keys:
                 for host in layer.held.hosts:
                     host.extend_index(len(host))
+                    ahead.append(host)
             for segment in (one for host in layer.held.hosts for one in host.segments):
                 segment.freeze()
                 segment.sealed = True
+    for host in ahead:
+        join_ahead(host)
 
 
 def own_tensors(cache: RetrievalCache) -> Iterator[Tensor]:

@@ -7,7 +7,9 @@ them and estimates the others, by fewer clusters, for they are few.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ from retrieval_attn.index.base import DeviceSearch
 from retrieval_attn.index.device import SPARE_TOKENS
 from retrieval_attn.offload.int8_rows import Int8RowMirror, ask_for_rows, rows_of
 from retrieval_attn.offload.staging import sent
+from retrieval_attn.offload.threads import ThreadPool
 
 
 class CodedPieces(NamedTuple):
@@ -69,6 +72,29 @@ def bring_clusters(path: SequenceKV, start: int, stop: int, k: int) -> None:
     coded = coded_pieces(step_pieces(path, start, stop, clustered=False))
     if path.clusters is not None and len(coded) == 1 and all(head_codes(coded[0], k) or [None]):
         _entries(path, coded[0])
+
+
+def join_ahead(path: SequenceKV) -> Future[None] | None:
+    """Have a thread find the clusters of a sealed path's coded keys that its window still holds; None: it has none.
+
+    The step behind the first eviction of a window would do it: .3 s for 512 keys of 32 layers with 8 heads.
+    """
+    if path.clusters is None or path.clusters.shared.mean_values is None:
+        return None
+    shared, fmt = path.clusters.shared, path.fmt
+    coded = coded_pieces(step_pieces(path, path.clusters.start, len(path), clustered=False))
+    spans = [(segment_of(path, one), one.low, one.high) for one in coded]
+
+    def join() -> None:
+        for segment, low, high in spans:
+            shared.join_ahead(segment, low, high, fmt)
+
+    return _joiner().submit(join)
+
+
+@functools.cache
+def _joiner() -> ThreadPool:
+    return ThreadPool(1, "retrieval_attn-join")
 
 
 def ask_for_rows_of(path: SequenceKV, start: int, stop: int, k: int) -> None:

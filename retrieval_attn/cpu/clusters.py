@@ -216,6 +216,24 @@ class KeyClusters:
             held.first, held.stop = min(low, held.first), max(high, held.stop)
             return held.ids
 
+    def join_ahead(self, segment: Segment, low: int, high: int, fmt: Format) -> None:
+        """Have the tokens [low, high) of a frozen segment join clusters, as `members` does, without its lock meanwhile:
+        a step that asks for others does not wait.
+        """
+        with self._joining:
+            held = self._of(segment)
+            start = held.stop if held.first < held.stop else low
+        if start >= high:
+            return
+        ids = np.empty((len(segment.keys), high), np.uint8)
+        self._join(segment, start, high, fmt, ids)
+        with self._joining:
+            if held.first == held.stop:
+                held.first = held.stop = start
+            if held.stop == start:  # nobody joined meanwhile
+                held.ids[:, start:high] = ids[:, start:]
+                held.stop = high
+
     def known(self, segment: Segment) -> npt.NDArray[np.uint8]:
         """ids (kv_heads, capacity) of a segment, right for the tokens that have joined a cluster."""
         with self._joining:

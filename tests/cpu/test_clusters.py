@@ -1,5 +1,7 @@
 """The estimate of what is not retrieved: clusters of a path, and the step that attends by them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -180,6 +182,30 @@ def test_tokens_that_come_later_join_clusters() -> None:
         if stop > len(path):
             append(path, stop - len(path), rng, centers)
         check(attend_path(path, queries, 4, stop, 10, scale=SCALE), reference(path, queries, (4, stop), 10))
+
+
+@pytest.mark.parametrize("stop", [4, 500, 550])
+def test_clusters_found_ahead_are_those_of_a_step(stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of none, of some tokens before, and of those that a step asks for meanwhile."""
+    path, other = make_path(600), make_path(600)
+    assert path.clusters is not None and other.clusters is not None
+    shared, (segment,) = path.clusters.shared, path.segments
+    wanted = other.clusters.shared.members(other.segments[0], 4, 600, path.fmt)[:, 4:600]
+    shared.members(segment, 4, min(stop, 500), path.fmt)
+    join, meanwhile = KeyClusters._join, [] if stop <= 500 else [(4, stop)]
+
+    def joined(self: KeyClusters, *args: Any) -> None:
+        join(self, *args)
+        if meanwhile:
+            shared.members(segment, *meanwhile.pop(), path.fmt)
+
+    monkeypatch.setattr(KeyClusters, "_join", joined)
+    shared.join_ahead(segment, 4, 600, path.fmt)
+    assert shared.joined(segment) == (4, 600 if stop <= 500 else stop)
+    monkeypatch.undo()
+    assert np.array_equal(shared.members(segment, 4, 600, path.fmt)[:, 4:600], wanted)
+    monkeypatch.setattr(KeyClusters, "_join", None)
+    shared.join_ahead(segment, 4, 600, path.fmt)
 
 
 def test_forks_share_clusters_and_keep_their_own_tokens() -> None:

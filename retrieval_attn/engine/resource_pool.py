@@ -117,13 +117,16 @@ class ResourcePool:
         return max(job.known_tokens - job.cached_tokens, 0) * self._limits.token_bytes
 
     def lacking_bytes(self, entry: ScheduledRequest) -> int:
-        """Return the host bytes that a waiting request lacks, at most 0 if it can be admitted.
+        """Return the host bytes that a waiting request lacks besides promised ones, at most 0 if it lacks none."""
+        return entry.host_bytes - self.known_bytes(entry.job) - self.free_bytes - self.promised_bytes
+
+    def fits(self, entry: ScheduledRequest) -> bool:
+        """Return whether there is host memory to admit a waiting request.
 
         Known tokens are leased in the round of the admission, which frees what was reserved for them: a request that
-        knows some may count on that, of its own and of others.
+        knows some may count on promised bytes, of its own and of others.
         """
-        known = self.known_bytes(entry.job)
-        return entry.host_bytes - known - self.free_bytes - (self.promised_bytes if known else 0)
+        return self.lacking_bytes(entry) + (0 if self.known_bytes(entry.job) else self.promised_bytes) <= 0
 
     def shrink(self, entry: ScheduledRequest, job: RequestNeeds) -> None:
         """Free what an admitted request reserved beyond the needs of `job`, which has more cached tokens."""

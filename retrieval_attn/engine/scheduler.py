@@ -319,11 +319,9 @@ class Scheduler:
             for count in (1, TRIES):
                 for name in self._queues[interactive].heads(count, with_long=with_long)[count > 1 :]:
                     entry = self._places.entries[name]
-                    if self._places.lacking_bytes(entry) > 0:
+                    if not self._places.fits(entry):
                         blocked = blocked or entry
-                        coming = self._places.free_bytes + self._places.promised_bytes
-                        needed = blocked.host_bytes - self._places.known_bytes(blocked.job)
-                        self.lacking_bytes = max(needed - coming, 0)
+                        self.lacking_bytes = max(self._places.lacking_bytes(blocked), 0)
                         if blocked.overtaken >= OVERTAKES:
                             return None
                     elif self._places.has_room or (interactive and self._preempt_one()):

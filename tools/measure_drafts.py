@@ -224,7 +224,7 @@ class EngineAnswers:
 
     def alone(self) -> Round:
         """See `ContextAnswers.alone`."""
-        with mock.patch.object(stepper.CapturedRowDrafts, "_drafts_of", lambda *_: None):
+        with mock.patch.object(stepper, "_drafts_of", lambda _: None):
             return self._answer()
 
     def drafted(self, drafter: Drafter) -> Round:

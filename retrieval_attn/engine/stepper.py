@@ -65,7 +65,7 @@ class Stepper:
         self._runner = GraphRunner(model, limits.rows, self._clock)
         self._outputs, self._fail = outputs, fail
         self._counts = counts
-        self._drafting, self._captured = RowDrafts(model), CapturedRowDrafts(model, self._runner)
+        self._drafting = RowDrafts(model, self._runner)
 
     def decode(self, rows: Mapping[str, RunningRequest], failed: list[str], overlap: bool = False) -> Decoded:
         """Sample one token for each request, and one more for each draft that turns out right. Adds failed ones to
@@ -75,9 +75,8 @@ class Stepper:
             return Decoded()
         began = time.perf_counter()
         fed = {number: row for number, row in rows.items() if row.logits is None}
-        names, blocks, overlap = list(fed), self._drafting.blocks(fed), overlap and len(fed) == len(rows)
-        if not blocks:
-            blocks, overlap = self._captured.block(fed if len(rows) == 1 else {}, overlap)
+        names, is_alone = list(fed), len(rows) == 1
+        blocks, overlap = self._drafting.blocks(fed, overlap and len(fed) == len(rows), is_alone=is_alone)
         stepped = Stepped({}, (), None, {})
         if fed:
             stepped = self._step(fed, failed, overlap, blocks)
@@ -105,8 +104,7 @@ class Stepper:
             choices = self._choose({number: rows[number] for number in logits}, list(logits.values()))
             choices |= {number: drawn[number][accepted[number]] for number in right if number in drawn}
         for number, count in accepted.items():
-            drafting = self._captured if number in drawn else self._drafting
-            drafting.end(rows[number], blocks[number], count)
+            self._drafting.end(rows[number], blocks[number], count, captured=number in drawn)
             self._counts.add_drafts(len(blocks[number].drafts), count)
         ended, tokens = ([number for number, one in found if one is ends] for ends in (True, False))
         seconds = time.perf_counter() - began
@@ -196,10 +194,7 @@ class Stepper:
             drafts = {place: blocks[number].drafts for place, number in enumerate(fed) if number in blocks}
             began = time.perf_counter()
             stepped = self._runner.advance(caches, inputs, draws, launched, overlap=overlap, drafts=drafts)
-            if not stepped.choices:
-                tokens = len(fed) + sum(map(len, drafts.values()))
-                self._drafting.costs.note(tokens, time.perf_counter() - began)
-            self._captured.end_step(stepped)
+            self._drafting.end_step(stepped, len(fed) + sum(map(len, drafts.values())), time.perf_counter() - began)
         except (MemoryError, torch.OutOfMemoryError) as error:  # who comes later may find room
             for number in fed:
                 self._fail(number, error, failed)
@@ -219,119 +214,100 @@ class Stepper:
 
 
 class RowDrafts:
-    """Drafts of the rows of eager steps. A model on a CPU multiplies few tokens at once about as fast as one.
+    """Drafts of the rows of a step: of all rows of an eager one, or of a row that is alone in a captured one.
 
-    All rows wait for the drafts of one: these count as often as there are rows, and rows without drafts wait for at
-    most `SHARED_EXTRA` of a step. costs: of steps by their tokens.
+    All rows of an eager step wait for the drafts of one: these count as often as there are rows, and rows without
+    drafts wait for at most `SHARED_EXTRA` of a step. costs: of such steps by their tokens. Captured steps are timed as
+    in `CapturedDrafts`. Their row samples from the model's logits: one with a grammar or penalties has no drafts.
     """
 
     SHARED_EXTRA = 0.25
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """model: of all rows."""
-        self.costs = BlockCosts()
+    def __init__(self, model: PreTrainedModel, runner: GraphRunner) -> None:
+        """model: of all rows. runner: of their steps."""
+        self.costs, self._runner = BlockCosts(), runner
         self._steps_eagerly = functools.cache(functools.partial(steps_eagerly, model))
+        self._timed: Drafts | None = None  # of the row that the last step had alone, a captured one
+        self._overlapped = False
 
-    def blocks(self, rows: Mapping[str, RunningRequest]) -> dict[str, DraftBlock]:
-        """Return the drafts that are worth a longer step, by request; `rows` are those of the step."""
+    def blocks(
+        self, rows: Mapping[str, RunningRequest], overlap: bool, *, is_alone: bool
+    ) -> tuple[dict[str, DraftBlock], bool]:
+        """Return the drafts that are worth a longer step, by request, and whether the next step may be launched early.
+
+        rows: of the step. overlap: see `GraphRunner.advance`. is_alone: whether no other request samples a token.
+        """
         found: dict[str, DraftBlock] = {}
+        last, self._timed = self._timed, None
         spare = DRAFTED_TOKENS - len(rows)
         for number, row in rows.items() if spare > 0 else ():
-            drafts = self._drafts_of(row)
-            if drafts is None or row.cache is None:
+            cache = row.cache
+            is_eager = cache is not None and self._steps_eagerly(cache.config.graph)
+            if cache is None or not (is_eager or (is_alone and row.matcher is None and row.history is None)):
+                continue
+            drafts, left = _drafts_of(row), row.request.max_tokens - len(row.tokens)
+            if drafts is None:
                 continue
             drafts.add(row.tokens[drafts.tokens :])
-            most = min(spare, row.request.max_tokens - len(row.tokens) - 1, tokens_before_spill(row.cache) - 1)
-            block = drafts.block(most, functools.partial(self._extra, len(rows), DRAFTED_TOKENS - len(rows) - spare))
+            if is_eager:
+                most, others = min(spare, left - 1, tokens_before_spill(cache) - 1), DRAFTED_TOKENS - len(rows) - spare
+                block = drafts.block(most, functools.partial(self._extra, len(rows), others))
+            else:
+                block, overlap = self._captured_block(cache, drafts, left, overlap, starts=drafts is not last)
             if block.drafts:
                 found[number] = block
                 spare -= len(block.drafts)
-        return found
+        return found, overlap
+
+    def end_step(self, stepped: Stepped, tokens: int, seconds: float) -> None:
+        """Note the time of a step of `tokens` tokens, of all rows, whose tokens were read."""
+        if not stepped.choices:
+            self.costs.note(tokens, seconds)
+        if self._timed is None:
+            return
+        if stepped.choices:
+            count = max(1, len(stepped.drawn.get(0, ())))
+            self._timed.end_replay(count, self._runner.captures, self._runner.blocks.plans)
+        else:
+            self._timed.restart()
 
     def is_next(self, block: DraftBlock | None, accepted: int, row: RunningRequest) -> bool:
         """Return whether the newest token of a row is the draft behind those that are accepted."""
         return block is not None and block.drafts[accepted : accepted + 1] == row.tokens[-1:]
 
-    def end(self, row: RunningRequest, block: DraftBlock, accepted: int) -> None:
-        """Crop the drafts of a row that were not accepted."""
+    def end(self, row: RunningRequest, block: DraftBlock, accepted: int, *, captured: bool) -> None:
+        """Crop the drafts of a row that were not accepted; of a captured step, count those that were."""
         if row.drafts is not None:
             row.drafts.note(block, accepted)
-        if row.cache is not None and len(block.drafts) > accepted and not row.cache.batch.broken:
+        if row.cache is not None and captured:
+            self._runner.commit_drafts(row.cache, accepted)
+        elif row.cache is not None and len(block.drafts) > accepted and not row.cache.batch.broken:
             row.cache.crop(accepted - len(block.drafts))
+
+    def _captured_block(
+        self, cache: RetrievalCache, drafts: Drafts, left: int, overlap: bool, *, starts: bool
+    ) -> tuple[DraftBlock, bool]:
+        """Return the drafts of a captured step, and whether the next one may be launched early.
+
+        Drafts wait for a step that was launched early, whose token is the next one. starts: the last step had others.
+        """
+        if starts:
+            drafts.restart()
+        elif not self._overlapped:
+            drafts.restart(time.perf_counter())  # other work may have run since the last step
+        self._timed, self._overlapped = drafts, overlap
+        most = min(self._runner.block_room(cache), left) - 1
+        block = drafts.timed_block(most, self._runner.blocks.planned)
+        if block.drafts and self._runner.is_ahead:
+            drafts.wait()
+            return DraftBlock([]), False
+        return block, overlap
 
     def _extra(self, rows: int, others: int, drafts: int) -> float:
         """Return the cost of a row's drafts behind `others` of other rows: infinite if rows would wait too long."""
         extra = self.costs.extra(rows, drafts)
         too_long = rows > 1 and self.costs.extra(rows, drafts + others) > self.SHARED_EXTRA
         return math.inf if too_long else rows * extra
-
-    def _drafts_of(self, row: RunningRequest) -> Drafts | None:
-        cache = row.cache
-        return None if cache is None or not self._steps_eagerly(cache.config.graph) else _drafts_of(row)
-
-
-class CapturedRowDrafts:
-    """Drafts of a row that is alone in its step, which is captured: `Drafts.timed_block`, as in `CapturedDrafts`.
-
-    The row samples from the model's logits: one with a grammar, or with penalties, has no drafts.
-    """
-
-    def __init__(self, model: PreTrainedModel, runner: GraphRunner) -> None:
-        """model: of all rows. runner: of their steps."""
-        self._runner = runner
-        self._steps_eagerly = functools.cache(functools.partial(steps_eagerly, model))
-        self._timed: Drafts | None = None  # of the row that the last step had alone
-        self._overlapped, self._captures, self._plans = False, 0, 0
-
-    def block(self, rows: Mapping[str, RunningRequest], overlap: bool) -> tuple[dict[str, DraftBlock], bool]:
-        """Return the drafts of a single row, by request, and whether its next step may be launched early.
-
-        rows: of the step, none if there are several. overlap: see `GraphRunner.advance`. Drafts wait for a step that
-        was launched early, whose token is the next one.
-        """
-        drafts = self._drafts_of(next(iter(rows.values()))) if len(rows) == 1 else None
-        last, self._timed = self._timed, drafts
-        if drafts is None:
-            return {}, overlap
-        ((number, row),) = rows.items()
-        drafts.add(row.tokens[drafts.tokens :])
-        if drafts is not last:
-            drafts.restart()
-        elif not self._overlapped:
-            drafts.restart(time.perf_counter())  # other work may have run since the last step
-        self._overlapped, self._captures = overlap, self._runner.captures
-        room = 0 if row.cache is None else self._runner.block_room(row.cache)
-        blocks, most = self._runner.blocks, min(room, row.request.max_tokens - len(row.tokens)) - 1
-        block, self._plans = drafts.timed_block(most, blocks.planned), blocks.plans
-        if not block.drafts:
-            return {}, overlap
-        if self._runner.is_ahead:
-            drafts.wait()
-            return {}, False
-        return {number: block}, overlap
-
-    def end_step(self, stepped: Stepped) -> None:
-        """Note the time of a step whose tokens were read, unless it was captured or eager."""
-        drafts = self._timed
-        if drafts is None:
-            return
-        if not stepped.choices or self._runner.captures != self._captures:
-            drafts.restart()
-        planned = self._runner.blocks.plans != self._plans
-        drafts.end_step(max(1, len(stepped.drawn.get(0, ()))), time.perf_counter(), planned=planned)
-
-    def end(self, row: RunningRequest, block: DraftBlock, accepted: int) -> None:
-        """Count the drafts of a row that were accepted."""
-        if row.drafts is not None:
-            row.drafts.note(block, accepted)
-        if row.cache is not None:
-            self._runner.commit_drafts(row.cache, accepted)
-
-    def _drafts_of(self, row: RunningRequest) -> Drafts | None:
-        cache = row.cache
-        if cache is None or row.matcher is not None or row.history is not None:
-            return None
-        return None if self._steps_eagerly(cache.config.graph) else _drafts_of(row)
 
 
 def _drafts_of(row: RunningRequest) -> Drafts | None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import GraphMode
-from retrieval_attn.errors import CaptureError
 from retrieval_attn.model.placement import input_device, is_spread
 from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.decode import DecodeSteps, TokenCopy
@@ -24,8 +21,6 @@ from retrieval_attn.runner.graph.support import runtime_for
 from retrieval_attn.runner.rows import can_draft, step, tokens_before_spill
 
 __all__ = ["CapturedDrafts", "DraftedSteps", "drafted_steps", "steps_eagerly"]
-
-log = logging.getLogger(__name__)
 
 
 def steps_eagerly(model: PreTrainedModel, graph: GraphMode) -> bool:
@@ -127,7 +122,6 @@ class CapturedDrafts(DraftedSteps):
         self._graph, self._eager = cache.config.graph, False
         self._token_copy, self._choices = TokenCopy(input_device(model)), list[int]()
         self._confirmed = 0  # tokens of the block
-        self._captures, self._plans, self._refused = 0, 0, False
 
     def step(self, token: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         """See `DecodeSteps.step`, of the token noted last. mask: None."""
@@ -136,9 +130,12 @@ class CapturedDrafts(DraftedSteps):
         block = self._proposed()
         if block.drafts:
             foreground.note()
-            found = self._launched(block, position)
+            assert self.pool is not None
+            found = self.pool.launch_block(self._cache, [self._newest, *block.drafts], position)
             if found is not None:
-                return found
+                self.replays += 1
+                self._block, self._accepted, self._logits, self._choices, self._confirmed = block, 0, found, [], 0
+                return found[:1]
         return DecodeSteps.step(self, token, position, mask)
 
     @property
@@ -174,47 +171,26 @@ class CapturedDrafts(DraftedSteps):
 
     def confirm(self) -> None:
         """See `DecodeSteps.confirm`: of a block, commit its next token."""
-        if self._logits is None or self.pool is None:
+        if self.pool is None:
             super().confirm()
-            self._end_step(1)
+            self.drafts.restart()
+        elif self._logits is None:
+            super().confirm()
+            self.drafts.end_replay(1, self.pool.captures, self.pool.blocks.plans)
         elif self._confirmed:
             self.pool.commit_drafts(self._cache, 1)
             self._confirmed += 1
         else:
             self.pool.confirm()
             self._confirmed = 1
-            self._end_step(len(self._logits))
+            self.drafts.end_replay(len(self._logits), self.pool.captures, self.pool.blocks.plans)
 
     def _proposed(self) -> DraftBlock:
         """Return the drafts that follow the newest token, or none."""
-        if self.pool is None or self._refused:
+        if self.pool is None:
             return DraftBlock([])
         most = min(self._left, self.pool.block_room(self._cache)) - 1
         return self.drafts.timed_block(most, self.pool.blocks.planned)
-
-    def _launched(self, block: DraftBlock, position: Tensor) -> Tensor | None:
-        """Launch the newest token and its drafts. Return the logits after the token; None without a graph."""
-        assert self.pool is not None
-        tokens = torch.tensor([self._newest, *block.drafts], device=position.device)
-        try:
-            found = self.pool.launch_block(
-                self._cache, tokens, position + torch.arange(len(tokens), device=position.device)
-            )
-        except (CaptureError, torch.OutOfMemoryError) as error:
-            log.warning("no more drafts: steps of %d tokens cannot be captured: %s", len(tokens), error)
-            self._refused = True
-            return None
-        self.replays += 1
-        self._block, self._accepted, self._logits, self._choices, self._confirmed = block, 0, found, [], 0
-        return found[:1]
-
-    def _end_step(self, tokens: int) -> None:
-        """Note the time of a step of `tokens` tokens that was read, unless it was captured."""
-        captures, plans = (0, 0) if self.pool is None else (self.pool.captures, self.pool.blocks.plans)
-        if captures != self._captures or not self.replays:
-            self.drafts.restart()
-        planned, self._captures, self._plans = plans != self._plans, captures, plans
-        self.drafts.end_step(tokens, time.perf_counter(), planned=planned)
 
     def _drop_wrong(self, count: int) -> None:
         """Nothing counts them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -336,6 +337,7 @@ class Drafts:
         self._delayed = self._waits = False  # this step, the next one
         self._spent: float | None = None  # by the last block, in steps
         self._planned = False  # the last block
+        self._counts = 0, 0  # captures and plans of the graphs when the last step ended
         self._surplus = self._plan = 0.0  # expected steps: of a block beyond its extra, of a plan by the root of tokens
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -375,6 +377,16 @@ class Drafts:
     def restart(self, now: float | None = None) -> None:
         """Time the next step from now on, in seconds; None: do not time it, but the one after it."""
         self._ended = now
+
+    def end_replay(self, tokens: int, captures: int, plans: int) -> None:
+        """Record the time of a captured step of `tokens` tokens whose first token was read, unless it was captured now.
+
+        captures, plans: counts of the step's graphs.
+        """
+        before, self._counts = self._counts, (captures, plans)
+        if captures != before[0]:
+            self.restart()
+        self.end_step(tokens, time.perf_counter(), planned=plans != before[1])
 
     def end_step(self, tokens: int, now: float, *, planned: bool = False) -> None:
         """Record the time of a step of `tokens` tokens when its first token is read; `note` records a block.

@@ -33,7 +33,6 @@ from retrieval_attn.memory.reclaim import idle_device_bytes, reclaim
 from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.threads import foreground
-from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import note_eager
 from retrieval_attn.runner.drafts import BLOCKS, DRAFTED_TOKENS
 from retrieval_attn.runner.graph.decode_graph import BATCHED
@@ -150,7 +149,6 @@ class GraphRunner:
         self._refusals, self._clock = EagerFallbacks(), clock or StepClock()
         self._failures, self._tokens, self._joined, self.reason = 0, 0, False, ""
         self._block_sampler: Sampler | None = None
-        self._refuses_blocks = False
         self._gone: list[int] = []
         self._turn = threading.Lock()
 
@@ -172,7 +170,7 @@ class GraphRunner:
     def block_room(self, cache: RetrievalCache) -> int:
         """Return the new tokens that a captured step of this cache alone may have now; 0 if there is no such step."""
         with self._turn:
-            return 0 if self._pool is None or self._refuses_blocks else self._pool.block_room(cache)
+            return 0 if self._pool is None else self._pool.block_room(cache)
 
     @property
     def blocks(self) -> BlockGraphs:
@@ -320,7 +318,7 @@ class GraphRunner:
         if len(tokens) > pool.block_room(cache):
             return None
         foreground.note()
-        logits = self._launch_block(pool, cache, tokens, position)
+        logits = pool.launch_block(cache, tokens, position)
         if logits is None:
             return None
         try:
@@ -334,20 +332,6 @@ class GraphRunner:
         self._clock.device += time.perf_counter() - began
         self._clock.host += host_seconds
         return found
-
-    def _launch_block(
-        self, pool: GraphPool, cache: RetrievalCache, tokens: Sequence[int], position: int
-    ) -> Tensor | None:
-        """Launch a step of several tokens, the first one at `position`. Return None if it cannot be captured."""
-        device = input_device(self._model)
-        places = torch.arange(position, position + len(tokens), device=device)
-        try:
-            with using_retrieval(self._model, cache.config.prefill_chunk):  # a capture runs the model itself
-                return pool.launch_block(cache, torch.tensor(tokens, device=device), places)
-        except (CaptureError, torch.OutOfMemoryError) as error:
-            log.warning("no more drafts: steps of %d tokens cannot be captured: %s", len(tokens), error)
-            self._refuses_blocks = True
-            return None
 
     def _sample_block(self, draw: SamplingParams, logits: Tensor, position: int) -> list[SampledToken | None]:
         """Sample after each token of a block that begins at `position`."""
@@ -364,7 +348,7 @@ class GraphRunner:
             if self._pool is None or count > self.block_room(cache):
                 return
             with self._turn:
-                logits = self._launch_block(self._pool, cache, [0] * count, position)
+                logits = self._pool.launch_block(cache, [0] * count, position)
                 if logits is not None:
                     for draw in draws:
                         self._sample_block(draw, logits, position)

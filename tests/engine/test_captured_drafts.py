@@ -18,7 +18,7 @@ from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.runner.drafts import BLOCKS, BlockCosts, Draft, DraftLength, LookupDrafter
-from retrieval_attn.runner.graph.pool import GraphPool
+from retrieval_attn.runner.graph.pool import BlockGraphs, GraphPool
 from retrieval_attn.runner.graph_runner import GraphRunner
 from retrieval_attn.sampling.grammar import GrammarSpec
 from retrieval_attn.sampling.sampling_params import SamplingParams
@@ -105,10 +105,10 @@ def test_rows_that_join_and_leave(loaded: Loaded, monkeypatch: pytest.MonkeyPatc
     wanted, _, _ = answers(llm_of(loaded, False), requests)
     sizes, launch_block = list[int](), GraphPool.launch_block
 
-    def launched(self: GraphPool, cache: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def launched(self: GraphPool, cache: Any, tokens: list[int], position: Any) -> torch.Tensor | None:
         assert set(self.rows) >= {id(cache)}
         sizes.append(len(tokens))
-        return launch_block(self, cache, tokens, positions)
+        return launch_block(self, cache, tokens, position)
 
     monkeypatch.setattr(GraphPool, "launch_block", launched)
     long = Request(requests[1].parts, 150, DRAWN, stop_ids=frozenset())
@@ -183,10 +183,10 @@ def test_a_block_that_cannot_be_captured(
     requests = requests_of(loaded)[:3]
     wanted, _, _ = one_by_one(llm_of(loaded, False), requests)
 
-    def refused(self: GraphPool, cache: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def refused(*_: Any) -> torch.Tensor:
         raise CaptureError("no memory")
 
-    monkeypatch.setattr(GraphPool, "launch_block", refused)
+    monkeypatch.setattr(BlockGraphs, "launch", refused)
     with many_drafts(monkeypatch):
         found, _, stats = one_by_one(llm_of(loaded, True), requests)
     require_same(found, wanted)
@@ -197,9 +197,9 @@ def test_ended_rows_leave_no_plan_in_blocks(loaded: Loaded, monkeypatch: pytest.
     """A search plan of a block keeps the keys of its sequence; it is dropped with the sequence."""
     pools, launch_block = set[GraphPool](), GraphPool.launch_block
 
-    def launched(self: GraphPool, cache: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def launched(self: GraphPool, cache: Any, tokens: list[int], position: Any) -> torch.Tensor | None:
         pools.add(self)
-        return launch_block(self, cache, tokens, positions)
+        return launch_block(self, cache, tokens, position)
 
     monkeypatch.setattr(GraphPool, "launch_block", launched)
     requests = requests_of(loaded)

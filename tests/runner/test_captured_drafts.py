@@ -20,7 +20,8 @@ from retrieval_attn.runner.drafted_steps import CapturedDrafts
 from retrieval_attn.runner.drafts import BLOCKS, BlockCosts, Drafter, Drafts
 from retrieval_attn.runner.graph import decode_graph
 from retrieval_attn.runner.graph import pool as graph_pool
-from retrieval_attn.runner.graph.pool import GraphPool
+from retrieval_attn.runner.graph.pool import BlockGraphs, GraphPool
+from retrieval_attn.runner.graph.sequence_slot import GraphSlot
 from retrieval_attn.runner.rows import can_draft
 from tests.runner.graph_cases import DEVICE, FINER, MODELS, ROARGRAPH, idle_decoders
 from tests.runner.test_drafts import Script, prompt_of, require_equal
@@ -187,15 +188,15 @@ def test_blocks_end_with_the_window(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     alone, rooms = Answered(model, read, ids, 80), list[tuple[int, int]]()
     launch = GraphPool.launch_block
 
-    def noted(self: GraphPool, cache: RetrievalCache, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def noted(self: GraphPool, cache: RetrievalCache, tokens: list[int], position: Any) -> torch.Tensor | None:
         rooms.append((len(tokens), self.block_room(cache)))
-        return launch(self, cache, tokens, positions)
+        return launch(self, cache, tokens, position)
 
     monkeypatch.setattr(GraphPool, "launch_block", noted)
     drafted = Answered(model, read, ids, 80, drafter=Script(alone.tokens))
     assert drafted.tokens == alone.tokens and all(count <= room for count, room in rooms)
     assert any(count == room for count, room in rooms) and {count for count, _ in rooms} <= set(BLOCKS)
-    monkeypatch.setattr(GraphPool, "block_room", lambda self, cache: 16 if id(cache) in self.rows else 0)
+    monkeypatch.setattr(GraphSlot, "block_room", 16)
     longer = Answered(model, read, ids, 80, drafter=Script(alone.tokens))
     assert longer.drafted == (0, 0) and "cannot be captured" in caplog.text  # it would write behind the window
 
@@ -278,10 +279,10 @@ def test_a_block_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog
     read, ids = read_by(model, 700)
     alone = Answered(model, read, ids, 40)
 
-    def refused(self: GraphPool, cache: RetrievalCache, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def refused(*_: Any) -> torch.Tensor:
         raise CaptureError("no memory")
 
-    monkeypatch.setattr(GraphPool, "launch_block", refused)
+    monkeypatch.setattr(BlockGraphs, "launch", refused)
     drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
     assert drafted.tokens == alone.tokens and drafted.drafted == (0, 0)
     assert caplog.text.count("no more drafts") == 1

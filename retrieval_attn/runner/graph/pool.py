@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 import weakref
@@ -40,6 +41,8 @@ from retrieval_attn.runner.graph.states import Views
 from retrieval_attn.sampling.sampler import SampledToken
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
+log = logging.getLogger(__name__)
+
 SHRINK_AFTER = 32
 """Steps for which a smaller graph must suffice before it is used, because batch sizes fluctuate."""
 
@@ -48,13 +51,13 @@ class BlockGraphs:
     """Graphs of one cache whose steps have several new tokens.
 
     graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was. plans:
-    how often one was planned.
+    how often one was planned. refused: whether one could not be captured, so that none is launched any more.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[int, DecodeGraph] = {}
         self.launched: DecodeGraph | None = None
-        self.plans = 0
+        self.plans, self.refused = 0, False
         self._unplanned: set[int] = set()  # numbers of tokens
 
     @property
@@ -75,8 +78,6 @@ class BlockGraphs:
             self.graphs[count] = make()
             self._unplanned.add(count)
         graph = self.graphs[count]
-        if graph.decoder.capture_failure is not None:
-            raise CaptureError(graph.decoder.capture_failure)
         if count in self._unplanned:
             graph.take([row], kind, range(count))
             self._unplanned.discard(count)
@@ -281,26 +282,39 @@ class GraphPool:
         return self._arrange_alone(cache).launch(token, position)
 
     @ordinary_tensors
-    def launch_block(self, cache: RetrievalCache, tokens: Tensor, positions: Tensor) -> Tensor:
+    def launch_block(self, cache: RetrievalCache, tokens: Sequence[int], position: int | Tensor) -> Tensor | None:
         """Launch a step of several new tokens of one cache of one sequence. Nothing waits for the device.
 
         `confirm` counts the first token, `commit_drafts` the accepted drafts, before the next launch.
 
         Args:
             cache: has `block_room` for the tokens, and no step in flight.
-            tokens, positions: of the newest token and its drafts, (n,) int64.
+            tokens: the newest token and its drafts.
+            position: of the newest token; a tensor is (1,) int64 on the model's device.
 
-        Returns logits (n, vocabulary) float32, the same memory in every block of n tokens. Raises as `launch`.
+        Returns logits (n, vocabulary) float32, the same memory in every block of n tokens; None if it cannot be
+        captured, after which there is no room for blocks. Raises as `launch`, but for CaptureError.
         """
-        cache.require_room(len(tokens))
-        self._arrange_alone(cache).undo()  # its windows grow without it
-        make = functools.partial(self._new_graph, cache, 1, len(tokens))
-        return self.blocks.launch(make, self.rows[id(cache)], self._kind, tokens, positions)
+        device = input_device(self.model)
+        places = position + torch.arange(len(tokens), device=device)
+        try:
+            cache.require_room(len(tokens))
+            self._arrange_alone(cache).undo()  # its windows grow without it
+            make = functools.partial(self._new_graph, cache, 1, len(tokens))
+            given = torch.tensor(tokens, device=device)
+            with using_retrieval(self.model, self._prefill_chunk):  # a capture runs the model itself
+                return self.blocks.launch(make, self.rows[id(cache)], self._kind, given, places)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            log.warning("no more drafts: steps of %d tokens cannot be captured: %s", len(tokens), error)
+            self.blocks.refused = True
+            return None
 
     def block_room(self, cache: RetrievalCache) -> int:
-        """Return the new tokens that a block of a cache may have now; 0 before its first step in the first slot."""
+        """Return the new tokens that a block of a cache may have now; 0 before its first step in the first slot, and
+        if a block could not be captured.
+        """
         row = self.rows.get(id(cache))
-        return 0 if row is None or row.place else row.block_room
+        return 0 if row is None or row.place or self.blocks.refused else row.block_room
 
     def commit_drafts(self, cache: RetrievalCache, count: int) -> None:
         """Count `count` drafts of the block that is confirmed."""
@@ -354,8 +368,7 @@ class GraphPool:
         self.undo()
         for count in blocks:
             if count <= self.block_room(cache):
-                places = cache.batch.columns + torch.arange(count, device=device)
-                self.launch_block(cache, torch.zeros_like(places), places)
+                self.launch_block(cache, [0] * count, cache.batch.columns)
                 self.undo()
 
     def has_captured(self, cache: RetrievalCache, blocks: bool = False) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from retrieval_attn.engine.ids import Ids
 from retrieval_attn.engine.node import Node, Payload, Sizes
 from retrieval_attn.engine.prefix_handle import FIRST_MARK, AnswerEntry, PrefixEntry, text_mark
-from retrieval_attn.engine.radix_cache import MAX_MARKS, Lease, RadixCache
+from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.engine.saved_text import BLOCK_TOKENS, SavedTexts, UnsavedText
 from retrieval_attn.errors import InputDataError, StoreError, UnknownContextError
 from retrieval_attn.memory.reclaim import register
@@ -513,7 +513,7 @@ class DiskTier:
         """Return a node's token ids without marks; None if prompts with these tokens must not continue its text."""
         entry, ids = node.held, node.prefix(len(node))
         assert isinstance(entry, PrefixEntry)
-        marks = ids[: int((ids[:MAX_MARKS] < 0).sum())]
+        marks = ids[: node.marks]
         of_weights, tokens = marks[marks <= -FIRST_MARK], len(ids) - len(marks)
         continues_saved = len(of_weights) < len(marks)
         expected = text_mark(self._texts.model, weight_state(self._texts.model), tokens)

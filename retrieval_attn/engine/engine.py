@@ -32,11 +32,11 @@ from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.idle_prefixes import IdleLimits, IdlePrefixes, most_device_bytes
 from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.limits import KEEP_SESSION_SECONDS, Limits
-from retrieval_attn.engine.node import Sizes
+from retrieval_attn.engine.node import Node, Sizes
 from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.prefill_worker import PrefillWorker
 from retrieval_attn.engine.prefix_handle import CROP_TOKENS, PrefixEntry, crop_end, text_mark
-from retrieval_attn.engine.radix_cache import CachedText, Lease, PrefixCacheStats, RadixCache
+from retrieval_attn.engine.radix_cache import Lease, PrefixCacheStats, RadixCache
 from retrieval_attn.engine.request import Reason, Request, RequestHandle
 from retrieval_attn.engine.request_needs import RequestNeeds, State
 from retrieval_attn.engine.running_request import RunningRequest
@@ -296,22 +296,21 @@ def read_config(model: PreTrainedModel, config: Config, chunk_tokens: int) -> Co
     return config.replace(prefill_chunk=min(config.prefill_chunk, wide * chunk_tokens))
 
 
-def _plain_text(text: CachedText) -> dict[str, Any]:
+def _plain_text(node: Node, entry: PrefixEntry) -> dict[str, Any]:
     """Return the JSON values of an entry. KV pages count as GPU memory if windows are there, else as host memory."""
-    entry, sizes = text.held, text.sizes
-    assert isinstance(entry, PrefixEntry)
+    sizes, marks = node.sizes, node.marks
     on_gpu = sizes.device > 0
     return {
-        "number": text.number,
-        "head": [one for one in text.head if one >= 0],
-        "start": max(0, text.start - text.marks),
-        "tokens": text.end - text.marks,
-        "namespace": text.namespace,
+        "number": node.number,
+        "head": [int(one) for one in node.ids[:HEAD_TOKENS] if one >= 0],
+        "start": max(0, node.start - marks),
+        "tokens": node.end - marks,
+        "namespace": node.namespace,
         "context": None if entry.opened is None or entry.opened.text.automatic else entry.opened.text.name,
         "gpu_bytes": sizes.device + sizes.pages if on_gpu else 0,
         "host_bytes": sizes.host if on_gpu else sizes.host + sizes.pages,
-        "in_use": text.leases > 0,
-        "idle_seconds": text.idle_seconds,
+        "in_use": node.refs > 0,
+        "idle_seconds": time.monotonic() - node.used,
     }
 
 
@@ -570,7 +569,8 @@ class Engine:
             "requests": {one.value: list(states.values()).count(one) for one in State if one is not State.GONE},
             "prefills": prefills[:SHOWN],
             "texts": [
-                _plain_text(one) for one in (self._tree or RadixCache()).texts(namespace, SHOWN, HEAD_TOKENS)
+                _plain_text(node, entry) for node in ([] if self._tree is None else self._tree.latest(namespace, SHOWN))
+                if isinstance(entry := node.held, PrefixEntry)  # not evicted meanwhile
             ],
         }  # fmt: skip
         if namespace is None:

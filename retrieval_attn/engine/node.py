@@ -100,6 +100,10 @@ class Place(NamedTuple):
         return self.node.start + self.at
 
 
+MAX_MARKS = 2
+"""Leading ids of a text that are no tokens: of other weights, and of a saved context."""
+
+
 class Node:
     """Span of token ids after a place of its parent. Compared by identity; only the tree changes it.
 
@@ -170,6 +174,11 @@ class Node:
     def end(self) -> int:
         """Tokens from the start of the text to the end of the span."""
         return self.start + len(self.ids)
+
+    @property
+    def marks(self) -> int:
+        """Leading ids of the whole text that are no tokens."""
+        return int((self.path()[0].ids[:MAX_MARKS] < 0).sum())
 
     @property
     def in_memory(self) -> bool:

@@ -6,6 +6,7 @@ logical: a child may begin inside a node's span, and a payload is never cut.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import logging
 import threading
@@ -34,11 +35,7 @@ from retrieval_attn.engine.resident_set import LEAST_OFFLOADED, ResidentSet
 from retrieval_attn.errors import ConfigError, ShapeError
 
 log = logging.getLogger(__name__)
-__all__ = ["CachedText", "Lease", "Match", "RadixCache", "PrefixCacheStats", "ending", "longest"]
-
-
-MAX_MARKS = 2
-"""Leading ids of a text that are no tokens: of other weights, and of a saved context."""
+__all__ = ["Lease", "Match", "RadixCache", "PrefixCacheStats", "ending", "longest"]
 
 
 class Lease:
@@ -192,33 +189,6 @@ class PrefixCacheStats(NamedTuple):
         return self._replace(evicted=self.evicted + entries, evicted_bytes=self.evicted_bytes + nbytes)
 
 
-class CachedText(NamedTuple):
-    """Description of an entry.
-
-    Attributes:
-        number: number of the node.
-        head: first ids of the span.
-        marks: leading ids of the whole text that are no tokens.
-        start, end: ids before the span and up to its end, marks included.
-        namespace: namespace of the node.
-        held: payload.
-        sizes: bytes of the payload.
-        leases: leases on the node and its descendants.
-        idle_seconds: seconds since the last use.
-    """
-
-    number: int
-    head: tuple[int, ...]
-    marks: int
-    start: int
-    end: int
-    namespace: Namespace
-    held: Payload
-    sizes: Sizes
-    leases: int
-    idle_seconds: float
-
-
 class RadixCache:
     """Prefix cache with namespaces.
 
@@ -279,18 +249,11 @@ class RadixCache:
                 waiting=self._pending.waiting,
             )
 
-    def texts(self, namespace: Namespace, most: int, head: int) -> list[CachedText]:
-        """Return up to `most` entries, the last used first.
-
-        Args:
-            namespace: namespace of the entries; None: all namespaces.
-            most: largest number of entries.
-            head: number of ids in `CachedText.head`.
-        """
+    def latest(self, namespace: Namespace, most: int) -> list[Node]:
+        """Return up to `most` nodes with payloads, the last used first. namespace: of the nodes; None: all."""
         with self._lock:
-            now = self._clock()
             nodes = (node for node in self._residents if namespace is None or node.namespace == namespace)
-            return [_described(node, now, head) for node in heapq.nlargest(most, nodes, key=lambda node: node.used)]
+            return heapq.nlargest(most, nodes, key=lambda node: node.used)
 
     def match(
         self,
@@ -476,7 +439,7 @@ class RadixCache:
                 return None
             node, held = found
             tried.add(node.number)
-            return self._pinned(node), held, node.sizes.device
+            return self._lease(node, is_use=False), held, node.sizes.device
 
     def victims(self, need: Sizes, waiting: Mapping[Node, int] | None = None) -> list[Node]:
         """Return the nodes that `evict` would evict, in its order."""
@@ -492,20 +455,7 @@ class RadixCache:
     def pin(self, node: Node) -> Lease | None:
         """Lock a node and its ancestors without counting a use; None if the node was evicted."""
         with self._lock:
-            return None if node.gone or node.held is None else self._pinned(node)
-
-    def _pinned(self, node: Node) -> Lease:
-        node.leases += 1
-        self._hold(node, 1)
-        return Lease(node, self._unpin)
-
-    def _unpin(self, lease: Lease) -> None:
-        with self._lock:
-            if lease.open:
-                lease.open = False
-                lease.node.leases -= 1
-                self._hold(lease.node, -1)
-                self._prune(lease.node)
+            return None if node.gone or node.held is None else self._lease(node, is_use=False)
 
     def recount(self, node: Node) -> None:
         """Count the bytes of a node and its ancestors again: some moved between GPU and host memory."""
@@ -538,31 +488,26 @@ class RadixCache:
         parent.branches.add(node, doubles=at < len(parent) and parent.ids[at] == span[0])
         return node
 
-    def _lease(self, node: Node) -> Lease:
+    def _lease(self, node: Node, *, is_use: bool = True) -> Lease:
+        """Lock a node and its ancestors. is_use: count their last use, now and at the release."""
         _must_be_here(node)
         node.leases += 1
-        self._refer(node, 1)
-        return Lease(node, self._give_back)
+        self._refer(node, 1, is_use=is_use)
+        return Lease(node, functools.partial(self._give_back, is_use=is_use))
 
-    def _give_back(self, lease: Lease) -> None:
+    def _give_back(self, lease: Lease, *, is_use: bool) -> None:
         with self._lock:
             if lease.open:
                 lease.open = False
                 lease.node.leases -= 1
-                self._refer(lease.node, -1)
+                self._refer(lease.node, -1, is_use=is_use)
                 self._prune(lease.node)
 
-    def _refer(self, node: Node | None, more: int) -> None:
+    def _refer(self, node: Node | None, more: int, *, is_use: bool) -> None:
         now = self._clock()
-        self._hold(node, more)
-        while node is not None:
-            node.used = now
-            node = node.parent
-
-    def _hold(self, node: Node | None, more: int) -> None:
-        """Count leases on a node without a use of it."""
         while node is not None:
             self._residents.refer(node, more)
+            node.used = now if is_use else node.used
             node = node.parent
 
     def _prune(self, node: Node) -> None:
@@ -576,23 +521,6 @@ class RadixCache:
             node.gone = True
             self._count -= 1
             node = parent
-
-
-def _described(node: Node, now: float, head: int) -> CachedText:
-    marks = int((node.path()[0].ids[:MAX_MARKS] < 0).sum())
-    assert node.held is not None
-    return CachedText(
-        node.number,
-        tuple(node.ids[:head].tolist()),
-        marks,
-        node.start,
-        node.end,
-        node.namespace,
-        node.held,
-        node.sizes,
-        node.refs,
-        now - node.used,
-    )
 
 
 def _must_take(place: Place, span: Ids, namespace: Namespace, share_tokens: int) -> None:

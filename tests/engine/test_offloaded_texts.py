@@ -504,7 +504,7 @@ def test_an_offloaded_text_without_room_waits_for_others(monkeypatch: pytest.Mon
         engine.submit(Request(((5,),), 1)).result()
         assert engine._tree is not None
         monkeypatch.setattr(prefix_handle, "on_device", apart)
-        entries: list[Any] = [one.held for one in engine._tree.texts(None, 9, 0)]
+        entries: list[Any] = [one.held for one in engine._tree.latest(None, 9)]
         for entry in entries:
             entry.offload()
         assert entries and all(entry.offloaded_bytes > 0 for entry in entries)

@@ -199,7 +199,7 @@ def test_mapped_files_take_no_memory_of_the_prefix_cache(store: ContextStore) ->
         tree = engine._tree
         assert tree is not None
         engine.submit(Request((ids(5, 9),), 2, context="book", stop_ids=NEVER)).result()
-        (text,) = tree.texts(None, 9, 1)
+        (text,) = tree.latest(None, 9)
         entry: Any = text.held
         mapped = mapped_bytes(entry._cache)
         assert mapped.nbytes > 0.7 * entry._cache.host_nbytes and mapped.locked == 0
@@ -207,7 +207,7 @@ def test_mapped_files_take_no_memory_of_the_prefix_cache(store: ContextStore) ->
         windows = sum(one.nbytes for one in own_tensors(entry._cache))
         assert opened == entry._cache.host_nbytes - mapped.nbytes + windows
         engine.submit(Request((ids(600, 2), ids(5, 9)), 2, context="book", stop_ids=NEVER)).result()
-        later = next(one for one in tree.texts(None, 9, 1) if one.end > text.end)
+        later = next(one for one in tree.latest(None, 9) if one.end > text.end)
         assert later.sizes.host > 600 * engine._limits.token_bytes
         segment = next(iter(entry._cache.layers[0].hosts[0].segments))
         segment.locked_rows = segment.keys, segment.values

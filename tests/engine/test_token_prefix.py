@@ -240,7 +240,7 @@ def test_consecutive_short_parts_get_one_entry(monkeypatch: pytest.MonkeyPatch) 
     with Engine(llm, prefix_cache_bytes=SHARED) as engine:
         answer(engine, (*turns, long, *turns))
         assert engine._tree is not None
-        found = engine._tree.texts(None, 99, 0)
+        found = engine._tree.latest(None, 99)
         assert sorted(one.end - one.marks for one in found) == [120, 320], "before the long one, up to the last part"
         following = (*turns[:5], ids(30, 8))
         done = answer(engine, following)

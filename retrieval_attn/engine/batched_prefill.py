@@ -225,7 +225,7 @@ class BatchedPrefill(GatedRead):
         self.reads = _fitting(waiting, tokens)
         self.tokens = sum(len(read.ids) for read in self.reads)
         model = self.reads[0].loop.model
-        self._gate = Gate(len(self.reads[0].cache.layers), settling(model))
+        self.gate = Gate(len(self.reads[0].cache.layers), settling(model))
         self._befores: dict[int, Rollback | None] = {}
         self._packed: PackedCache | None = None
         for read in self.reads:
@@ -234,7 +234,7 @@ class BatchedPrefill(GatedRead):
 
     def leave_out(self, read: PrefillRequest) -> None:
         """This one is cancelled between two chunks, and its cache as before; without the last one, all is over."""
-        with self._gate.held():
+        with self.gate.held():
             if not self.done and not read.done:
                 row = self.reads.index(read)
                 if self._packed is not None:
@@ -243,7 +243,7 @@ class BatchedPrefill(GatedRead):
                 read.fail(ReadCancelled())
             over = all(other.done for other in self.reads)
             if over:
-                self._gate.cancel()
+                self.gate.cancel()
         if over:
             self._over.wait()
 
@@ -268,7 +268,7 @@ class BatchedPrefill(GatedRead):
             if self._packed is not None:
                 self._packed.finish()
             self._packed, self._befores = None, {}
-            self._gate.end()
+            self.gate.end()
 
     def _mark(self) -> None:
         """Where caches are now; those that cannot be read fail by themselves."""
@@ -283,7 +283,7 @@ class BatchedPrefill(GatedRead):
         reads = self.reads
         for read in reads:
             require_same_weights(read.cache)
-        packed = PackedCache([read.cache for read in reads], [len(read.ids) for read in reads], self._gate.enter)
+        packed = PackedCache([read.cache for read in reads], [len(read.ids) for read in reads], self.gate.enter)
         for row, read in enumerate(reads):
             if read.done:
                 packed.leave_out(row)
@@ -302,7 +302,7 @@ class BatchedPrefill(GatedRead):
                     read.fail(packed.errors[row])
                 else:
                     read.read(found)
-        self._gate.settle()
+        self.gate.settle()
 
 
 def _fitting(waiting: Items[PrefillRequest], tokens: int) -> list[PrefillRequest]:

@@ -78,11 +78,11 @@ class ChunkedPrefill(GatedRead):
         images, start = cache.batch.images, cache.get_seq_length()
         pictured = 0 if images is None else images.chunks(start, start + len(ids))
         chunks = pictured + layer_chunks * len(cache.layers) + ends
-        self._gate = Gate(chunks, settling(loop.model), layer_chunks if ends else 0, unit, pictured)
+        self.gate = Gate(chunks, settling(loop.model), layer_chunks if ends else 0, unit, pictured)
         self._end = _End()
         self.cache = cache
-        self._over = prefill_threads.start(functools.partial(_run, loop, cache, batch, self._gate, self._end))
-        weakref.finalize(self, self._gate.cancel)
+        self._over = prefill_threads.start(functools.partial(_run, loop, cache, batch, self.gate, self._end))
+        weakref.finalize(self, self.gate.cancel)
 
     def result(self, timeout: float | None = None) -> PromptState:
         """Wait for the end and return the state after the prompt. All chunks must have been granted.
@@ -90,7 +90,7 @@ class ChunkedPrefill(GatedRead):
         Raises the error of the prefill, ReadCancelled, or TimeoutError.
         """
         if not self.wait_done(timeout):
-            raise TimeoutError(f"the read has {self.chunks_left} chunks left, {self._gate.granted} of them granted")
+            raise TimeoutError(f"the read has {self.gate.chunks_left} chunks left, {self.gate.granted} of them granted")
         if self.error is not None:
             raise self.error
         assert self._end.state is not None
@@ -101,13 +101,13 @@ class ChunkedPrefill(GatedRead):
 
         A prefill that is done stays done.
         """
-        self._gate.cancel()
+        self.gate.cancel()
         self._over.wait()
 
     @property
     def finishing(self) -> bool:
         """Whether all chunks are done and the thread still copies to the host and indexes."""
-        return self._gate.finishing and not self.done
+        return self.gate.finishing and not self.done
 
     @property
     def error(self) -> BaseException | None:

@@ -76,12 +76,12 @@ class Gate:
 
     @property
     def chunks_left(self) -> int:
-        """Chunks still to run; 0 after the end."""
+        """Chunks still to run; 0 after the end. Grows if chunks are halved for lack of device memory."""
         return 0 if self.ended else max(self.total - self.chunks_done, 0)
 
     @property
     def chunks_alike(self) -> int:
-        """Chunks before the next one of another kind, if all run as planned; 1 before a layer's end."""
+        """Chunks before the next one of another kind, at least 1, if all run as planned; 1 before a layer's end."""
         if self.next_kind == "image":
             return max(self._image_chunks - self.chunks_done, 1)
         if not self._layer_chunks:
@@ -258,35 +258,15 @@ prefill_threads = PrefillThreads()
 
 
 class GatedRead:
-    """A prefill in a gated thread, as the engine's thread uses it."""
+    """A prefill in a gated thread, as the engine's thread uses it. gate: of the thread."""
 
-    _gate: Gate
+    gate: Gate
     _over: threading.Event
 
     @property
     def done(self) -> bool:
         """Whether the thread has ended: the prompt is prefilled and indexed, or an error occurred."""
-        return self._gate.ended
-
-    @property
-    def chunks_done(self) -> int:
-        """Completed chunks, without the running one."""
-        return self._gate.chunks_done
-
-    @property
-    def chunks_left(self) -> int:
-        """Chunks still to run; 0 if `done`. Grows if chunks are halved for lack of device memory."""
-        return self._gate.chunks_left
-
-    @property
-    def next_kind(self) -> ChunkKind:
-        """Kind of the next chunk."""
-        return self._gate.next_kind
-
-    @property
-    def chunks_alike(self) -> int:
-        """Chunks before the next one of another kind, at least 1."""
-        return self._gate.chunks_alike
+        return self.gate.ended
 
     def go(self, chunks: int, *, alone: bool = True) -> None:
         """Grant `chunks` further chunks and return at once. alone: no sequence decodes meanwhile.
@@ -295,28 +275,15 @@ class GatedRead:
         """
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ConfigError(f"chunks={chunks!r} must be a whole number >= 1")
-        self._gate.grant(chunks, alone=alone)
-
-    @property
-    def granted(self) -> int:
-        """Granted chunks that have not begun."""
-        return self._gate.granted
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the thread waits for copies or index builds of others inside of a chunk."""
-        return self._gate.is_stalled
+        self.gate.grant(chunks, alone=alone)
 
     def wait(self, timeout: float | None = None, *, or_stalled: bool = False) -> bool:
-        """Wait until all granted chunks are complete. Returns False after `timeout` seconds.
-
-        or_stalled: at most until the thread waits for others.
-        """
-        return self._joined(self._gate.wait(timeout, or_stalled=or_stalled))
+        """See `Gate.wait`."""
+        return self._joined(self.gate.wait(timeout, or_stalled=or_stalled))
 
     def wait_done(self, timeout: float | None) -> bool:
         """Wait until the prefill is `done`. Returns False after `timeout` seconds."""
-        return self._joined(self._gate.wait_ended(timeout))
+        return self._joined(self.gate.wait_ended(timeout))
 
     def _joined(self, waited: bool) -> bool:
         if self.done:

@@ -141,17 +141,19 @@ class PrefillWorker:
                     continue
                 busy = True
                 if read is not None:
-                    before = read.chunks_done
-                    if read.next_kind != "image" or self._scheduler.next_kind(number) == "image":
-                        if alone or not (read.is_stalled or read.granted):  # else what was granted is to be done yet
-                            read.go(min(granted[number], read.chunks_alike), alone=alone)
+                    before = read.gate.chunks_done
+                    if read.gate.next_kind != "image" or self._scheduler.next_kind(number) == "image":
+                        if alone or not (
+                            read.gate.is_stalled or read.gate.granted
+                        ):  # else what was granted is to be done yet
+                            read.go(min(granted[number], read.gate.chunks_alike), alone=alone)
                         read.wait(or_stalled=not alone)
-                    chunks[number] = read.chunks_done - before
+                    chunks[number] = read.gate.chunks_done - before
                     if read.finishing:
                         read.wait_done(END_SECONDS)
                     self._advance(row)
                     going_on = paused(row.read)
-                    next_kinds[number] = "chunk" if going_on is None else going_on.next_kind
+                    next_kinds[number] = "chunk" if going_on is None else going_on.gate.next_kind
             except Exception as error:
                 self._fail(number, error, failed)
         chunks |= self._read_together([one for one in reading if one not in failed], granted, failed, alone=alone)
@@ -200,9 +202,9 @@ class PrefillWorker:
         if self._pack is None:
             waiting = [short[number] for number in sorted(short, key=lambda number: number not in granted)]
             self._pack = BatchedPrefill(waiting, min(self._tokens_together(alone=alone), self._config.prefill_chunk))
-        before = self._pack.chunks_done
+        before = self._pack.gate.chunks_done
         self._go(self._pack, room, alone=alone)
-        chunks = self._pack.chunks_done - before
+        chunks = self._pack.gate.chunks_done - before
         members = [number for number, read in short.items() if read in self._pack.reads]
         if self._pack.done:
             self._pack = None
@@ -228,7 +230,7 @@ class PrefillWorker:
 
     def _go(self, pack: BatchedPrefill, chunks: int, *, alone: bool) -> None:
         """Run chunks as long as those of the last batch, or as many longer ones as take that time; at least one."""
-        if pack.chunks_done == 0:
+        if pack.gate.chunks_done == 0:
             pack.wait()  # what is done once, before the first chunk
             began = time.perf_counter()
             pack.go(1)
@@ -237,12 +239,12 @@ class PrefillWorker:
             if not alone and seconds > self._pack_chunk_seconds:
                 chunks = int(chunks * self._pack_chunk_seconds / seconds)
             chunks -= 1
-        chunks = min(chunks, pack.chunks_left)
+        chunks = min(chunks, pack.gate.chunks_left)
         if chunks > 0:
-            began, before = time.perf_counter(), pack.chunks_done
+            began, before = time.perf_counter(), pack.gate.chunks_done
             pack.go(chunks)
             pack.wait()
-            self._pack_chunk_seconds = (time.perf_counter() - began) / max(pack.chunks_done - before, 1)
+            self._pack_chunk_seconds = (time.perf_counter() - began) / max(pack.gate.chunks_done - before, 1)
             if pack.tokens >= BESIDE_TOKENS // 2:
                 self._token_seconds = self._pack_chunk_seconds / pack.tokens
 

@@ -96,11 +96,11 @@ def together(loop: AnswerLoop, caches: list[RetrievalCache], new: list[list[int]
     while waiting := [read for read in reads if read.waits]:
         pack = BatchedPrefill(waiting, 2048)
         for done in range(layers):
-            assert pack.chunks_done == done and pack.chunks_left == layers - done
+            assert pack.gate.chunks_done == done and pack.gate.chunks_left == layers - done
             assert not any(read.done for read in pack.reads)
             pack.go(1)
             assert pack.wait(WAIT)
-        assert pack.done and pack.chunks_done == layers and all(read.done for read in pack.reads)
+        assert pack.done and pack.gate.chunks_done == layers and all(read.done for read in pack.reads)
     return [read.result().logits[0] for read in reads]
 
 
@@ -397,7 +397,7 @@ def test_steps_run_between_the_layers_of_a_pack() -> None:
     pack, reads = begin(loop, caches, news)
     found = [5]
     for layer in range(len(row.layers)):
-        assert pack.chunks_done == layer
+        assert pack.gate.chunks_done == layer
         found += decoded(loop, row, found[-1], 3)
         pack.go(1)
         assert pack.wait(WAIT)
@@ -463,7 +463,7 @@ def test_all_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     released.set()
     for end in ends:
         end.join(WAIT)
-    assert pack.done and pack.chunks_done == 1 and all(read.done for read in reads)
+    assert pack.done and pack.gate.chunks_done == 1 and all(read.done for read in reads)
     assert all(cache.get_seq_length() == 100 for cache in caches)
 
 

@@ -30,6 +30,7 @@ class Pack:
     def __init__(self, clock: Clock, tokens: int, chunk_seconds: float, chunks: int = 32) -> None:
         self.tokens, self.chunks_done, self._seconds_per_chunk = tokens, 0, chunks
         self._clock, self._cell_seconds = clock, chunk_seconds
+        self.gate = self
 
     @property
     def chunks_left(self) -> int:

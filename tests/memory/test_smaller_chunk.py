@@ -100,11 +100,11 @@ def test_a_paused_read_ends_with_more_cells_than_planned() -> None:
     cache = ra.RetrievalCache(context.model, CONFIG)
     ids = ids_of(context, TOKENS)
     read = ChunkedPrefill(AnswerLoop(context.model, context.tokenizer), cache, ids)
-    planned = read.chunks_left
+    planned = read.gate.chunks_left
     while not read.done:
         read.go(1)
         assert read.wait(60.0)
-    assert read.error is None and read.chunks_left == 0 and read.chunks_done > planned
+    assert read.error is None and read.gate.chunks_left == 0 and read.gate.chunks_done > planned
     context.read(ids, progress=False)
     check_same_bytes(cache, context.cache)
 

@@ -96,19 +96,19 @@ def test_a_paused_read_has_the_same_bits(loop: AnswerLoop, index: str) -> None:
     wanted = read_at_once(loop, plain, ids)
     read = ChunkedPrefill(loop, paused, ids)
     layers = len(paused.layers)
-    assert read.chunks_left == 5 * layers
+    assert read.gate.chunks_left == 5 * layers
     done = 0
     while not read.done:
         read.go(3)
         assert read.wait(WAIT)
         done = min(done + 3, 5 * layers)
-        assert read.chunks_done == done
+        assert read.gate.chunks_done == done
         if done == 5 * layers:
             read.go(1)
             break
     state = read.result(WAIT)
     assert torch.equal(state.logits, wanted.logits) and torch.equal(state.sequences, wanted.sequences)
-    assert read.chunks_left == 0 and read.error is None
+    assert read.gate.chunks_left == 0 and read.error is None
     assert_same(paused, plain)
 
 
@@ -118,15 +118,15 @@ def test_who_drives_a_read_knows_which_cells_are_alike(loop: AnswerLoop) -> None
     layers = len(read.cache.layers)
     while not read.done:
         assert read.wait(WAIT)
-        if read.chunks_left:
-            alike.append((read.chunks_alike, read.next_kind))
-        read.go(read.chunks_alike)
+        if read.gate.chunks_left:
+            alike.append((read.gate.chunks_alike, read.gate.next_kind))
+        read.go(read.gate.chunks_alike)
         if len(alike) == 2 * layers:
             break
     read.result(WAIT)
     assert alike == [(4, "chunk"), (1, "end")] * layers
     short = ChunkedPrefill(loop, new_cache(loop), ids_of(100))
-    assert short.chunks_alike == layers and short.next_kind == "chunk"
+    assert short.gate.chunks_alike == layers and short.gate.next_kind == "chunk"
     short.go(layers)
     short.result(WAIT)
 
@@ -139,7 +139,7 @@ def test_steps_run_within_the_end_of_a_layer(loop: AnswerLoop, index: str) -> No
     read, kinds = ChunkedPrefill(loop, paused, ids_of(1000)), list[str]()
     while not read.done:
         assert read.wait(WAIT)
-        kinds.append(read.next_kind)
+        kinds.append(read.gate.next_kind)
         read.go(1, alone=False)
         if read.finishing:
             break
@@ -180,7 +180,7 @@ def test_a_cancelled_read_leaves_nothing(loop: AnswerLoop, prefix: int, alone: b
         if chunk:
             read.go(chunk, alone=alone)
         assert read.wait(WAIT)
-        assert read.chunks_done == chunk
+        assert read.gate.chunks_done == chunk
         read.cancel()
         if chunk >= chunks - (0 if alone else 3):  # within the last layer's end it cannot stop any more
             assert read.error is None and cache.get_seq_length() == prefix + len(ids)
@@ -229,7 +229,7 @@ def test_an_error_reaches_who_waits(loop: AnswerLoop, monkeypatch: pytest.Monkey
         read.go(100)
         with pytest.raises(ValueError, match="a broken layer"):
             read.result(WAIT)
-    assert read.done and read.chunks_left == 0 and cache.get_seq_length() == 0
+    assert read.done and read.gate.chunks_left == 0 and cache.get_seq_length() == 0
     assert read_at_once(loop, cache, ids_of(100)).logits.isfinite().all()
 
 
@@ -328,11 +328,11 @@ def test_chunks_granted_together_are_one_forward(loop: AnswerLoop, granted: int,
     hook = mlp.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
     try:
         while not (read.done or read.finishing):
-            read.go(min(granted, read.chunks_alike))
+            read.go(min(granted, read.gate.chunks_alike))
             assert read.wait(WAIT)
         assert read.wait_done(WAIT)
     finally:
         hook.remove()
     assert sum(sizes) == 480 and set(sizes[:-1]) == {16 * together}
     assert torch.allclose(read.result(WAIT).logits, expected.logits, atol=1e-4)
-    assert read.chunks_left == 0 and cache.get_seq_length() == 480
+    assert read.gate.chunks_left == 0 and cache.get_seq_length() == 480

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 __all__ = ["Counts", "TierTokens"]
@@ -17,6 +18,7 @@ class TierTokens(NamedTuple):
     disk: int = 0
 
 
+@dataclass
 class Counts:
     """Counts of one engine.
 
@@ -26,24 +28,36 @@ class Counts:
     Attributes:
         steps: decode steps.
         rows: running sequences of all steps together.
-        drafted, accepted: drafts that steps verified, and those that were the sampled tokens.
+        drafted_tokens, accepted_tokens: drafts that steps verified, and those that were the sampled tokens.
         window_evictions: evictions of a full window's oldest block, one per sequence and step.
-        damaged: blocks of saved contexts with a wrong checksum.
-        seconds: duration of all steps.
-        host: seconds of steps in which the host searched and attended.
-        host_stall: upper bound of the seconds of steps in which the device was idle: `host`, and the time outside
-            forwards and graph replays.
+        damaged_blocks: blocks of saved contexts with a wrong checksum.
+        step_seconds: duration of all steps.
+        host_seconds: seconds of steps in which the host searched and attended.
+        host_stall_seconds: upper bound of the seconds of steps in which the device was idle: `host_seconds`, and the
+            time outside forwards and graph replays.
         hits, hit_tokens: requests with a cached prefix, and its tokens, by tier.
         disk_loads, disk_loaded_bytes: opened texts that the prefix cache saved, and their keys and values in files.
         content_hits, content_hit_tokens: requests that continue a saved context without naming it, and the tokens that
             they share with it.
     """
 
-    def __init__(self) -> None:
-        self.steps = self.rows = self.window_evictions = self.damaged = self.drafted = self.accepted = 0
-        self.content_hits = self.content_hit_tokens = self.disk_loads = self.disk_loaded_bytes = 0
-        self.seconds = self.host = self.host_stall = 0.0
-        self.hits, self.hit_tokens = TierTokens(), TierTokens()
+    steps: int = 0
+    step_seconds: float = 0.0
+    host_seconds: float = 0.0
+    host_stall_seconds: float = 0.0
+    window_evictions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    hits: TierTokens = TierTokens()
+    hit_tokens: TierTokens = TierTokens()
+    damaged_blocks: int = 0
+    disk_loads: int = 0
+    disk_loaded_bytes: int = 0
+    content_hits: int = 0
+    content_hit_tokens: int = 0
+    rows: int = 0
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
 
     def add_step(self, rows: int, window_evictions: int, seconds: float, host: float, device: float) -> None:
@@ -59,14 +73,14 @@ class Counts:
         self.steps += 1
         self.rows += rows
         self.window_evictions += window_evictions
-        self.seconds += seconds
-        self.host += host
-        self.host_stall += host + max(0.0, seconds - device)
+        self.step_seconds += seconds
+        self.host_seconds += host
+        self.host_stall_seconds += host + max(0.0, seconds - device)
 
     def add_drafts(self, drafted: int, accepted: int) -> None:
         """Count the drafts of one sequence in one step."""
-        self.drafted += drafted
-        self.accepted += accepted
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
 
     def add_request(self, cached: TierTokens) -> None:
         """Count a request whose prompt is prefilled; `cached`: its prompt tokens with cached KV."""
@@ -76,7 +90,7 @@ class Counts:
     def note_damage(self, blocks: int) -> None:
         """Count damaged blocks of a saved context."""
         with self._lock:
-            self.damaged += blocks
+            self.damaged_blocks += blocks
 
     def note_content_hit(self, tokens: int) -> None:
         """Count a request whose first `tokens` tokens are those of a saved context that it does not name."""
@@ -93,22 +107,8 @@ class Counts:
     @property
     def plain(self) -> dict[str, Any]:
         """Counts as JSON values. host_seconds are part of host_stall_seconds, and these of step_seconds."""
-        return {
-            "steps": self.steps,
-            "step_seconds": self.seconds,
-            "host_seconds": self.host,
-            "host_stall_seconds": self.host_stall,
-            "window_evictions": self.window_evictions,
-            "drafted_tokens": self.drafted,
-            "accepted_tokens": self.accepted,
-            "hits": self.hits._asdict(),
-            "hit_tokens": self.hit_tokens._asdict(),
-            "damaged_blocks": self.damaged,
-            "disk_loads": self.disk_loads,
-            "disk_loaded_bytes": self.disk_loaded_bytes,
-            "content_hits": self.content_hits,
-            "content_hit_tokens": self.content_hit_tokens,
-        }
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "rows"}
+        return {name: one._asdict() if isinstance(one, TierTokens) else one for name, one in values.items()}
 
 
 def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:

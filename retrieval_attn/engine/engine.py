@@ -574,7 +574,8 @@ class Engine:
             ],
         }  # fmt: skip
         if namespace is None:
-            counts = {**self.stats, "tokens": self._counts.rows + self._counts.accepted, "clock": time.monotonic()}
+            tokens = self._counts.rows + self._counts.accepted_tokens
+            counts = {**self.stats, "tokens": tokens, "clock": time.monotonic()}
             found |= {"memory": self._memory(), "counts": counts | {"shared": counts["shared"]._asdict()}}
         return found
 

@@ -10,14 +10,12 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
-from retrieval_attn.engine.request import Event, Finished, Reason, RequestHandle
+from retrieval_attn.engine.request import Event, Finished, RequestHandle
 from retrieval_attn.prompt.text_stream import TextStream
-from retrieval_attn.sampling.sampler import TokenScore
 
-__all__ = ["Detokenizer", "OutputQueue", "Summary"]
+__all__ = ["Detokenizer", "OutputQueue"]
 
 
 Telling = Callable[[], None]
@@ -71,17 +69,6 @@ class OutputQueue:
 Top = tuple[tuple[int, float], ...]
 
 
-class Summary(NamedTuple):
-    """Facts of an ended request for `Finished`. began, first: seconds of `time.perf_counter`."""
-
-    tokens: Sequence[int]
-    prompt_tokens: int
-    cached_tokens: int
-    began: float
-    first: float
-    prompt: Sequence[TokenScore] = ()
-
-
 class Detokenizer:
     """Turns a request's tokens into events. The engine's thread calls `token` and `end`; the output queue the rest."""
 
@@ -105,9 +92,12 @@ class Detokenizer:
         """Whether a stop string has matched."""
         return self._stops and self._stream.stopped
 
-    def end(self, reason: Reason, error: BaseException | None, summary: Summary) -> None:
-        """Queue the end of the answer, with the rest of its text. Called once."""
-        self._outputs.put(functools.partial(self._tell_end, reason, error, summary))
+    def end(self, finished: Finished, began: float) -> None:
+        """Queue the end of the answer, with the rest of its text. Called once.
+
+        finished: without text and the seconds to the end. began: seconds of `time.perf_counter` at the submission.
+        """
+        self._outputs.put(functools.partial(self._tell_end, finished, began))
 
     def _made(self, token: int) -> str:
         """Return the text that is final with this token. An error ends the request."""
@@ -125,8 +115,8 @@ class Detokenizer:
             self._text += event.text
             self._handle.put(event)
 
-    def _tell_end(self, reason: Reason, error: BaseException | None, summary: Summary) -> None:
-        rest = ""
+    def _tell_end(self, finished: Finished, began: float) -> None:
+        reason, error, rest = finished.reason, finished.error, ""
         try:
             rest = self._stream.end()
         except Exception as failure:
@@ -136,7 +126,5 @@ class Detokenizer:
         if rest and reason != "error":
             self._text += rest
             self._handle.put(Event(-1, rest))
-        seconds = summary.first - summary.began, time.perf_counter() - summary.began
-        counts = summary.prompt_tokens, summary.cached_tokens
-        scores = tuple(summary.prompt)
-        self._handle.put(Finished(reason, self._text, tuple(summary.tokens), *counts, seconds, error, scores))
+        seconds = finished.seconds[0], time.perf_counter() - began
+        self._handle.put(finished._replace(reason=reason, text=self._text, seconds=seconds, error=error))

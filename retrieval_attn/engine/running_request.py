@@ -18,12 +18,12 @@ from retrieval_attn.config import Config
 from retrieval_attn.engine.batched_prefill import SHORT_TOKENS, PrefillRequest, packable, paused
 from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.counts import TierTokens
-from retrieval_attn.engine.detokenizer import Detokenizer, OutputQueue, Summary
+from retrieval_attn.engine.detokenizer import Detokenizer, OutputQueue
 from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.paged_prefix import PageAllocation
 from retrieval_attn.engine.prefix_handle import PrefixHandle, joined_parts, text_mark
 from retrieval_attn.engine.radix_cache import RadixCache
-from retrieval_attn.engine.request import Reason, Request, RequestHandle
+from retrieval_attn.engine.request import Finished, Reason, Request, RequestHandle
 from retrieval_attn.engine.saved_text import OpenedText, Opening, SavedText
 from retrieval_attn.errors import (
     CacheMismatchError,
@@ -266,8 +266,9 @@ class RunningRequest:
         if self.ended:
             return
         self.ended, self.reason = True, reason
-        counts = self.prompt_tokens, self.cached_tokens
-        self._detokenizer.end(reason, error, Summary(self.tokens, *counts, self._began, self._first, self._scores))
+        counts, seconds = (self.prompt_tokens, self.cached_tokens), (self._first - self._began, 0.0)
+        finished = Finished(reason, "", tuple(self.tokens), *counts, seconds, error, tuple(self._scores))
+        self._detokenizer.end(finished, self._began)
 
     def leave(self, answers: RadixCache | None = None) -> None:
         """Give everything back. answers: keeps prompt and answer for follow-up turns, unless the row has failed."""

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from types import TracebackType
 
 from retrieval_attn.engine.ids import Ids, common
 from retrieval_attn.engine.node import Namespace, Node
@@ -18,8 +17,8 @@ class PrefillClaim:
     """Claim of one request to prefill a text. The first of equal claims owns the prefill (`is_owner`), the others wait.
 
     future: resolves to the node after the prefill, and the request matches again; to None once this claim owns the
-    prefill. An owner ends by `done` or `release`, and leaving `with` releases it. A waiting claim may be released, or
-    its future cancelled, at any time. Thread-safe.
+    prefill. An owner ends by `done` or `release`. A waiting claim may be released, or its future cancelled, at any
+    time. Thread-safe.
     """
 
     __slots__ = ("_pending", "future", "ids", "is_owner", "namespace", "start")
@@ -48,14 +47,6 @@ class PrefillClaim:
     def release(self) -> None:
         """Give up a failed or cancelled prefill, or the wait for one; the next waiting claim becomes owner."""
         self._pending.end(self, None)
-
-    def __enter__(self) -> PrefillClaim:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class InflightPrefills:

@@ -52,8 +52,7 @@ def test_one_by_one_the_others_get_the_work_of_who_fails() -> None:
     claims[0].release()
     assert claims[1].is_owner and claims[1].future.result() is None
     assert not claims[2].future.done()
-    with pytest.raises(RuntimeError), claims[1]:
-        raise RuntimeError("reading failed")
+    claims[1].release()
     assert claims[2].is_owner and not claims[3].is_owner
     check_tree(tree)
     node = read(tree, TEXT)

@@ -29,7 +29,7 @@ from retrieval_attn.cpu.windows import compile_windows
 from retrieval_attn.engine.background_saves import BackgroundSave, BackgroundSaves, DiskCounts, DiskTier, SaveState
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
-from retrieval_attn.engine.idle_prefixes import IdleLimits, IdlePrefixes, most_device_bytes
+from retrieval_attn.engine.idle_prefixes import IdlePrefixes, most_device_bytes
 from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.limits import KEEP_SESSION_SECONDS, Limits
 from retrieval_attn.engine.node import Node, Sizes
@@ -402,7 +402,7 @@ class Engine:
         )
         self._warm_ups = WarmUps(self._loop, self._config, self._stepper, self._exact)
         self._idle = None if self._tree is None else IdlePrefixes(
-            self._tree, self._disk, self._limits, IdleLimits(self._shared_bytes, self._device_bytes), self._scheduler,
+            self._tree, self._disk, self._limits, self._shared_bytes, self._device_bytes, self._scheduler,
             self._changed, self._prefills.waited_for,
         )  # fmt: skip
         self._closing = self._replays = False  # replays: the next step likely is one

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -28,19 +27,12 @@ from retrieval_attn.offload.int8_rows import drop_rows, held_rows_bytes
 from retrieval_attn.offload.page_lock import unhurried
 from retrieval_attn.offload.threads import ThreadPool
 
-__all__ = ["IdleLimits", "IdlePrefixes", "most_device_bytes"]
+__all__ = ["IdlePrefixes", "most_device_bytes"]
 
 COUNT_SECONDS = 0.25
 """Seconds between two counts of int8 rows during a prefill: a count walks all segments while rows wait."""
 ROWS_SHARE = 0.25
 """Share of the requests' host memory that int8 rows keep when idle prefixes need it."""
-
-
-class IdleLimits(NamedTuple):
-    """Bytes that idle prefixes may have. host: of host memory. device: of GPU memory; None: no limit."""
-
-    host: int
-    device: int | None
 
 
 def most_device_bytes(limits: Limits, model: PreTrainedModel, config: Config, exact: PagedKVPool | None) -> int | None:
@@ -60,13 +52,16 @@ class IdlePrefixes:
         tree: RadixCache,
         disk: DiskTier | None,
         limits: Limits,
-        idle: IdleLimits,
+        host: int,
+        device: int | None,
         scheduler: Scheduler,
         changed: threading.Condition,
         waited_for: Callable[[], dict[Node, int]],
     ) -> None:
-        """changed: the lock of `scheduler`. waited_for: see `PrefillWorker.waited_for`."""
-        self._tree, self._disk, self._limits, self._idle = tree, disk, limits, idle
+        """host: bytes of host memory that idle prefixes may have. device: of GPU memory; None: no limit. changed: the
+        lock of `scheduler`. waited_for: see `PrefillWorker.waited_for`.
+        """
+        self._tree, self._disk, self._limits, self._host, self._device = tree, disk, limits, host, device
         self._scheduler, self._changed, self._waited_for = scheduler, changed, waited_for
         self._row_bytes, self._count_at = 0, 0.0  # of int8 rows, when they were counted, and when to count again
         self._copies = ThreadPool(1, "retrieval_attn-copy")
@@ -98,13 +93,13 @@ class IdlePrefixes:
         """Evict idle prefixes if they hold more than their limit, or if the next request lacks host memory."""
         with self._changed:
             lacking = self._scheduler.lacking_bytes
-        most = self._idle.device
+        most = self._device
         uncopied = 0 if most is None else self._tree.offload_copied(most)
         if uncopied and not self.is_copying:
             self._copies.submit(self._tree.offload, uncopied)
         held, idle, limits = self._tree.sizes, self._tree.idle, self._limits
         rows = min(self._row_bytes, int(limits.host_bytes * ROWS_SHARE))
-        room = min(self._idle.host, limits.host_bytes - rows)
+        room = min(self._host, limits.host_bytes - rows)
         over = max(idle.host - room, min(lacking, idle.host)), 0 if most is None or uncopied else held.device - most
         limit = Sizes(room, held.device if most is None else most, held.pages)
         if self._disk is not None:

@@ -245,8 +245,6 @@ class RunningRequest:
     def chosen(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> bool:
         """Take the next token; whether the answer ends with it by itself."""
         self.logits = None
-        if self._opened is not None:
-            self._opened.give_way()
         told = [] if self.before is None else self.before.tokens
         if not self.tokens:
             self._first = time.perf_counter() if not told or self.before is None else self.before._first
@@ -381,7 +379,6 @@ class RunningRequest:
         assert self._opening is not None and self._saved is not None
         opening, self._opening = self._opening, None
         cache, self._opened = opening.result()
-        self._opened.give_way()
         cache.in_batch = True
         self._done, self.cached_tokens = 1, self._begun
         self._brought = self._begun
@@ -406,8 +403,6 @@ class RunningRequest:
         if found is None:
             return
         self.cache, self._opened = found
-        if self._opened is not None:
-            self._opened.give_way()
         ends, held = self.sharing.ends, self.sharing.held_end
         self._done = bisect_right(ends, held)
         self._inside = held - (ends[self._done - 1] if self._done else 0)

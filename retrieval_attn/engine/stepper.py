@@ -17,6 +17,7 @@ from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.running_request import RunningRequest
+from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.drafted_steps import steps_eagerly
 from retrieval_attn.runner.drafts import DRAFTED_TOKENS, BlockCosts, DraftBlock, Drafts, LookupDrafter
 from retrieval_attn.runner.graph.sequence_slot import StepClock
@@ -192,6 +193,7 @@ class Stepper:
             draws = [None if row.history else row.draw for row in rows]
             overlap = overlap and not matchers  # a mask depends on the token before
             drafts = {place: blocks[number].drafts for place, number in enumerate(fed) if number in blocks}
+            foreground.note()
             began = time.perf_counter()
             stepped = self._runner.advance(caches, inputs, draws, launched, overlap=overlap, drafts=drafts)
             self._drafting.end_step(stepped, len(fed) + sum(map(len, drafts.values())), time.perf_counter() - began)

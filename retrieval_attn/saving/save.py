@@ -34,7 +34,7 @@ from retrieval_attn.errors import ConfigError, StoreDamagedError, StoreError, St
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.offload.codes import SentCodes
 from retrieval_attn.offload.page_lock import lock_ahead
-from retrieval_attn.offload.threads import with_device_memory
+from retrieval_attn.offload.threads import foreground, with_device_memory
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.progress import ReadingBar
 from retrieval_attn.runner.ready import compilation, make_ready, prepared
@@ -66,10 +66,8 @@ FIRST_SECONDS = 0.5
 """After opening: who opens a context to ask at once is not disturbed before the question comes."""
 QUESTION_SECONDS = 2.0
 """After the beginning of a question."""
-SHARED_SECONDS = 1.0
-"""After a token of an engine's answer: checksums are compared in a share of the time."""
 IDLE_FACTOR = 7
-"""Idle time per time of comparing while an engine answers: an eighth of the memory's bandwidth is used at most."""
+"""Idle time per time of comparing while sequences decode: an eighth of the memory's bandwidth is used at most."""
 
 
 class DeferredVerify:
@@ -104,10 +102,6 @@ class DeferredVerify:
         """Compare nothing for a while: a question is being read."""
         self._pause.until(QUESTION_SECONDS)
 
-    def give_way(self) -> None:
-        """Compare in a share of the time for a while: an engine decodes, without end if clients ask without end."""
-        self._pause.share(SHARED_SECONDS)
-
     def wait(self, *, progress: bool) -> None:
         """Until all was compared. Raises StoreDamagedError. progress: show a bar."""
         self._pause.end()
@@ -126,29 +120,26 @@ class DeferredVerify:
 
 
 class _Pause:
-    """A time until which nothing is done, and one until which work takes a share of the time."""
+    """A time until which nothing is done. While sequences decode, work takes a share of the time."""
 
     def __init__(self) -> None:
         self._until, self._over = 0.0, threading.Event()
-        self._shared_until, self._resumed = 0.0, time.monotonic()
+        self._resumed = time.monotonic()
 
     def until(self, seconds: float) -> None:
         """From now on, or as long as it was before; nothing after `end`."""
         self._until = max(self._until, time.monotonic() + seconds)
-
-    def share(self, seconds: float) -> None:
-        """Until then, `wait` blocks IDLE_FACTOR times as long as the work since the last `wait` took."""
-        self._shared_until = max(self._shared_until, time.monotonic() + seconds)
 
     def end(self) -> None:
         """For good: a caller waits for what is done after it."""
         self._over.set()
 
     def wait(self, ended: threading.Event) -> bool:
-        """Until it is over or `ended`; whether it is ended."""
-        now = time.monotonic()
-        if now < self._shared_until:
-            self.until(IDLE_FACTOR * (now - self._resumed))
+        """Until it is over or `ended`, and while sequences decode IDLE_FACTOR times as long as the work since the last
+        call took; whether it is ended.
+        """
+        if foreground.is_recent:
+            self.until(IDLE_FACTOR * (time.monotonic() - self._resumed))
         while not ended.is_set() and not self._over.is_set() and (left := self._until - time.monotonic()) > 0:
             self._over.wait(min(left, LOOK_SECONDS))
         self._resumed = time.monotonic()
@@ -228,8 +219,8 @@ class Saved:
         """The exception that ended the save; None without one, and while it runs."""
         return self._error
 
-    def start(self, write: Callable[[], None]) -> None:
-        """Run `write` in a daemon thread. `wait` raises its exception."""
+    def start(self, write: Callable[[], None], *, daemon: bool = True) -> None:
+        """Run `write` in a thread. `wait` raises its exception. daemon: whether the end of Python ends it."""
 
         def run() -> None:
             try:
@@ -237,7 +228,7 @@ class Saved:
             except BaseException as error:  # raised by `wait`
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name=f"save-{self.name}", daemon=True)
+        self._thread = threading.Thread(target=run, name=f"save-{self.name}", daemon=daemon)
         self._thread.start()
 
     def join(self, seconds: float | None = None) -> bool:
@@ -405,11 +396,6 @@ class SavedLineage:
         if self._check is not None:
             self._check.hold()
 
-    def give_way(self) -> None:
-        """Compare the files in a share of the time for a while: an engine decodes on the context."""
-        if self._check is not None:
-            self._check.give_way()
-
     def wait(self, *, progress: bool = False) -> None:
         """Until the files that the context was opened from were compared with their checksums: an opened context
         answers before that. Raises StoreDamagedError. progress: show a bar if that takes longer than two seconds.
@@ -441,8 +427,7 @@ class SavedLineage:
             with saving_bar(name, len(cache.layers), show=True) as bar:
                 self._run(saver, bar.update)
         else:
-            saver.saved._thread = threading.Thread(target=self._run_beside, args=(saver,), name=f"save-{name}")
-            saver.saved._thread.start()
+            saver.saved.start(functools.partial(self._run_beside, saver), daemon=False)
         return saver.saved
 
     def _run(self, saver: Saver, on_layer: Callable[[], object] | None = None) -> None:
@@ -451,9 +436,9 @@ class SavedLineage:
     def _run_beside(self, saver: Saver) -> None:
         try:
             self._run(saver)
-        except BaseException as error:  # raised to the caller that waits
-            saver.saved._error = error
+        except BaseException as error:
             log.warning("saving the context %r failed: %s", saver.saved.name, error)
+            raise
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ class PrefixHandle:
             entry = lease.node.held
             assert isinstance(entry, PrefixEntry)
             if entry.opened is not None:
-                entry.opened.require_whole()
+                entry.opened.lineage.require_whole()
             self.lacks_room = can_wait and not entry.has_room()
             if self.lacks_room:
                 return None

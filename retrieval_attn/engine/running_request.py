@@ -327,7 +327,7 @@ class RunningRequest:
             return None
         try:
             if self._opened is not None:
-                self._opened.require_whole()
+                self._opened.lineage.require_whole()
             self.require_weights()
         except (StoreDamagedError, CacheMismatchError) as error:
             return error

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -28,6 +29,7 @@ from retrieval_attn.engine.node import Namespace
 from retrieval_attn.errors import StoreDamagedError, StoreError, UnknownContextError
 from retrieval_attn.model.identity import identity_of
 from retrieval_attn.model.weights import WeightState, weight_state
+from retrieval_attn.offload.threads import settle
 from retrieval_attn.saving.layers import mapped_bytes
 from retrieval_attn.saving.save import (
     SavedChain,
@@ -68,43 +70,27 @@ class Opening(Generic[Result]):
 
     def __init__(self, work: Callable[[Callable[[], None]], Result], name: str) -> None:
         """work: calls what it is given after each layer. name: of the thread."""
-        self._work = work
-        self._cancelled, self._done = threading.Event(), threading.Event()
-        self._result: Result | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._cancelled, self._done = threading.Event(), Future[Result]()
+        self._thread = threading.Thread(target=settle, args=(self._done, work, self._look), name=name, daemon=True)
         self._thread.start()
 
     @property
     def done(self) -> bool:
         """There is a result or an error."""
-        return self._done.is_set()
+        return self._done.done()
 
     def result(self) -> Result:
         """Wait for the end. Raises what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        return self._done.result()
 
     def cancel(self) -> None:
         """End before the next layer, and wait for that: no thread is left."""
         self._cancelled.set()
         self._thread.join()
-        self._result = None
 
     def _look(self) -> None:
         if self._cancelled.is_set():
             raise ReadCancelled
-
-    def _run(self) -> None:
-        try:
-            self._result = self._work(self._look)
-        except BaseException as error:  # raised to who waits
-            self._error = error
-        finally:
-            self._done.set()
 
 
 WHOLE_BYTES = 256 << 20
@@ -156,7 +142,10 @@ class SavedText:
 
     def _opened(self, on_layer: Callable[[], None]) -> tuple[RetrievalCache, OpenedText]:
         try:
-            cache, kept = self._texts.opened(self, on_layer)
+            cache, kept = open_chain(
+                self._texts.chain(self), self._texts.model, self._texts.config, {}, on_layer=on_layer,
+                on_damage=self.note_damage, whole_bytes=WHOLE_BYTES,
+            )  # fmt: skip
         except StoreDamagedError as error:
             self.note_damage(error)
             raise
@@ -173,7 +162,7 @@ class SavedText:
         keys come from no file. Raises StoreMismatchError.
         """
         chain = self._texts.chain(self) if self._chain is None else self._chain
-        return self._texts.emptied(chain), OpenedText(self, SavedLineage())
+        return emptied(chain, self._texts.model, self._texts.config), OpenedText(self, SavedLineage())
 
     def note_damage(self, error: StoreDamagedError) -> None:
         """Its files are damaged: who names it from now on does not have them. Any thread."""
@@ -259,25 +248,14 @@ def _marked(mark: int, ids: Ids) -> Ids:
     return np.concatenate((np.array([-mark], np.int32), ids))
 
 
-class OpenedText:
-    """One opening of a saved text; caches that continue it keep it."""
+class OpenedText(NamedTuple):
+    """One opening of a saved text; caches that continue it keep it.
 
-    def __init__(self, text: SavedText, kept: SavedLineage) -> None:
-        """kept: compares the files with their checksums, in a thread."""
-        self.text, self._kept = text, kept
+    lineage: of the cache: all that a save of a context that continues it writes is beyond that.
+    """
 
-    @property
-    def kept(self) -> SavedLineage:
-        """For a context that continues it: what it has more is all that a save of it writes."""
-        return self._kept.fork()
-
-    def give_way(self) -> None:
-        """Leave most of the memory's bandwidth to a request that uses the context."""
-        self._kept.give_way()
-
-    def require_whole(self) -> None:
-        """Raise StoreDamagedError if the files were found to be damaged so far."""
-        self._kept.require_whole()
+    text: SavedText
+    lineage: SavedLineage
 
 
 BLOCK_TOKENS = 64
@@ -439,7 +417,7 @@ class SavedTexts:
         """template: `template_digest` of the one that questions have. store: looked at when the first is asked for.
         counts: is told of damage. generated: prompts may continue texts with generated answers.
         """
-        self._loop, self._config, self._template = loop, config, template
+        self._loop, self.config, self._template = loop, config, template
         self._store, self._counts = store, counts
         self._identity = ""
         self._weights: WeightState | None = None
@@ -523,7 +501,7 @@ class SavedTexts:
         opened: saved context that it continues. automatic: whether the prefix cache saves it. generated: whether it has
         generated answers.
         """
-        lineage = SavedLineage() if opened is None else opened.kept
+        lineage = SavedLineage() if opened is None else opened.lineage.fork()
         with self._lock:
             mark = next(self._marks)
         return UnsavedText(self, name, ids, mark, held, lineage, automatic=automatic, generated=generated)
@@ -534,13 +512,13 @@ class SavedTexts:
         """Return a text of the prefix cache that is to be saved, under a name that its tokens and namespace have."""
         with self._lock:
             identity = self._of_model()
-        about = canonical([identity, self._template, saved_options(self._config, Forgotten()), namespace], "text")
+        about = canonical([identity, self._template, saved_options(self.config, Forgotten()), namespace], "text")
         name = AUTOMATIC_PREFIX + hashlib.sha256(about.encode() + ids.tobytes()).hexdigest()[:AUTOMATIC_DIGITS]
         return self.unsaved(name, ids, held, opened, automatic=True, generated=generated)
 
     def has_options(self, cache: RetrievalCache) -> bool:
         """Return whether a cache has the options of new prompts, and nothing of it was forgotten."""
-        wanted = saved_options(self._config, Forgotten())
+        wanted = saved_options(self.config, Forgotten())
         return saved_options(cache.config, cache.batch.forgotten) == wanted
 
     def note_opened(self, text: SavedText, cache: RetrievalCache) -> None:
@@ -594,7 +572,7 @@ class SavedTexts:
             raise self.unsaved_error(text.name)
         with self._lock:
             identity = self._of_model()
-        cache, kept = held.view(), SavedLineage() if opened is None else opened.kept
+        cache, kept = held.view(), SavedLineage() if opened is None else opened.lineage.fork()
         plain = described(self._template, attended_columns(cache.batch), read_seconds, self.model)
         if text.automatic:
             plain |= {AUTOMATIC: True} | ({} if owner is None else {"owner": owner})
@@ -610,17 +588,6 @@ class SavedTexts:
         with self._lock:
             identity = self._of_model()
         return saved_chain(self.store, text.name, text.digest, identity)
-
-    def opened(self, text: SavedText, on_layer: Callable[[], None]) -> tuple[RetrievalCache, SavedLineage]:
-        """Map the files of a saved context again. Returns its cache and lineage. Raises StoreError and subclasses."""
-        return open_chain(
-            self.chain(text), self.model, self._config, {}, on_layer=on_layer, on_damage=text.note_damage,
-            whole_bytes=WHOLE_BYTES,
-        )  # fmt: skip
-
-    def emptied(self, chain: SavedChain) -> RetrievalCache:
-        """An empty cache for the ids of a context. Raises StoreMismatchError."""
-        return emptied(chain, self.model, self._config)
 
     def note_damage(self, text: SavedText, error: StoreDamagedError) -> None:
         """Not to be found any more, though who has it keeps it. Counts, and tells the log, once."""

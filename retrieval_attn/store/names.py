@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,42 +150,38 @@ def readable_names(layout: StoreLayout, known: dict[str, KnownName]) -> list[Nam
     return [one.context for one in found.values()]
 
 
-def _stamp(layout: StoreLayout, name: str) -> tuple[int, int, int]:
+@contextlib.contextmanager
+def _present(layout: StoreLayout, name: str, verb: str) -> Iterator[Path]:
+    """Yield the path of a name's file. verb: of errors. Raises UnknownContextError for a file that is gone."""
     path = _file(layout, name)
-    with guarded("read", path):
+    with guarded(verb, path):
         try:
-            status = layout.disk.stat(path)
+            yield path
         except FileNotFoundError:
             raise _unknown(layout, name) from None
+
+
+def _stamp(layout: StoreLayout, name: str) -> tuple[int, int, int]:
+    with _present(layout, name, "read") as path:
+        status = layout.disk.stat(path)
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def last_use(layout: StoreLayout, name: str) -> float:
     """Return the time of the last use of a name in seconds since 1970; 0 if it was removed. Raises StoreError."""
-    path = _file(layout, name)
-    with guarded("read", path):
-        try:
-            return layout.disk.stat(path).st_mtime
-        except FileNotFoundError:
-            return 0.0
+    with contextlib.suppress(UnknownContextError), _present(layout, name, "read") as path:
+        return layout.disk.stat(path).st_mtime
+    return 0.0
 
 
 def note_use(layout: StoreLayout, name: str) -> None:
     """Set the time of the last use of a name to now. Raises UnknownContextError, StoreError."""
-    path = _file(layout, name)
-    with guarded("write", path):
-        try:
-            layout.disk.touch(path)
-        except FileNotFoundError:
-            raise _unknown(layout, name) from None
+    with _present(layout, name, "write") as path:
+        layout.disk.touch(path)
 
 
 def remove_name(layout: StoreLayout, name: str) -> None:
     """Forget a name; under the store's lock. Raises UnknownContextError."""
-    path = _file(layout, name)
-    with guarded("remove", path):
-        try:
-            layout.disk.unlink(path)
-        except FileNotFoundError:
-            raise _unknown(layout, name) from None
+    with _present(layout, name, "remove") as path:
+        layout.disk.unlink(path)
         layout.disk.fsync_folder(layout.contexts)

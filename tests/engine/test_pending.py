@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from concurrent.futures import Future
@@ -223,7 +224,9 @@ def test_threads_that_arrive_together_read_once() -> None:
         while True:
             found = tree.match(TEXT, "a", leased=True)
             assert found.lease is not None
-            with found.lease, tree.pending(found, TEXT[found.length :], "a") as mine:
+            with found.lease, contextlib.ExitStack() as ended:
+                mine = tree.pending(found, TEXT[found.length :], "a")
+                ended.callback(mine.release)
                 if mine.future.result(timeout=30) is not None:
                     continue
                 if found.length < len(TEXT) - 1:

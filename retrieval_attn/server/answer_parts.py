@@ -25,6 +25,7 @@ from retrieval_attn.server.tool_formats import (
     Tools,
     format_of,
     is_strict,
+    json_object,
 )
 
 PROMPT_END_TOKENS = 24
@@ -323,11 +324,8 @@ class AnswerReader:
 
 def arguments_object(arguments: str) -> dict[str, Any]:
     """Parse the arguments of a call; return text that is no JSON object as `raw_arguments` of one."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"raw_arguments": arguments}
+    value = json_object(arguments or "{}")
+    return {"raw_arguments": arguments} if value is None else value
 
 
 def message_of(parts: Sequence[AnswerPart]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from retrieval_attn.sampling.sampling_params import (
     REPETITION_RANGE,
     SamplingParams,
 )
+from retrieval_attn.server.tool_formats import json_object
 
 SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-claude-code-session-id", "x-session-affinity")
 """Headers with the name of a session, as agents send them; the first one counts."""
@@ -147,11 +148,7 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, str):
         return call
-    try:
-        values = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
+    if (values := json_object(arguments or "{}")) is None:
         raise ValueError("arguments of a tool call must be the text of a JSON object")
     return {**call, "function": {**function, "arguments": values}}
 
@@ -175,11 +172,7 @@ MAX_CHOICES = 4096
 
 
 def _schema_text(text: str) -> str:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    if json_object(text) is None:
         raise ValueError("a JSON schema must be a JSON object, or the text of one")
     return text
 

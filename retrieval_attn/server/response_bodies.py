@@ -18,6 +18,7 @@ from retrieval_attn.server.answer_parts import AnswerPart, AnswerReader, argumen
 from retrieval_attn.server.failure import ApiError, invalid
 from retrieval_attn.server.formatting import Form, encoded
 from retrieval_attn.server.protocol import MAX_MESSAGES, Body, ChatBody, TemplateOptions
+from retrieval_attn.server.tool_formats import json_object
 
 Value = dict[str, Any]
 PARAGRAPH = "\n\n"
@@ -139,15 +140,6 @@ def _unpacked(packed: str) -> str:
     raise ValueError("encrypted_content is not of this server; leave the item out, or give its content")
 
 
-def _parsed(arguments: str) -> Value | None:
-    """Parse the arguments of a call, None for text that is no JSON object."""
-    try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 class FunctionCallItem(Body):
     """A function call of an earlier answer. namespace: see `NamespaceTool`."""
 
@@ -162,7 +154,7 @@ class FunctionCallItem(Body):
     @field_validator("arguments")
     @classmethod
     def _is_an_object(cls, value: str) -> str:
-        if _parsed(value) is None:
+        if json_object(value or "{}") is None:
             raise ValueError("arguments of a function call must be the text of a JSON object")
         return value
 
@@ -252,7 +244,7 @@ def turns_of_output(output: Sequence[Value]) -> list[Value]:
     """Return the output items of an answer as chat messages. Arguments that are no JSON object become one."""
     items = []
     for item in output:
-        if "arguments" in item and _parsed(item["arguments"]) is None:
+        if "arguments" in item and json_object(item["arguments"] or "{}") is None:
             item = {**item, "arguments": json.dumps(arguments_object(item["arguments"]))}
         items.append(item)
     return turns_of(_ITEMS.validate_python(items))

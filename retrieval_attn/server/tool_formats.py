@@ -22,6 +22,15 @@ Tools = Sequence[Mapping[str, Any]]
 NAME = r"[^\s\"<>{}\[\]|]{1,256}?"
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object; None for other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 class CallPiece(NamedTuple):
     """A piece of a tool call. name: begins a new call; None: continues it. arguments: next characters of their JSON."""
 

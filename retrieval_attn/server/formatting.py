@@ -69,6 +69,62 @@ class Form(Protocol):
         """Return the whole answer. events: of each choice, as in `chunk`."""
 
 
+class BlockForm(Form):
+    """The parts of a `Form` that answers in blocks have in common: texts, reasoning and calls, one after another."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        """reader: of the one answer."""
+        self._reader, self._blocks = reader, list[Value]()
+        self._open: tuple[str, int] | None = None  # kind and number of the call, of the last block while it is open
+        self._pieces: list[str] = []  # text of the open block
+        self._end: Finished | None = None
+
+    def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
+        return b"".join(map(self._part, self._reader.feed(text)))
+
+    def closing(self, index: int, end: Finished) -> bytes:
+        self._end = end
+        return b"".join(map(self._part, self._rest())) + self._close(whole=end.reason != "length")
+
+    def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
+        (end,) = ends.values()
+        self.chunk(0, end.text, ())
+        self.closing(0, end)
+        return self._finished(usage)
+
+    def _rest(self) -> Sequence[AnswerPart]:
+        """Return the remaining parts."""
+        return self._reader.end()
+
+    def _part(self, part: AnswerPart) -> bytes:
+        """Return the events of a part."""
+        events = b""
+        if self._open != (part.kind, part.call):
+            events = self._close(whole=True)
+            self._open, self._pieces = (part.kind, part.call), []
+            events += self._begin(part)
+        if part.text:
+            self._pieces.append(part.text)
+            events += self._delta(part)
+        return events
+
+    def _begin(self, part: AnswerPart) -> bytes:
+        """Add the block that begins with a part, without its text. Return its first events."""
+        raise NotImplementedError
+
+    def _delta(self, part: AnswerPart) -> bytes:
+        """Return the event of a part's text."""
+        raise NotImplementedError
+
+    def _close(self, *, whole: bool) -> bytes:
+        """End the open block, if there is one, and return its last events. whole: False if the answer was cut off."""
+        raise NotImplementedError
+
+    def _finished(self, usage: Value) -> Value:
+        """Return the answer after its end."""
+        raise NotImplementedError
+
+
 class Head:
     """Common fields of all chunks and answers of one request."""
 
@@ -97,11 +153,50 @@ class _ChunkedForm(Form):
         self._head, self.id, self._texts, self._top = head, head.id, texts, top
         self._tokens = AnswerTokens(texts, visible)
 
+    def closing(self, index: int, end: Finished) -> bytes:
+        rest = self._rest(index)
+        return self._chunk(index, rest, self._reason(index, end), self._logprobs(self._tokens.end(index) or None))
+
     def ending(self, usage: Value, *, wanted: bool) -> bytes:
         return (self._head.chunk([], usage) if wanted else b"") + DONE
 
     def failure(self, failure: ApiError) -> bytes:
         return b"data: " + failure.encoded + b"\n\n" + DONE
+
+    def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
+        choices = [
+            {
+                "index": index,
+                **self._content(index, end.text),
+                "logprobs": self._logprobs(self._all_tokens(index, end, events)),
+                "finish_reason": self._reason(index, end),
+            }
+            for index, end in sorted(ends.items())
+        ]
+        return self._head.whole(choices, usage)
+
+    def _chunk(self, index: int, content: Value, reason: str | None = None, logprobs: Value | None = None) -> bytes:
+        return self._head.chunk([{"index": index, **content, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _all_tokens(self, index: int, end: Finished, events: Mapping[int, Sequence[Event]]) -> list[AnswerToken] | None:
+        """Return the tokens of a whole choice, None without log-probabilities."""
+        if index not in events:
+            return None
+        return [*self._tokens.take(index, end.text, events[index]), *self._tokens.end(index)]
+
+    def _content(self, index: int, text: str) -> Value:
+        """Return the field of a whole choice with its text."""
+        raise NotImplementedError
+
+    def _rest(self, index: int) -> Value:
+        """Return the field of the last chunk of a choice with text."""
+        raise NotImplementedError
+
+    def _reason(self, index: int, end: Finished) -> str:
+        return end.reason
+
+    def _logprobs(self, tokens: Sequence[AnswerToken] | None) -> Value | None:
+        raise NotImplementedError
 
 
 class ChatForm(_ChunkedForm):
@@ -125,32 +220,19 @@ class ChatForm(_ChunkedForm):
         self._called: set[int] = set()  # choices with a tool call
 
     def opening(self, index: int) -> bytes:
-        return self._chunk(index, {"role": "assistant", "content": ""})
+        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
         tokens = self._tokens.take(index, text, events)
         delta = self._delta(index, self._readers[index].feed(text))
         if not delta and not tokens:
             return b""
-        return self._chunk(index, delta or {"content": ""}, logprobs=self._logprobs(tokens or None))
+        return self._chunk(index, {"delta": delta or {"content": ""}}, logprobs=self._logprobs(tokens or None))
 
-    def closing(self, index: int, end: Finished) -> bytes:
-        delta = self._delta(index, self._readers.pop(index).end() if index in self._readers else ())
-        return self._chunk(index, delta, self._reason(index, end), self._logprobs(self._tokens.end(index) or None))
+    def _rest(self, index: int) -> Value:
+        return {"delta": self._delta(index, self._readers.pop(index).end() if index in self._readers else ())}
 
-    def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
-        choices = [
-            {
-                "index": index,
-                "message": self._message(index, end.text),
-                "logprobs": self._logprobs(_all_tokens(self._tokens, index, end, events)),
-                "finish_reason": self._reason(index, end),
-            }
-            for index, end in sorted(ends.items())
-        ]
-        return self._head.whole(choices, usage)
-
-    def _message(self, index: int, text: str) -> Value:
+    def _content(self, index: int, text: str) -> Value:
         reader = self._readers[index]
         delta = self._delta(index, [*reader.feed(text), *reader.end()])
         calls = delta.get("tool_calls", ())
@@ -159,7 +241,7 @@ class ChatForm(_ChunkedForm):
             message["reasoning_content"] = delta["reasoning_content"]
         if calls:
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
-        return message
+        return {"message": message}
 
     def _delta(self, index: int, parts: Sequence[AnswerPart]) -> Value:
         delta = message_of(parts)
@@ -169,9 +251,6 @@ class ChatForm(_ChunkedForm):
 
     def _reason(self, index: int, end: Finished) -> str:
         return "tool_calls" if index in self._called and end.reason == "stop" else end.reason
-
-    def _chunk(self, index: int, delta: Value, reason: str | None = None, logprobs: Value | None = None) -> bytes:
-        return self._head.chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
     def _logprobs(self, tokens: Sequence[AnswerToken] | None) -> Value | None:
         if tokens is None:
@@ -200,25 +279,13 @@ class TextForm(_ChunkedForm):
 
     def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
         tokens = self._tokens.take(index, text, events)
-        return self._chunk(index, text, logprobs=self._logprobs(tokens or None)) if text or tokens else b""
+        return self._chunk(index, {"text": text}, logprobs=self._logprobs(tokens or None)) if text or tokens else b""
 
-    def closing(self, index: int, end: Finished) -> bytes:
-        return self._chunk(index, "", end.reason, self._logprobs(self._tokens.end(index) or None))
+    def _rest(self, index: int) -> Value:
+        return {"text": ""}
 
-    def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
-        choices = [
-            {
-                "index": index,
-                "text": end.text,
-                "logprobs": self._logprobs(_all_tokens(self._tokens, index, end, events)),
-                "finish_reason": end.reason,
-            }
-            for index, end in sorted(ends.items())
-        ]
-        return self._head.whole(choices, usage)
-
-    def _chunk(self, index: int, text: str, reason: str | None = None, logprobs: Value | None = None) -> bytes:
-        return self._head.chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+    def _content(self, index: int, text: str) -> Value:
+        return {"text": text}
 
     def _logprobs(self, tokens: Sequence[AnswerToken] | None) -> Value | None:
         if tokens is None:
@@ -234,15 +301,6 @@ class TextForm(_ChunkedForm):
 
 def _token_value(text: str, logprob: float | None, data: bytes | None) -> Value:
     return {"token": text, "logprob": finite(logprob), "bytes": None if data is None else list(data)}
-
-
-def _all_tokens(
-    tokens: AnswerTokens, index: int, end: Finished, events: Mapping[int, Sequence[Event]]
-) -> list[AnswerToken] | None:
-    """Return the tokens of a whole choice, None without log-probabilities."""
-    if index not in events:
-        return None
-    return [*tokens.take(index, end.text, events[index]), *tokens.end(index)]
 
 
 class EchoedPrompt(NamedTuple):
@@ -266,7 +324,7 @@ class EchoForm(TextForm):
         self._prompts, self._answers = prompts, answers
 
     def opening(self, index: int) -> bytes:
-        return self._chunk(index, self._prompts[index].text)
+        return self._chunk(index, {"text": self._prompts[index].text})
 
     def whole(
         self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: dict[str, Any]

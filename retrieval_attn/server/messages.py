@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -14,13 +14,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from transformers import PreTrainedTokenizerBase
 
-from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.server.answer_bodies import AnswerBody, MessagesErrorAnswer
 from retrieval_attn.server.answer_parts import AnswerPart, AnswerReader, arguments_object
 from retrieval_attn.server.answering import EVENTS, answer_chat, chat_prompt
 from retrieval_attn.server.failure import ApiError, invalid, text_from
-from retrieval_attn.server.formatting import Form, encoded
+from retrieval_attn.server.formatting import BlockForm, Form, encoded
 from retrieval_attn.server.logs import REQUEST_ID
 from retrieval_attn.server.permissions import UserRoute
 from retrieval_attn.server.protocol import MAX_MESSAGES, MAX_STOPS, Body, ChatBody, Stop
@@ -345,101 +345,66 @@ class TokenCount(AnswerBody):
     input_tokens: int
 
 
-class MessagesForm(Form):
+class MessagesForm(BlockForm):
     """A `Form` of POST /v1/messages."""
 
     def __init__(self, requests: Sequence[Request], make_reader: Callable[[], AnswerReader], model: str,
                  tokenizer: PreTrainedTokenizerBase) -> None:  # fmt: skip
         """requests: one of the engine. model: name in the request."""
+        super().__init__(make_reader())
         self.id = f"msg_{uuid.uuid4().hex}"
         (self._request,), self._model, self._tokenizer = requests, model, tokenizer
-        self._reader = make_reader()
-        self._block: tuple[str, int] | None = None  # kind and number of the call, of the open block
-        self._count = 0
         self._called = False
-        self._end: Finished | None = None
 
     def opening(self, index: int) -> bytes:
-        usage = self._usage({"prompt_tokens": self._request.prompt_tokens, "completion_tokens": 0})
-        message = self._message([], None, usage)
+        message = self._finished({"prompt_tokens": self._request.prompt_tokens, "completion_tokens": 0})
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
-
-    def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
-        return b"".join(map(self._part, self._reader.feed(text)))
-
-    def closing(self, index: int, end: Finished) -> bytes:
-        self._end = end
-        return b"".join(map(self._part, self._reader.end())) + self._stop()
 
     def ending(self, usage: Value, *, wanted: bool) -> bytes:
         """See `Form`. The usage is always sent."""
-        assert self._end is not None
-        delta = {"type": "message_delta", "delta": self._reason(self._end), "usage": self._usage(usage)}
+        delta = {"type": "message_delta", "delta": self._reason(), "usage": self._usage(usage)}
         return _event(delta) + _event({"type": "message_stop"})
 
     def failure(self, failure: ApiError) -> bytes:
         return _event(failure.messages_body(REQUEST_ID.get()))
 
-    def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
-        (end,) = ends.values()
-        blocks: list[Value] = []
-        key = None
-        for part in [*self._reader.feed(end.text), *self._reader.end()]:
-            if key != (part.kind, part.call):
-                key = (part.kind, part.call)
-                blocks.append(self._begin(part))
-            name = _FIELDS[part.kind]
-            blocks[-1][name] += part.text
-        for block in blocks:
-            if block["type"] == "tool_use":
-                block["input"] = arguments_object(block["input"])
-        return self._message(blocks, end, self._usage(usage))
-
-    def _message(self, content: list[Value], end: Finished | None, usage: Value) -> Value:
-        reason = {"stop_reason": None, "stop_sequence": None} if end is None else self._reason(end)
+    def _finished(self, usage: Value) -> Value:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
-        return {**head, "content": content, **reason, "usage": usage}
+        return {**head, "content": self._blocks, **self._reason(), "usage": self._usage(usage)}
 
-    def _begin(self, part: AnswerPart) -> Value:
-        """Return the block that begins with a part, without text."""
+    def _begin(self, part: AnswerPart) -> bytes:
+        block: Value = {"type": "text", "text": ""}
         if part.kind == "call":
             self._called = True
-            return {"type": "tool_use", "id": part.id, "name": part.name, "input": ""}
-        if part.kind == "reasoning":
-            return {"type": "thinking", "thinking": "", "signature": ""}
-        return {"type": "text", "text": ""}
+            block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+        elif part.kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        self._blocks.append(block)
+        return self._event("start", content_block=block)
 
-    def _part(self, part: AnswerPart) -> bytes:
-        """Return the events of a part."""
-        events = b""
-        if self._block != (part.kind, part.call):
-            events = self._stop()
-            self._block = part.kind, part.call
-            block = self._begin(part)
-            block |= {"input": {}} if part.kind == "call" else {}
-            events += _event({"type": "content_block_start", "index": self._count, "content_block": block})
-        if part.text:
-            kind, name = _DELTAS[part.kind]
-            delta = {"type": kind, name: part.text}
-            events += _event({"type": "content_block_delta", "index": self._count, "delta": delta})
-        return events
+    def _delta(self, part: AnswerPart) -> bytes:
+        kind, name = _DELTAS[part.kind]
+        return self._event("delta", delta={"type": kind, name: part.text})
 
-    def _stop(self) -> bytes:
-        """Return the end of the open block."""
-        if self._block is None:
+    def _close(self, *, whole: bool) -> bytes:
+        if self._open is None:
             return b""
-        self._block, number = None, self._count
-        self._count += 1
-        return _event({"type": "content_block_stop", "index": number})
+        kind, text = self._open[0], "".join(self._pieces)
+        self._blocks[-1][_FIELDS[kind]] = arguments_object(text) if kind == "call" else text
+        self._open = None
+        return self._event("stop")
 
-    def _reason(self, end: Finished) -> Value:
-        sequence = None
-        if end.reason == "length":
+    def _event(self, what: str, **fields: Value) -> bytes:
+        """Return an event of the last block."""
+        return _event({"type": f"content_block_{what}", "index": len(self._blocks) - 1, **fields})
+
+    def _reason(self) -> Value:
+        reason, sequence = None, None
+        if self._end is not None and self._end.reason == "length":
             reason = "max_tokens"
-        elif (sequence := self._stop_string(end)) is not None:
-            reason = "stop_sequence"
-        else:
-            reason = "tool_use" if self._called else "end_turn"
+        elif self._end is not None:
+            sequence = self._stop_string(self._end)
+            reason = "stop_sequence" if sequence is not None else "tool_use" if self._called else "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _stop_string(self, end: Finished) -> str | None:

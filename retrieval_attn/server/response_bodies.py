@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from retrieval_attn.engine.request import Event, Finished, Request
+from retrieval_attn.engine.request import Request
 from retrieval_attn.server.answer_parts import AnswerPart, AnswerReader, arguments_object
 from retrieval_attn.server.failure import ApiError, invalid
-from retrieval_attn.server.formatting import Form, encoded
+from retrieval_attn.server.formatting import BlockForm, encoded
 from retrieval_attn.server.protocol import MAX_MESSAGES, Body, ChatBody, TemplateOptions
 from retrieval_attn.server.tool_formats import json_object
 
@@ -507,7 +507,7 @@ def _renamed(place: Sequence[int | str]) -> tuple[int | str, ...]:
 # -- output --------------------------------------------------------------------------------------
 
 
-class ResponsesForm(Form):
+class ResponsesForm(BlockForm):
     """A `Form` of POST /v1/responses."""
 
     def __init__(
@@ -518,31 +518,17 @@ class ResponsesForm(Form):
 
         namespaces: see `ResponsesBody`. packs_reasoning: give reasoning items their `encrypted_content`.
         """
+        super().__init__(make_reader())
         self.id: str = head["id"]
-        self._head, self._reader, self._tokenizer, self._keep = head, make_reader(), tokenizer, keep
+        self._head, self._tokenizer, self._keep = head, tokenizer, keep
         self._namespaces, self._packs_reasoning = namespaces, packs_reasoning
-        self._output: list[Value] = []
-        self._open: tuple[str, int] | None = None  # kind and number of the call, of the last item while it is open
-        self._pieces: list[str] = []  # text of the open item
         self._sequence = 0
-        self._end: Finished | None = None
 
     def opening(self, index: int) -> bytes:
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
-
-    def chunk(self, index: int, text: str, events: Sequence[Event]) -> bytes:
-        return b"".join(map(self._part, self._reader.feed(text)))
-
-    def closing(self, index: int, end: Finished) -> bytes:
-        """See `Form`. An answer has at least one item, so that a conversation can go on with it."""
-        self._end = end
-        events = b"".join(map(self._part, self._reader.end()))
-        if not self._output:
-            events += self._part(AnswerPart("content", ""))
-        return events + self._close("incomplete" if end.reason == "length" else "completed")
 
     def ending(self, usage: Value, *, wanted: bool) -> bytes:
         """See `Form`. The usage is always sent."""
@@ -552,12 +538,6 @@ class ResponsesForm(Form):
     def failure(self, failure: ApiError) -> bytes:
         error = {"code": "server_error", "message": failure.message}
         return self._event("response.failed", response=self._response("failed", error=error))
-
-    def whole(self, ends: Mapping[int, Finished], events: Mapping[int, Sequence[Event]], usage: Value) -> Value:
-        (end,) = ends.values()
-        self.chunk(0, end.text, ())
-        self.closing(0, end)
-        return self._finished(usage)
 
     def _finished(self, usage: Value) -> Value:
         assert self._end is not None
@@ -569,35 +549,31 @@ class ResponsesForm(Form):
         return response
 
     def _response(self, status: str, **fields: Any) -> Value:
-        return {**self._head, "status": status, "output": self._output, **fields}
+        return {**self._head, "status": status, "output": self._blocks, **fields}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         value = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return f"event: {kind}\ndata: {encoded(value)}\n\n".encode("ascii")
 
-    def _part(self, part: AnswerPart) -> bytes:
-        """Return the events of a part."""
-        events = b""
-        if self._open != (part.kind, part.call):
-            events = self._close("completed") + self._begin(part)
-        if part.text:
-            self._pieces.append(part.text)
-            events += self._event(f"response.{_EVENTS[part.kind]}.delta", **self._place, delta=part.text)
-        return events
+    def _rest(self) -> Sequence[AnswerPart]:
+        """See `BlockForm`. An answer has at least one item, so that a conversation can go on with it."""
+        rest = super()._rest()
+        return rest if rest or self._blocks else [AnswerPart("content", "")]
+
+    def _delta(self, part: AnswerPart) -> bytes:
+        return self._event(f"response.{_EVENTS[part.kind]}.delta", **self._place, delta=part.text)
 
     @property
     def _place(self) -> Value:
         """Fields of an event about the text of the open item."""
         assert self._open is not None
-        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        place = {"item_id": self._blocks[-1]["id"], "output_index": len(self._blocks) - 1}
         if self._open[0] == "content":
             return place | {"content_index": 0, "logprobs": []}
         return place | ({} if self._open[0] == "call" else {"content_index": 0})
 
     def _begin(self, part: AnswerPart) -> bytes:
-        """Begin the item of a part."""
-        self._open, self._pieces = (part.kind, part.call), []
         name = uuid.uuid4().hex
         item: Value = {"id": f"msg_{name}", "type": "message", "role": "assistant", "content": []}
         if part.kind == "call":
@@ -607,8 +583,8 @@ class ResponsesForm(Form):
                 item |= {"name": called.removeprefix(_full_name(namespace, "")), "namespace": namespace}
         elif part.kind == "reasoning":
             item = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": []}
-        self._output.append({**item, "status": "in_progress"})
-        events = self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+        self._blocks.append({**item, "status": "in_progress"})
+        events = self._event("response.output_item.added", output_index=len(self._blocks) - 1, item=self._blocks[-1])
         if part.kind != "call":
             events += self._content_event("added", "")
         return events
@@ -623,12 +599,11 @@ class ResponsesForm(Form):
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
-    def _close(self, status: Status) -> bytes:
-        """End the open item."""
+    def _close(self, *, whole: bool) -> bytes:
         if self._open is None:
             return b""
         kind, text = self._open[0], "".join(self._pieces)
-        item = {**self._output[-1], "status": status}
+        item = {**self._blocks[-1], "status": "completed" if whole else "incomplete"}
         if kind == "call":
             item["arguments"] = text
             done = {"arguments": text, "name": item["name"]}
@@ -639,11 +614,11 @@ class ResponsesForm(Form):
             events += self._content_event("done", text)
         if kind == "reasoning" and self._packs_reasoning:
             item["encrypted_content"] = _packed(text)
-        self._output[-1], self._open = item, None
-        return events + self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        self._blocks[-1], self._open = item, None
+        return events + self._event("response.output_item.done", output_index=len(self._blocks) - 1, item=item)
 
     def _usage(self, usage: Value) -> Value:
-        texts = [part["text"] for item in self._output if item["type"] == "reasoning" for part in item["content"]]
+        texts = [part["text"] for item in self._blocks if item["type"] == "reasoning" for part in item["content"]]
         thought = sum(len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
         made = usage["completion_tokens"]
         return {

@@ -27,7 +27,7 @@ from retrieval_attn.model.weights import weight_state
 from retrieval_attn.offload.threads import foreground, questions, with_device_memory
 from retrieval_attn.saving.save import Saved, Saver
 
-__all__ = ["SAVE_SECONDS", "BackgroundSave", "BackgroundSaves", "DiskCounts", "DiskTier", "SaveState"]
+__all__ = ["SAVE_SECONDS", "BackgroundSave", "BackgroundSaves", "ContextState", "DiskCounts", "DiskTier"]
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +60,16 @@ BROKEN_SECONDS = 60.0
 """Time without further writes of idle texts after one that failed."""
 
 
-class SaveState(NamedTuple):
-    """State of a context that is not durable.
+class ContextState(NamedTuple):
+    """State of a saved context that requests can use.
 
     Attributes:
         name: name of the context.
         tokens: its tokens, those of the saved context that it continues included.
-        nbytes: bytes written so far.
-        created: seconds since 1970 at which the save began.
-        error: message of the error that ended the write; None while it runs.
+        nbytes: bytes of its files; of a context that is not durable, those written so far.
+        created: seconds since 1970.
+        error: message of the error that ended the write of a context that is not durable.
+        durable: whether its files are on the disk and its name is committed.
     """
 
     name: str
@@ -76,6 +77,7 @@ class SaveState(NamedTuple):
     nbytes: int
     created: float
     error: str | None = None
+    durable: bool = False
 
 
 class SaveCancelled(Exception):
@@ -104,11 +106,11 @@ class BackgroundSave:
         self.cancelled, self.superseded = threading.Event(), False
 
     @property
-    def state(self) -> SaveState:
+    def state(self) -> ContextState:
         """State for clients."""
         error = self.saved.error
         told = None if error is None else str(error) or type(error).__name__
-        return SaveState(self.text.name, self.text.tokens, self.saved.nbytes, self._created, told)
+        return ContextState(self.text.name, self.text.tokens, self.saved.nbytes, self._created, told)
 
     def write(self) -> None:
         """Write the context and commit its name. Raises StoreError, and SaveCancelled."""
@@ -165,7 +167,7 @@ class BackgroundSaves:
             running = sum(save.saved.error is None for save in self._saves.values())
             return {"saves_running": running, "saves_failed": self._failed}
 
-    def states(self) -> list[SaveState]:
+    def states(self) -> list[ContextState]:
         """Return the states of all contexts that are not durable, sorted by name."""
         with self._lock:
             return [self._saves[name].state for name in sorted(self._saves)]

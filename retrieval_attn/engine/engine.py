@@ -26,7 +26,7 @@ from retrieval_attn.answer_loop import AnswerLoop
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.windows import compile_windows
-from retrieval_attn.engine.background_saves import BackgroundSave, BackgroundSaves, DiskCounts, DiskTier, SaveState
+from retrieval_attn.engine.background_saves import BackgroundSave, BackgroundSaves, ContextState, DiskCounts, DiskTier
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.detokenizer import OutputQueue
 from retrieval_attn.engine.idle_prefixes import IdlePrefixes, most_device_bytes
@@ -477,7 +477,7 @@ class Engine:
             raise
 
     @property
-    def unsaved(self) -> list[SaveState]:
+    def unsaved(self) -> list[ContextState]:
         """States of the saved contexts that are not durable."""
         return self._saves.states()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
-from retrieval_attn.engine.background_saves import SAVE_SECONDS, SaveState
+from retrieval_attn.engine.background_saves import SAVE_SECONDS, ContextState
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, Request
 from retrieval_attn.engine.warm_up import WarmUpProgress
@@ -139,6 +139,7 @@ class LocalEngine(EngineClient):
         died = self._engine.died
         return None if died is None else f"it ended with {type(died).__name__}, see the server's log"
 
+        return [ContextState(*state) for state in await self._call("unsaved")]
     @property
     def warming(self) -> WarmUpProgress | None:
         return self._engine.warming
@@ -168,7 +169,7 @@ class LocalEngine(EngineClient):
                 raise ended_error() from error
             raise
 
-    async def unsaved(self) -> list[SaveState]:
+    async def unsaved(self) -> list[ContextState]:
         return self._engine.unsaved
 
     async def cancel_save(self, name: str) -> bool:

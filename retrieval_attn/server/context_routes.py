@@ -9,10 +9,10 @@ from fastapi import APIRouter, File, Form, Path, UploadFile
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from retrieval_attn.engine.background_saves import ContextState
 from retrieval_attn.engine.ids import int32_row
 from retrieval_attn.server.admission import QueuedPrompt
 from retrieval_attn.server.answer_bodies import ERRORS, ContextList, ContextRecord, Deleted
-from retrieval_attn.server.contexts import ContextState
 from retrieval_attn.server.failure import ApiError, document_from
 from retrieval_attn.server.permissions import AdminRoute
 from retrieval_attn.server.protocol import NAME_PATTERN, ForkBody, KeepBody, Message, MoreBody

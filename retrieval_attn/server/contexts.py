@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from retrieval_attn.engine.background_saves import SaveState
+from retrieval_attn.engine.background_saves import ContextState
 from retrieval_attn.errors import ConfigError, StoreError, UnknownContextError
 from retrieval_attn.server.client import EngineClient
 from retrieval_attn.server.failure import ApiError, EngineLostError
@@ -46,36 +46,12 @@ class StorePool:
         self._jobs -= 1
 
 
-class ContextState(NamedTuple):
-    """State of a context that requests can use.
-
-    Attributes:
-        tokens: its tokens.
-        nbytes: bytes of its files; of a context that is not durable, those written so far.
-        created: seconds since 1970.
-        durable: whether its files are on the disk and its name is committed.
-        error: message of the error that ended the write of a context that is not durable.
-    """
-
-    name: str
-    tokens: int
-    nbytes: int
-    created: float
-    durable: bool
-    error: str | None = None
-
-    @classmethod
-    def stored(cls, context: NamedContext) -> ContextState:
-        """Return the state of a context of the store."""
-        tokens = context.plain.get("tokens", 0)
-        return cls(
-            context.name, tokens if isinstance(tokens, int) else 0, context.nbytes, context.saved_at, durable=True
-        )
-
-    @classmethod
-    def unsaved(cls, save: SaveState) -> ContextState:
-        """Return the state of a context that is not durable."""
-        return cls(save.name, save.tokens, save.nbytes, save.created, durable=False, error=save.error)
+def _stored(context: NamedContext) -> ContextState:
+    """Return the state of a context of the store."""
+    tokens = context.plain.get("tokens", 0)
+    return ContextState(
+        context.name, tokens if isinstance(tokens, int) else 0, context.nbytes, context.saved_at, durable=True
+    )
 
 
 class Contexts:
@@ -91,13 +67,13 @@ class Contexts:
 
     async def listed(self) -> list[ContextState]:
         """Return the contexts that requests can use, sorted by name."""
-        unsaved = {one.name: ContextState.unsaved(one) for one in await self._unsaved()}
+        unsaved = {one.name: one for one in await self._unsaved()}
         stored = [
             one
             for one in await self._in_thread(self._store.list)
             if one.plain.get("template") == self._template and not one.is_automatic
         ]
-        found = {one.name: ContextState.stored(one) for one in stored} | unsaved
+        found = {one.name: _stored(one) for one in stored} | unsaved
         return [found[name] for name in sorted(found)]
 
     async def heads(self, found: Sequence[ContextState], count: int) -> list[list[int]]:
@@ -133,8 +109,8 @@ class Contexts:
         """Return one context. Raises UnknownContextError, StoreError."""
         for one in await self._unsaved():
             if one.name == name:
-                return ContextState.unsaved(one)
-        return ContextState.stored(await self._in_thread(lambda: self._resolved(name)))
+                return one
+        return _stored(await self._in_thread(lambda: self._resolved(name)))
 
     async def make(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str) -> ContextState:
         """Prefill a text, from the start or after a saved context, and begin to save it.
@@ -145,7 +121,7 @@ class Contexts:
         try:
             return await self.named(name)
         except UnknownContextError:  # removed by another client
-            return ContextState(name, tokens, 0, time.time(), durable=False)
+            return ContextState(name, tokens, 0, time.time())
 
     async def fork(self, name: str, new: str) -> ContextState:
         """Give a context a second name when it is durable.
@@ -163,7 +139,7 @@ class Contexts:
                     409, f"There is a context {new!r} already; delete it, or give another name.", param="name"
                 )
             self._store.name(new, found.digest, found.plain)
-            return ContextState.stored(self._store.resolve(new))
+            return _stored(self._store.resolve(new))
 
         return await self._in_thread(fork)
 
@@ -191,7 +167,7 @@ class Contexts:
             raise UnknownContextError(f"no context {name!r} in the store {self._store.folder}", context=name)
         return found
 
-    async def _unsaved(self) -> list[SaveState]:
+    async def _unsaved(self) -> list[ContextState]:
         """Return the contexts that are not durable; none without an engine."""
         try:
             return await self._client.unsaved()

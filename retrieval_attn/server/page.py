@@ -19,9 +19,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 import retrieval_attn
+from retrieval_attn.engine.background_saves import ContextState
 from retrieval_attn.server.access import Caller
 from retrieval_attn.server.answer_bodies import ERRORS, StatusRecord
-from retrieval_attn.server.contexts import ContextState
 from retrieval_attn.server.failure import ApiError
 from retrieval_attn.server.permissions import OpenRoute, UserRoute
 from retrieval_attn.server.service import Service, caller_of, service_of

@@ -11,14 +11,13 @@ import logging
 import subprocess
 from typing import Any
 
-from retrieval_attn.engine.background_saves import SAVE_SECONDS, SaveState
+from retrieval_attn.engine.background_saves import SAVE_SECONDS
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.engine.warm_up import WarmUpProgress
-from retrieval_attn.errors import RetrievalAttentionError
 from retrieval_attn.server.client import EngineClient, Put, Submitted
 from retrieval_attn.server.engine_process import Child
-from retrieval_attn.server.failure import EngineLostError, ended_error
-from retrieval_attn.server.ipc import Plain, async_frame, error_from, frame_of, ids_of, item_from, request_of
+from retrieval_attn.server.failure import EngineLostError
+from retrieval_attn.server.ipc import Plain, async_frame, error_from, frame_of, item_from, request_of
 from retrieval_attn.server.settings import EngineSpec, Facts
 
 log = logging.getLogger(__name__)
@@ -160,7 +159,6 @@ class RemoteEngine(EngineClient):
         self._spec, self._begun = spec, begun
         self._process: _EngineChild | None = None
         self._lost: str | None = "the engine is starting"
-        self._closing = False
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> Facts:
@@ -185,28 +183,8 @@ class RemoteEngine(EngineClient):
         number, name = await process.ask({"do": "submit", "request": request_of(request)}, put)
         return Submitted(name, lambda: process.tell({"do": "cancel", "id": number}))
 
-    async def keep(self, name: str, ids: tuple[int, ...], context: str | None, namespace: str | None) -> int:
-        plain = {"do": "keep", "name": name, "ids": ids_of(ids), "context": context, "namespace": namespace}
-        try:
-            return int((await self._there().ask(plain))[1])
-        except RetrievalAttentionError as error:
-            if self._closing:
-                raise ended_error() from error
-            raise
-
-    async def unsaved(self) -> list[SaveState]:
-        return [SaveState(*state) for state in (await self._there().ask({"do": "unsaved"}))[1]]
-
-    async def cancel_save(self, name: str) -> bool:
-        return bool((await self._there().ask({"do": "cancel_save", "name": name}))[1])
-
-    async def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = (await self._there().ask({"do": "stats"}))[1]
-        return found
-
-    async def status(self, namespace: str | None) -> dict[str, Any]:
-        found: dict[str, Any] = (await self._there().ask({"do": "status", "namespace": namespace}))[1]
-        return found
+    async def _call(self, do: str, **arguments: Any) -> Any:
+        return (await self._there().ask({"do": do, **arguments}))[1]
 
     async def close(self, *, drain: bool) -> None:
         self._closing = True

@@ -13,17 +13,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from retrieval_attn.engine.background_saves import SAVE_SECONDS
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Event, Finished, RequestHandle
-from retrieval_attn.server.client import KEEPERS, OPENERS, keep, plain_stats
-from retrieval_attn.server.ipc import Plain, frame_of, ids_from, item_of, plain_error, receive_frame, request_from
+from retrieval_attn.server.client import EngineThreads
+from retrieval_attn.server.ipc import Plain, frame_of, item_of, plain_error, receive_frame, request_from
 
-THREADS = 4
-"""That submit requests, and answer about the engine."""
 WATCH_SECONDS = 0.25
 DIED = 3
 """Exit status of a process whose engine has ended."""
@@ -40,9 +38,7 @@ class Worker:
         self._submitting: dict[int, bool] = {}
         """Requests that a thread is about to submit; True: cancelled meanwhile."""
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(THREADS, "retrieval_attn-worker")
-        self._keepers = ThreadPoolExecutor(KEEPERS, "retrieval_attn-keeper")
-        self._openers = ThreadPoolExecutor(OPENERS, "retrieval_attn-opener")
+        self._threads = EngineThreads(engine)
         self._writer = threading.Thread(target=self._write, name="retrieval_attn-writer", daemon=True)
         self._writer.start()
         threading.Thread(target=self._watch, name="retrieval_attn-watch", daemon=True).start()
@@ -63,42 +59,28 @@ class Worker:
                     self._on_warm()
                     self._on_warm = None
             else:
-                if frame["do"] == "submit":
-                    self._submitting[frame["id"]] = False
-                self._pool(frame).submit(self._answer, frame)
+                self._begun(frame).add_done_callback(functools.partial(self._reply, frame["id"]))
         self._engine.close(drain=drain, save_seconds=SAVE_SECONDS)
         self._outgoing.put(None)
         self._writer.join()
 
-    def _pool(self, frame: Plain) -> ThreadPoolExecutor:
-        if frame["do"] == "keep":
-            return self._keepers
-        opens = frame["do"] == "submit" and any(frame["request"][name] is not None for name in ("context", "grammar"))
-        return self._openers if opens else self._threads
+    def _begun(self, frame: Plain) -> Future[Any]:
+        """Begin a command in a thread."""
+        if frame["do"] != "submit":
+            return self._threads.call(**{name: value for name, value in frame.items() if name != "id"})
+        number, request = frame["id"], frame["request"]
+        self._submitting[number] = False
+        opens = any(request[name] is not None for name in ("context", "grammar"))
+        return self._threads.submit(functools.partial(self._submit, number, request), opens=opens)
 
-    def _answer(self, frame: Plain) -> None:
+    def _reply(self, number: int, done: Future[Any]) -> None:
+        error = done.exception()
+        told = {"ok": done.result()} if error is None else {"error": plain_error(error)}
+        self._outgoing.put({"id": number, **told})
+
+    def _submit(self, number: int, request: Plain) -> str:
         try:
-            self._outgoing.put({"id": frame["id"], "ok": self._done(frame)})
-        except BaseException as error:
-            self._outgoing.put({"id": frame["id"], "error": plain_error(error)})
-
-    def _done(self, frame: Plain) -> Any:
-        if frame["do"] == "submit":
-            return self._submit(frame)
-        if frame["do"] == "keep":
-            return keep(self._engine, frame["name"], ids_from(frame["ids"]), frame["context"], frame["namespace"])
-        if frame["do"] == "unsaved":
-            return self._engine.unsaved
-        if frame["do"] == "cancel_save":
-            return self._engine.cancel_save(frame["name"])
-        if frame["do"] == "status":
-            return self._engine.status(frame["namespace"])
-        return plain_stats(self._engine)
-
-    def _submit(self, frame: Plain) -> str:
-        number = frame["id"]
-        try:
-            ticket = self._engine.submit(request_from(frame["request"]))
+            ticket = self._engine.submit(request_from(request))
         except BaseException:
             del self._submitting[number]
             raise

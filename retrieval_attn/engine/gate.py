@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Literal
 
 from retrieval_attn.errors import ConfigError
@@ -203,10 +202,8 @@ class Gate:
         return (not self.granted or self._holders > 0) and not self._cancelled
 
 
-@dataclass(frozen=True)
-class _Work:
-    run: Callable[[], None]
-    over: threading.Event
+Work = tuple[Callable[[], None], threading.Event]
+"""Work of a thread, and what is set once it has returned."""
 
 
 class PrefillThreads:
@@ -216,7 +213,7 @@ class PrefillThreads:
     """
 
     def __init__(self) -> None:
-        self._resting: list[queue.SimpleQueue[_Work]] = []
+        self._resting: list[queue.SimpleQueue[Work]] = []
         self._lock = threading.Lock()
         self._started = 0
 
@@ -235,15 +232,14 @@ class PrefillThreads:
         if inbox is None:
             inbox = queue.SimpleQueue()
             threading.Thread(target=self._run, args=(inbox,), name="retrieval_attn-read", daemon=True).start()
-        inbox.put(_Work(work, over))
+        inbox.put((work, over))
         return over
 
-    def _run(self, inbox: queue.SimpleQueue[_Work]) -> None:
+    def _run(self, inbox: queue.SimpleQueue[Work]) -> None:
         while True:
-            work = inbox.get()
-            over = work.over
+            work, over = inbox.get()
             try:
-                work.run()
+                work()
             except BaseException:
                 log.exception("a prefill thread failed")
             del work

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,19 +59,12 @@ RETRY_STEPS = 256
 """Steps between two checks of a refused cache. A sequence that joins may cost the batch a capture."""
 
 
-@dataclass(frozen=True)
-class _Refused:
-    """situation: state at the refusal. until: step of the next check."""
-
-    situation: object
-    until: int
-
-
 class EagerFallbacks:
     """Sequences that fall back to eager steps until the cause changes. Caches are weak references."""
 
     def __init__(self) -> None:
-        self._caches: weakref.WeakKeyDictionary[RetrievalCache, _Refused] = weakref.WeakKeyDictionary()
+        # state at the refusal, and step of the next check
+        self._caches: weakref.WeakKeyDictionary[RetrievalCache, tuple[object, int]] = weakref.WeakKeyDictionary()
         self._step = 0
 
     def __contains__(self, cache: RetrievalCache) -> bool:
@@ -86,17 +79,18 @@ class EagerFallbacks:
 
     def note(self, cache: RetrievalCache, situation: object) -> None:
         """Refuse a cache. situation: everything that may change the refusal; equal if nothing has changed."""
-        self._caches[cache] = _Refused(situation, self._step + RETRY_STEPS)
+        self._caches[cache] = situation, self._step + RETRY_STEPS
 
     def stands(self, cache: RetrievalCache, situation: Callable[[], object]) -> bool:
         """Return whether a cache is still refused. situation: called once in RETRY_STEPS steps."""
         known = self._caches.get(cache)
         if known is None:
             return False
-        if self._step < known.until:
+        before, until = known
+        if self._step < until:
             return True
         now = situation()
-        if now == known.situation:
+        if now == before:
             self.note(cache, now)
             return True
         del self._caches[cache]

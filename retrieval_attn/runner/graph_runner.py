@@ -214,15 +214,18 @@ class GraphRunner:
         if drafts and len(caches) == 1 and draws is not None and draws[0] is not None:
             block = drafts[0] if self.block_room(caches[0]) > len(drafts[0]) else ()
         if drafts and not block:
-            blocks = {row: (token, *drafts.get(row, ())) for row, (token, _) in enumerate(inputs)}
-            return _eager_blocks(self._model, self._clock, caches, blocks, [place for _, place in inputs])
+            every = range(len(caches))
+            logits, errors, verified = _eager(self._model, self._clock, caches, inputs, every, drafts)
+            return Stepped({}, every, logits, errors, verified)
         replayed = self._replayed(caches, inputs, draws, launched, overlap, block) or _Replayed([], {}, None)
         graphed, found, undrawn, drawn = replayed
         if drawn is not None:
             return Stepped({0: drawn[0]}, (), None, {}, drawn={0: drawn})
         choices, served = {graphed[number]: choice for number, choice in found.items()}, set(graphed)
         eager = [row for row in range(len(caches)) if row not in served]
-        logits, errors = _eager(self._model, self._clock, caches, inputs, eager) if eager else (None, {})
+        logits, errors = None, dict[int, Exception]()
+        if eager:
+            logits, errors, _ = _eager(self._model, self._clock, caches, inputs, eager)
         if undrawn is None:
             return Stepped(choices, eager, logits, errors)
         rows = [row for row in graphed if row not in choices]
@@ -521,34 +524,25 @@ def _eager(
     caches: Sequence[RetrievalCache],
     inputs: Sequence[tuple[int, int]],
     rows: Sequence[int],
-) -> tuple[Tensor, Mapping[int, Exception]]:
-    """Step these sequences eagerly. Returns their logits, in order, and errors by sequence."""
-    tokens, positions = zip(*(inputs[row] for row in rows), strict=True)
-    try:
-        return eager_step(model, [caches[row] for row in rows], tokens, positions, clock), {}
-    except RowsFailedError as error:
-        return error.logits, {rows[row]: one for row, one in error.errors.items()}
+    drafts: Mapping[int, Sequence[int]] = MappingProxyType({}),
+) -> tuple[Tensor, dict[int, Exception], dict[int, Tensor]]:
+    """Step these sequences eagerly, with drafts by sequence behind their tokens.
 
-
-def _eager_blocks(
-    model: PreTrainedModel,
-    clock: StepClock,
-    caches: Sequence[RetrievalCache],
-    blocks: Mapping[int, Sequence[int]],
-    positions: Sequence[int],
-) -> Stepped:
-    """Step all sequences eagerly. blocks: new token of each sequence, and its drafts. positions: of the new tokens."""
-    tokens = [token for block in blocks.values() for token in block]
-    places = [first + n for block, first in zip(blocks.values(), positions, strict=True) for n in range(len(block))]
-    errors: Mapping[int, Exception] = {}
-    counts = [len(block) for block in blocks.values()]
+    Returns logits after each token, in order, errors by sequence, and by sequence with drafts all its logits.
+    """
+    blocks = [(inputs[row][0], *drafts.get(row, ())) for row in rows]
+    tokens, counts = [token for block in blocks for token in block], [len(block) for block in blocks]
+    places = [inputs[row][1] + n for row, count in zip(rows, counts, strict=True) for n in range(count)]
+    errors: dict[int, Exception] = {}
     try:
-        logits = eager_step(model, caches, tokens, places, clock, counts)
+        logits = eager_step(model, [caches[row] for row in rows], tokens, places, clock, counts)
     except RowsFailedError as error:
-        logits, errors = error.logits, error.errors
+        logits, errors = error.logits, {rows[row]: one for row, one in error.errors.items()}
+    if len(tokens) == len(rows):
+        return logits, errors, {}
     parts = logits.split(counts)
-    verified = {row: part for row, part in enumerate(parts) if len(part) > 1 and row not in errors}
-    return Stepped({}, range(len(caches)), torch.cat([part[:1] for part in parts]), errors, verified)
+    verified = {row: part for row, part in zip(rows, parts, strict=True) if len(part) > 1 and row not in errors}
+    return torch.cat([part[:1] for part in parts]), errors, verified
 
 
 def _batch_key(cache: RetrievalCache) -> tuple[Any, ...]:

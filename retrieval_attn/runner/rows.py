@@ -101,8 +101,9 @@ def step(
     may be cropped; `can_draft` says for which caches.
 
     Raises CacheMismatchError before anything happens for a cache that cannot take part, ShapeError for lists of
-    different lengths. Raises RowsFailedError, with the logits, where some rows' search failed: the others have their
-    token. After any other exception no cache of the list can be used any more, but for those refused before.
+    different lengths. Several tokens of a row need rotary factors that do not change. Raises RowsFailedError, with the
+    logits, where some rows' search failed: the others have their token. After any other exception no cache of the list
+    can be used any more, but for those refused before.
     """
     device = input_device(model)
     token_ids, places = (torch.as_tensor(given, dtype=torch.int64, device=device) for given in (tokens, positions))
@@ -113,17 +114,19 @@ def step(
     require_rows(caches)
     if not caches:
         return torch.empty(0, model.get_output_embeddings().weight.shape[0], device=device)
-    if any(count > 1 for count in counts):
-        return _step_blocks(model, caches, token_ids, places, counts, clock)
+    has_blocks = len(token_ids) > len(caches)
+    if has_blocks and caches[0].rope is not None:
+        raise CacheMismatchError("A model whose rotary factors change with the text steps one token of each row.")
     logits: list[tuple[list[int], Tensor]] = []
     errors: dict[int, Exception] = {}
     with _stepping(model, caches, clock) as plans:
         again = _read_again(model, caches, token_ids, places, errors)
         logits += [([row], one) for row, one in again.items()]
         left = [row for row in range(len(caches)) if row not in again and row not in errors]
-        for group in position_groups(model, places[left]) if left else []:
+        groups = [left] if has_blocks else position_groups(model, places[left]) if left else []
+        for group in groups:
             rows = [left[place] for place in group]
-            together = RowsCache([caches[row] for row in rows], plans)
+            together = RowsCache([caches[row] for row in rows], plans, [counts[row] for row in rows])
             own = (token_ids, places) if len(rows) == len(caches) else (token_ids[rows], places[rows])
             found = forward(model, together, own[0][:, None], mask=None, position_ids=own[1][:, None])  # type: ignore[arg-type]
             together.finish()
@@ -141,26 +144,6 @@ def step(
     if errors:
         raise RowsFailedError(dict(sorted(errors.items())), result)
     return result
-
-
-def _step_blocks(
-    model: PreTrainedModel,
-    caches: Items[RetrievalCache],
-    token_ids: Tensor,
-    places: Tensor,
-    counts: Items[int],
-    clock: StepClock | None,
-) -> Tensor:
-    """`step` of several new tokens for some rows, of a model whose rotary factors do not change."""
-    if caches[0].rope is not None:
-        raise CacheMismatchError("A model whose rotary factors change with the text steps one token of each row.")
-    with _stepping(model, caches, clock) as plans:
-        together = RowsCache(caches, plans, counts)
-        found = forward(model, together, token_ids[:, None], mask=None, position_ids=places[:, None])  # type: ignore[arg-type]
-        together.finish()
-    if together.errors:
-        raise RowsFailedError(dict(sorted(together.errors.items())), found)
-    return found
 
 
 @contextmanager

@@ -77,13 +77,12 @@ class ReadingSave:
             self._read += 1
 
         self._cache.on_layer = on_layer
-        thread = self.saved._thread = threading.Thread(target=self._run, name="retrieval_attn-save", daemon=True)
-        thread.start()
+        self.saved.start(self._run)
         try:
             yield
         except BaseException:
             self._stop.set()
-            thread.join()
+            self.saved.join()
             raise
         finally:
             self._cache.on_layer = before
@@ -95,18 +94,15 @@ class ReadingSave:
         until then, or raise StoreError; otherwise a thread continues, and Python exits after it.
         """
         self._plain, self._kept, kept.saving, self._waits = dict(plain), kept, self.saved, wait
-        thread = self.saved._thread
-        assert thread is not None
         if not wait:
             with self._turn:
                 self._cache = saving_fork(self._cache)
-            atexit.register(thread.join)
+            atexit.register(self.saved.join)
         self._complete.set()
         if wait:
             with saving_bar(self.saved.name, len(self._cache.layers), show=progress) as bar:
-                while thread.is_alive():
+                while not self.saved.join(LOOK_SECONDS):
                     bar.update(self._written - bar.n)
-                    thread.join(LOOK_SECONDS)
             self.saved.wait()
 
     def _run(self) -> None:
@@ -123,13 +119,13 @@ class ReadingSave:
                     self.saved.new_tokens = len(self._ids)
                     writer.publish(node_plain(self._cache))
             self._name(writer.exists)
-        except BaseException as error:  # raised to the caller that waits
-            self.saved._error = error
+        except BaseException as error:
             if not self._waits:
                 log.warning("saving the context %r failed: %s", self.saved.name, error)
+            raise
         finally:
             self.saved.seconds = time.perf_counter() - began
-            atexit.unregister(threading.current_thread().join)
+            atexit.unregister(self.saved.join)
 
     def _write_layers(self, writer: NodeWriter) -> bool:
         """Write all layers; return False if the read has failed."""

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from retrieval_attn.cli.documents import STANDARD_INPUT, add_encoding_argument, read_documents
@@ -63,18 +62,19 @@ def run(args: argparse.Namespace) -> int:
     if not args.question.strip():
         raise InputDataError("QUESTION is blank; ask a non-empty question")
     store, saved = _saved(args)
-    reading = _Reading.of(args, most) if saved is None else None
-    options = {} if saved is None else _options(config)
-    tokens = int(saved.plain["tokens"]) if reading is None and saved is not None else 0
-    llm = load_llm(args, tokens + len(args.question.encode()) + most if reading is None else reading.planned, config)
+    if saved is None:
+        text = read_documents(args.files, args.encoding, f"retrieval-attn ask {{file}} QUESTION{' --raw' * args.raw}")
+        ids, planned = prompt_of(args, text, args.files, most, args.question)
+    else:
+        options, planned = _options(config), int(saved.plain["tokens"]) + len(args.question.encode()) + most
+    llm = load_llm(args, planned, config)
     started = time.perf_counter()
-    if reading is not None:
+    if saved is None:
         from retrieval_attn.context import Context
 
-        context = Context(llm.model, llm.tokenizer, llm.config).read(reading.ids)
+        context = Context(llm.model, llm.tokenizer, llm.config).read(ids)
         source = f"{context.num_tokens:,} tokens read"
     else:
-        assert saved is not None, "a text is read or a saved context is opened"
         context = llm.open(saved.name, store=store, **options)
         context.cache.require_room(len(context.template.question_ids(args.question, args.raw)) + most)
         source = f"{context.num_tokens:,} tokens reused from {saved.name!r}, opened"
@@ -87,21 +87,6 @@ def run(args: argparse.Namespace) -> int:
     if stream.answer is not None:
         _print_cost(stream.answer.stats, source, llm.device.type)
     return 0
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """Token ids of a text that is about to be read, and the tokens to plan memory for."""
-
-    ids: list[int]
-    planned: int
-
-    @classmethod
-    def of(cls, args: argparse.Namespace, most: int) -> _Reading:
-        """Read and tokenize the files. Raises InputDataError, ContextLengthError."""
-        options = " --raw" if args.raw else ""
-        text = read_documents(args.files, args.encoding, f"retrieval-attn ask {{file}} QUESTION{options}")
-        return cls(*prompt_of(args, text, args.files, most, args.question))
 
 
 def _saved(args: argparse.Namespace) -> tuple[ContextStore | None, NamedContext | None]:

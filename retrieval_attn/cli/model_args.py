@@ -90,6 +90,11 @@ def add_store_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def tokens_or_zero(text: str, flag: str) -> int:
+    """Parse a token count that may be 0. Raises ConfigError."""
+    return 0 if text.strip() == "0" else parse_tokens(text, flag)
+
+
 def config_of(args: argparse.Namespace) -> Config:
     """The options that `add_config_arguments` added. Raises ConfigError."""
     return Config(

@@ -6,7 +6,14 @@ import argparse
 import json
 from typing import Any
 
-from retrieval_attn.cli.model_args import DTYPES, HOST_DTYPE_FLAG, INDEX_FLAG, index_fields, require_model
+from retrieval_attn.cli.model_args import (
+    DTYPES,
+    HOST_DTYPE_FLAG,
+    INDEX_FLAG,
+    index_fields,
+    require_model,
+    tokens_or_zero,
+)
 from retrieval_attn.config import QUANTIZATIONS, Config
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.memory.plan import DEFAULT_CONTEXT, plan, plan_fitting
@@ -75,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
         quantization=None if args.quantization == "none" else args.quantization,
         gpus=(args.gpus, args.split),
         config=Config(
-            sink=_tokens_or_none(args.sink, "--sink"),
-            window=_tokens_or_none(args.window, "--window"),
+            sink=tokens_or_zero(args.sink, "--sink"),
+            window=tokens_or_zero(args.window, "--window"),
             host_dtype=args.host_dtype,
             **index_fields(args.index),
         ),
@@ -87,8 +94,3 @@ def run(args: argparse.Namespace) -> int:
     if reason and most is None and answer.fits and not args.json:
         print(f"\nmax_context {show_tokens(answer.context)}: {reason}.")
     return 0 if answer.fits else 1
-
-
-def _tokens_or_none(text: str, flag: str) -> int:
-    """Parse a token count that may be 0."""
-    return 0 if text.strip() == "0" else parse_tokens(text, flag)

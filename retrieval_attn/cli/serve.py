@@ -19,6 +19,7 @@ from retrieval_attn.cli.model_args import (
     add_store_argument,
     check_model_flags,
     config_of,
+    tokens_or_zero,
 )
 from retrieval_attn.cli.output import Spinner
 from retrieval_attn.engine.limits import KEEP_SESSION_SECONDS
@@ -317,9 +318,9 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         prefix_cache_disk_bytes=0
         if args.prefix_cache_disk == "0"
         else _bytes(args.prefix_cache_disk, "--prefix-cache-disk"),
-        paged_prefix_tokens=_tokens(args.paged_prefix_tokens, "--paged-prefix-tokens"),
+        paged_prefix_tokens=tokens_or_zero(args.paged_prefix_tokens, "--paged-prefix-tokens"),
         store=args.store,
-        warm_tokens=_tokens(args.warm_up, "--warm-up"),
+        warm_tokens=tokens_or_zero(args.warm_up, "--warm-up"),
         cache_generated=not args.no_cache_generated,
         keep_session_seconds=args.keep_session * 60,
         generation_config=args.generation_config,
@@ -341,10 +342,6 @@ def _apart(args: argparse.Namespace) -> bool:
 
 def _bytes(value: str | None, name: str) -> int | None:
     return None if value is None else parse_bytes(value, name)
-
-
-def _tokens(value: str, name: str) -> int:
-    return 0 if value == "0" else parse_tokens(value, name)
 
 
 def _name_of(model: str) -> str:

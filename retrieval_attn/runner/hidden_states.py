@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from retrieval_attn.model.placement import input_device, why_not_on_host
 from retrieval_attn.offload.hidden import DeviceHiddenRows, Ferry, HiddenRows, HostHiddenRows
 
 log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind")
 
 
 class _Forward(threading.local):
@@ -128,9 +130,9 @@ class HiddenStates:
             self.ferry.finish()
 
 
-def layered_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayeredCache | None:
-    """The retrieval cache among the arguments of a forward."""
-    return next((item for item in (*args, *kwargs.values()) if isinstance(item, LayeredCache)), None)
+def argument_of(kind: type[Kind], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
+    """Return the argument of a forward that has a type, None without one."""
+    return next((item for item in (*args, *kwargs.values()) if isinstance(item, kind)), None)
 
 
 class NotedHolder:
@@ -142,12 +144,12 @@ class NotedHolder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Inside a compiled forward (torch.compile) a pass with a retrieval cache runs eagerly, after a graph break."""
-        if layered_cache(args, kwargs) is None:
+        if argument_of(LayeredCache, args, kwargs) is None:
             return self._original(*args, **kwargs)
         return torch._dynamo.disable(self._pass)(*args, **kwargs)  # 20 us; of the cache nothing can be traced
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
-        cache = layered_cache(args, kwargs)
+        cache = argument_of(LayeredCache, args, kwargs)
         given = (*args[:1], *(kwargs.get(name) for name in ("input_ids", "inputs_embeds")))
         ids = next((item for item in given if isinstance(item, Tensor)), None)
         if cache is None or ids is None or ids.ndim < 2 or ids.shape[1] <= min(self._chunk(), SKETCH_FROM - 1):

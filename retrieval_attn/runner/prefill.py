@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from retrieval_attn.attention.layer import CacheLayer
+from retrieval_attn.attention.layer import CacheLayer, LayeredCache
 from retrieval_attn.attention.state import StateLayer
 from retrieval_attn.errors import ConfigError, MemoryPlanError, RetrievalAttentionError
 from retrieval_attn.memory.host_room import require_host_room
@@ -48,7 +48,7 @@ from retrieval_attn.runner.hidden_states import (
     NotedHead,
     NotedHolder,
     NotedRotary,
-    layered_cache,
+    argument_of,
     on_device,
 )
 
@@ -164,10 +164,6 @@ class _Asked(threading.local):
 _asked = _Asked()
 
 
-def _asked_chunks() -> weakref.WeakKeyDictionary[nn.Module, int]:
-    return _asked.chunks
-
-
 @contextmanager
 def chunks_of(model: nn.Module, chunk: int) -> Iterator[None]:
     """The calling thread's forwards take `chunk` tokens at once, whatever the layers are wrapped with.
@@ -175,7 +171,7 @@ def chunks_of(model: nn.Module, chunk: int) -> Iterator[None]:
     Other threads' forwards of the model keep their own. Blocks nest. Raises ConfigError for a chunk below 1.
     """
     _require_chunk(chunk)
-    chunks = _asked_chunks()
+    chunks = _asked.chunks
     before = chunks.get(model)
     chunks[model] = chunk
     try:
@@ -206,11 +202,11 @@ class _PrefillStream:
         Fewer in a forward that leaves room for codes (`HiddenStates.begin`). Halved where memory does not suffice.
         """
         fewer = self.states.chunk
-        return _asked_chunks().get(self.states.model, self._chunk) if fewer is None else fewer
+        return _asked.chunks.get(self.states.model, self._chunk) if fewer is None else fewer
 
     @chunk.setter
     def chunk(self, chunk: int) -> None:
-        asked = _asked_chunks()
+        asked = _asked.chunks
         if self.states.chunk is not None:
             self.states.shrink(chunk)
         elif self.states.model in asked:
@@ -258,7 +254,7 @@ class _ChunkedLayer:
         self.chunk = chunk
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = layered_cache(args, kwargs)
+        cache = argument_of(LayeredCache, args, kwargs)
         if cache is None:
             return self._original(hidden_states, *args, **kwargs)
         if not torch.is_grad_enabled():
@@ -274,7 +270,7 @@ class _ChunkedLayer:
     def _pass(self, cache: Any, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = cache.layers[self._index] if self._index < len(cache.layers) else None
         tokens = hidden_states.shape[1]
-        spec = _mask_of(args, kwargs)
+        spec = argument_of(MaskSpec, args, kwargs)
         if spec is not None:  # here, where nothing is cut into chunks yet
             spec.positions.require_one_text(spec.padding, tokens, kwargs)
         if tokens <= min(self._stream.chunk, MIN_CHUNK) or not isinstance(layer, CacheLayer | StateLayer):
@@ -340,7 +336,7 @@ class _ChunkedLayer:
         seen = bool(kwargs.get("output_hidden_states")) or bool(self._layer._forward_hooks)
         rows = self._stream.states.rows(hidden_states, seen)
         rest: tuple[Any, ...] | None = None
-        spec, start = _mask_of(args, kwargs), 0
+        spec, start = argument_of(MaskSpec, args, kwargs), 0
         while start < tokens:
             most = min(self._stream.chunk_for(hidden_states), tokens - start)
             stop = start + (most if cache.on_chunk is None else min(most, cache.on_chunk(most)))
@@ -452,11 +448,6 @@ class _ChunkedNorm:
             rows.make_room(out)
             rows.write(start, stop, out)
         return rows.result()
-
-
-def _mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> MaskSpec | None:
-    """Return the mask among the arguments of a layer."""
-    return next((item for item in (*args, *kwargs.values()) if isinstance(item, MaskSpec)), None)
 
 
 def _cut(item: Any, start: int, stop: int, tokens: int) -> Any:

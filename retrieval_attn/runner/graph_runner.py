@@ -215,8 +215,8 @@ class GraphRunner:
             block = drafts[0] if self.block_room(caches[0]) > len(drafts[0]) else ()
         if drafts and not block:
             every = range(len(caches))
-            logits, errors, verified = _eager(self._model, self._clock, caches, inputs, every, drafts)
-            return Stepped({}, every, logits, errors, verified)
+            first, failed, verified = _eager(self._model, self._clock, caches, inputs, every, drafts)
+            return Stepped({}, every, first, failed, verified)
         replayed = self._replayed(caches, inputs, draws, launched, overlap, block) or _Replayed([], {}, None)
         graphed, found, undrawn, drawn = replayed
         if drawn is not None:

@@ -73,8 +73,8 @@ from retrieval_attn.runner.drafts import BLOCKS
 from retrieval_attn.runner.full_attention import forms_for_all
 from retrieval_attn.runner.graph.host import code_shape, split_microbatches
 from retrieval_attn.runner.graph.host_row_gather import device_reads
-from retrieval_attn.runner.graph.pool import acquire, release, waits_for
-from retrieval_attn.runner.graph.slot import window_of
+from retrieval_attn.runner.graph.pool import GraphPool, acquire, release, waits_for
+from retrieval_attn.runner.graph.slot import ordinary_tensors, window_of
 from retrieval_attn.runner.graph.support import runtime_for
 from retrieval_attn.runner.rows import can_draft
 
@@ -330,11 +330,26 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
             return
         pool = acquire(model, cache, runtime)
         try:
-            pool.rehearse(cache, blocks)
+            _rehearse(pool, cache, blocks)
         finally:
             release(model, pool)
     except (CaptureError, BackendError, ContextLengthError, torch.OutOfMemoryError) as error:
         logger.info("no step was captured while reading: %s", error)
+
+
+@ordinary_tensors
+def _rehearse(pool: GraphPool, cache: RetrievalCache, blocks: Sequence[int]) -> None:
+    """Capture the step that comes next in a cache and launch it once, for token 0, and undo it.
+
+    blocks: numbers of tokens; the same for these, if the window has room.
+    """
+    zeros = torch.zeros(len(cache.batch.sequences), dtype=torch.int64, device=input_device(pool.model))
+    pool.launch(cache, zeros, torch.full_like(zeros, cache.batch.columns))
+    pool.undo()
+    for count in blocks:
+        if count <= pool.block_room(cache):
+            pool.launch_block(cache, [0] * count, cache.batch.columns)
+            pool.undo()
 
 
 def search_codes(model: PreTrainedModel, cache: RetrievalCache) -> None:

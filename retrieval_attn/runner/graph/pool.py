@@ -356,21 +356,6 @@ class GraphPool:
             if graph is not None:
                 graph.undo()
 
-    @ordinary_tensors
-    def rehearse(self, cache: RetrievalCache, blocks: Sequence[int] = ()) -> None:
-        """Capture the step that comes next in a cache and launch it once, for token 0, and undo it.
-
-        blocks: numbers of tokens; the same for these, if the window has room.
-        """
-        rows, device = len(cache.batch.sequences), input_device(self.model)
-        zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.launch(cache, zeros, torch.full_like(zeros, cache.batch.columns))
-        self.undo()
-        for count in blocks:
-            if count <= self.block_room(cache):
-                self.launch_block(cache, [0] * count, cache.batch.columns)
-                self.undo()
-
     def has_captured(self, cache: RetrievalCache, blocks: bool = False) -> bool:
         """Whether a graph waits for the next step of a cache, if codes cover all tokens that it retrieves from.
 

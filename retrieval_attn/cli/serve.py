@@ -233,10 +233,10 @@ def run(args: argparse.Namespace) -> int:
             skip_unused()
             from uvicorn.loops.auto import auto_loop_factory
 
-            from retrieval_attn.server.logs import log_to
+            from retrieval_attn.server.logs import log_as_json
             from retrieval_attn.server.run import serve
 
-        log_to()
+        log_as_json()
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop's, where it is installed
             runner.run(serve(spec, sock, settings, keys, child, on_ready=starting.ready))
     return 0

@@ -105,11 +105,11 @@ def main(number: int, given: str) -> int:
         threading.Thread(target=_open_device, args=(fields["loading"].get("device", "auto"),), daemon=True).start()
         skip_unused()
         from retrieval_attn.server.ipc import frame_of, plain_error
-        from retrieval_attn.server.logs import log_to
+        from retrieval_attn.server.logs import log_as_json
         from retrieval_attn.server.settings import EngineSpec
         from retrieval_attn.server.worker import Worker
 
-    log_to()
+    log_as_json()
     with socket.socket(fileno=number) as sock:
         if _is_closed(sock):
             return 1

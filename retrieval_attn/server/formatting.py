@@ -148,7 +148,7 @@ class Head:
 class _ChunkedForm(Form):
     """The parts of a `Form` that answers in chunks of a `Head` have in common."""
 
-    def __init__(self, head: Head, texts: TokenTexts, top: int, visible: frozenset[int] = frozenset()) -> None:
+    def __init__(self, head: Head, texts: TokenTexts, top: int, visible: frozenset[int]) -> None:
         """See `ChatForm`."""
         self._head, self.id, self._texts, self._top = head, head.id, texts, top
         self._tokens = AnswerTokens(texts, visible)
@@ -272,7 +272,8 @@ class TextForm(_ChunkedForm):
 
     def __init__(self, model: str, texts: TokenTexts, top: int) -> None:
         """top: as in `ChatForm`."""
-        super().__init__(Head("cmpl", model, whole="text_completion", chunk="text_completion"), texts, top)
+        head = Head("cmpl", model, whole="text_completion", chunk="text_completion")
+        super().__init__(head, texts, top, frozenset())
 
     def opening(self, index: int) -> bytes:
         return b""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
-import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -42,11 +41,11 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def log_to(stream: TextIO = sys.stderr) -> None:
-    """Let all that the server runs write lines of JSON there, and nothing else: no bars either."""
+def log_as_json() -> None:
+    """Let all that the server runs write lines of JSON to the error output, and nothing else: no bars either."""
     transformers_logging.disable_progress_bar()
     transformers_logging.get_verbosity()  # it adds a handler of its own when it is first asked
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     for name, level in LEVELS.items():
         logger = logging.getLogger(name)

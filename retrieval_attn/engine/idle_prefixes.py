@@ -9,7 +9,6 @@ thread frees what is evicted.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -29,8 +28,6 @@ from retrieval_attn.offload.threads import ThreadPool
 
 __all__ = ["IdlePrefixes", "most_device_bytes"]
 
-COUNT_SECONDS = 0.25
-"""Seconds between two counts of int8 rows during a prefill: a count walks all segments while rows wait."""
 ROWS_SHARE = 0.25
 """Share of the requests' host memory that int8 rows keep when idle prefixes need it."""
 
@@ -63,7 +60,6 @@ class IdlePrefixes:
         """
         self._tree, self._disk, self._limits, self._host, self._device = tree, disk, limits, host, device
         self._scheduler, self._changed, self._waited_for = scheduler, changed, waited_for
-        self._row_bytes, self._count_at = 0, 0.0  # of int8 rows, when they were counted, and when to count again
         self._copies = ThreadPool(1, "retrieval_attn-copy")
         self._releases = ThreadPool(2, "retrieval_attn-free")
         self._dropping: Future[int] | None = None  # int8 rows
@@ -77,8 +73,6 @@ class IdlePrefixes:
     def after_step(self, plan: SchedulerOutput) -> None:
         """Offload, save and evict prefixes after a step that did `plan`."""
         self._added = self._added or bool(plan.read or plan.leave)
-        if plan.leave or (plan.read and time.monotonic() >= self._count_at):
-            self._row_bytes, self._count_at = held_rows_bytes(), time.monotonic() + COUNT_SECONDS
         self._evict()
         if self._added and not plan.read and not self.is_copying:
             self._added = False
@@ -98,7 +92,8 @@ class IdlePrefixes:
         if uncopied and not self.is_copying:
             self._copies.submit(self._tree.offload, uncopied)
         held, idle, limits = self._tree.sizes, self._tree.idle, self._limits
-        rows = min(self._row_bytes, int(limits.host_bytes * ROWS_SHARE))
+        held_rows = held_rows_bytes()
+        rows = min(held_rows, int(limits.host_bytes * ROWS_SHARE))
         room = min(self._host, limits.host_bytes - rows)
         over = max(idle.host - room, min(lacking, idle.host)), 0 if most is None or uncopied else held.device - most
         limit = Sizes(room, held.device if most is None else most, held.pages)
@@ -110,10 +105,9 @@ class IdlePrefixes:
             self._tree.evict(Sizes(*over), limit, waiting=self._waited_for(), release=self._release)
         with self._changed:
             self._scheduler.set_outside(self._tree.sizes.host)
-            more = self._scheduler.host_bytes_in_use + self._row_bytes - limits.host_bytes
-        if more > 0 and self._row_bytes > rows and (self._dropping is None or self._dropping.done()):
-            nbytes = min(more, self._row_bytes - rows)
-            self._row_bytes -= nbytes
+            more = self._scheduler.host_bytes_in_use + held_rows - limits.host_bytes
+        if more > 0 and held_rows > rows and (self._dropping is None or self._dropping.done()):
+            nbytes = min(more, held_rows - rows)
             self._dropping = self._releases.submit(drop_rows, nbytes)  # in a thread: the driver waits for the device
 
 

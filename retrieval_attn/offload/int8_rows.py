@@ -78,6 +78,7 @@ class Int8RowMirror(KVReplica[Segment]):
         self._copy: Tensor | None = None  # of the steps, in host memory
         self._writes = 0  # begun and ended
         self.used = next(_uses)
+        weakref.finalize(self, _held_bytes.pop, id(self), None)
         self._take(capacity_for(expected + SPARE_TOKENS))
         if device.type == "cuda" and has_managed(device):
             self._taken = _takers().submit(take_pages, self._memory.view(-1).numpy())
@@ -87,6 +88,10 @@ class Int8RowMirror(KVReplica[Segment]):
         self._rows = rows if self._device.type == "cpu" else as_device(rows, self._device)
         self._memory = rows  # referenced, since `_rows` is only its address
         self._steps = torch.empty(self._heads, capacity, 2, device=self._device)
+        self._count()
+
+    def _count(self) -> None:
+        _held_bytes[id(self)] = self.nbytes.host
 
     @property
     def device(self) -> torch.device:
@@ -139,6 +144,7 @@ class Int8RowMirror(KVReplica[Segment]):
             if copy is self._steps:  # on a CPU; else page-locked memory, from where it comes back faster
                 copy = copy.clone()
         self._copy = copy if writes == self._writes else None
+        self._count()
         return copy
 
     def _load(self) -> None:
@@ -182,6 +188,7 @@ class Int8RowMirror(KVReplica[Segment]):
                 self._steps[head, start:stop, part] = packed[:, -1].view(torch.float32)
                 place += count
         self._copy, self._writes, self.length = None, self._writes + 1, stop
+        self._count()
 
     def entries(self, segment: Segment, start: int, stop: int, least: int) -> list[GatherEntry] | None:
         """Return the int8 rows of tokens [start, stop) of the segment for each head; copy missing rows from the host.
@@ -227,9 +234,13 @@ def new_rows(keys: Tensor, values: Tensor) -> Int8RowMirror | None:
         return None
 
 
+_held_bytes: dict[int, int] = {}
+"""Bytes of host memory of all int8 rows of the process, by their ids."""
+
+
 def held_rows_bytes() -> int:
     """Return the bytes of host memory of all int8 rows of the process."""
-    return sum(one.nbytes.host for _, one in _present_rows())
+    return sum(list(_held_bytes.values()))  # a copy: other threads make and drop rows
 
 
 def drop_rows(nbytes: int) -> int:

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -414,19 +414,34 @@ def test_rows_that_were_used_last_go_last() -> None:
 def test_rows_are_counted_while_threads_make_others() -> None:
     """The count of an engine's step does not fail when a prefill adds segments."""
 
-    class Noted:
-        replicas: ClassVar[dict[str, Any]] = {rounded.KIND: rounded.RowsUnderWay(done=True)}
-
-    kept: list[Any] = []
+    before, numbers_of = rounded.held_rows_bytes(), range(-20_000, 0)
 
     def note() -> None:
-        for _ in range(20_000):
-            kept.append(Noted())
-            rounded._note(kept[-1])
+        for number in numbers_of:
+            rounded._held_bytes[number] = 1
 
     thread = threading.Thread(target=note)
     thread.start()
     while thread.is_alive():
         assert rounded.held_rows_bytes() >= 0
     thread.join()
-    assert len(rounded._having) >= 20_000
+    assert rounded.held_rows_bytes() >= before + 20_000
+    for number in numbers_of:
+        del rounded._held_bytes[number]
+
+
+def test_bytes_are_counted_as_long_as_rows_exist() -> None:
+    """Rows that grow, have a copy of their steps and are dropped."""
+    gc.collect()
+    before, kv = rounded.held_rows_bytes(), numbers(150, 9)
+    rows = new_rows(*kv)
+    assert rows is not None and rounded.held_rows_bytes() == before + rows.nbytes.host > before
+    for _ in range(40):
+        rows.write(*kv)
+    assert rounded.held_rows_bytes() == before + rows.nbytes.host
+    rows.copy_to_host()
+    assert rounded.held_rows_bytes() == before + rows.nbytes.host
+    rows.write(*kv)
+    assert rounded.held_rows_bytes() == before + rows.nbytes.host
+    del rows
+    assert rounded.held_rows_bytes() == before

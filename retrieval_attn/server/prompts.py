@@ -220,8 +220,7 @@ class Prompts:
 
         Raises as `of_messages`, and InputDataError for tools: the context was read before them.
         """
-        _require_texts(messages)
-        self._refuse_too_long(sum(len(message["content"]) for message in messages))
+        self._require_short_texts(messages)
         escapes = self._template.encoder.escapes(messages, extras.options)
         said, options = escapes.apply(_asked(messages, extras)), escapes.apply(extras.options)
         template = self._template.with_options(options) if options else self._template
@@ -308,8 +307,7 @@ class Prompts:
         """A conversation that questions will follow: it ends where the user's next words begin, in the last message if
         that is the user's. Raises as `of_messages`.
         """
-        _require_texts(messages)
-        self._refuse_too_long(sum(len(message["content"]) for message in messages))
+        self._require_short_texts(messages)
         escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
         said, ended = escapes.apply(list(messages)), messages[-1]["role"] == "user"
         if not self.tokenizer.chat_template:
@@ -323,29 +321,23 @@ class Prompts:
         else:
             turns = [*said, {"role": "user", "content": next_words}]
         text = within_limit(lambda: self._renderer.render_whole(turns, Extras(answering=False)))
-        return self._more(cut_at(text, next_words)[0], escapes)
+        return _some(self._template.plain_ids(cut_at(text, next_words)[0], escapes))
 
     def of_answered(self, messages: Sequence[Turn]) -> tuple[int, ...]:
         """Return questions and answers that extend a saved context, the last one an answer. Raises as `of_question`."""
-        _require_texts(messages)
-        self._refuse_too_long(sum(len(message["content"]) for message in messages))
+        self._require_short_texts(messages)
         escapes, next_words = self._template.encoder.escapes(messages), stand_in(messages)
         said = escapes.apply(_asked(messages, NO_EXTRAS))
         text = self._template.question_text([*said, {"role": "user", "content": next_words}])
         before, _ = cut_at(text, next_words)
         if not self.tokenizer.chat_template:
             before = before.removesuffix(self._template.middle)  # the next question brings its own
-        return self._more(before, escapes)
+        return _some(self._template.plain_ids(before, escapes))
 
     def of_more(self, text: str, *, raw: bool = False) -> tuple[int, ...]:
         """A text behind another. raw: see `Prompts`. Raises as `of_text`."""
         self._refuse_too_long(len(text))
-        if not raw:
-            return self._more(text, None)
-        return _some(self._raw(text, begins=False).ids)
-
-    def _more(self, text: str, escapes: Escapes | None) -> tuple[int, ...]:
-        return _some(self._template.plain_ids(text, escapes))
+        return _some(self._raw(text, begins=False).ids if raw else self._template.plain_ids(text))
 
     def _raw(self, text: str, *, begins: bool, offsets: bool = False) -> Encoded:
         """Ids of a text that a client made itself, and the first character of each if `offsets`."""
@@ -356,6 +348,11 @@ class Prompts:
     @cached_property
     def _longest_token(self) -> int:
         return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def _require_short_texts(self, messages: Sequence[Turn]) -> None:
+        """Raise InputDataError for messages with images, ContextLengthError for too long ones."""
+        _require_texts(messages)
+        self._refuse_too_long(sum(len(message["content"]) for message in messages))
 
     def _refuse_too_long(self, characters: int) -> None:
         """Before it is tokenized, which may take long."""

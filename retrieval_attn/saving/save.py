@@ -158,12 +158,13 @@ def _run(
         return pause.wait(ended)
 
     try:
-        if locked and all(node.in_memory(file) for node in chain for file in node.files):
+        if locked and all(node.file(file).is_in_memory for node in chain for file in node.files):
             lock_ahead(locked, stop)
         for file in sorted({file for node in chain for file in node.files}):
             for node in chain:
                 if file in node.files:
-                    node.check(file, stop if node.in_memory(file) else ended.is_set)
+                    one = node.file(file)
+                    one.check(stop if one.is_in_memory else ended.is_set)
                     if (found := owner()) is not None:
                         found.compared += 1
                         del found

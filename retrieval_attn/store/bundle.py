@@ -10,6 +10,7 @@ Checksums find damage, not malice: the store is private to its user.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import struct
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from retrieval_attn.errors import ConfigError
 from retrieval_attn.store.disk import Disk, damaged, guarded
-from retrieval_attn.store.mapped import Mapped
+from retrieval_attn.store.mapped import Mapped, resident_bytes
 from retrieval_attn.store.polynomial import BLOCK
 from retrieval_attn.store.record import block_sums, canonical, crc32c, is_count, is_fields, is_list_of, parse_json
 
@@ -44,6 +45,8 @@ _DTYPES = {dtype.str: dtype for dtype in (np.dtype(kind).newbyteorder("<") for k
 """Of the arrays of a bundle, by their names in its header."""
 _MAX_DIMS = 32
 """Of an array, as NumPy 1 has them."""
+NEARLY_ALL = 0.9
+"""Share of a file in memory from which on no disk is waited for, to speak of."""
 
 
 class Bundle(NamedTuple):
@@ -310,6 +313,14 @@ class BundleFile:
         """Check the blocks that were not yet; `stop` is asked between pieces, and ends it early."""
         self._opened()
         self._check(np.ones(len(self._checked), np.bool_), stop)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the system holds nearly all of the file in memory; True where it does not tell."""
+        with contextlib.suppress(OSError):  # it may have been removed
+            found = resident_bytes(self.path)
+            return found is None or found >= NEARLY_ALL * self.nbytes
+        return True
 
     def release(self) -> None:
         """Forget the bytes, if they were read and not mapped, and that they were checked."""

@@ -223,10 +223,10 @@ def _check(layout: StoreLayout, digest: str, names: tuple[str, ...]) -> list[Dam
         try:
             if file == IDS:
                 node.ids  # noqa: B018  # the property checks that they give the digest
-            node.check(file)
+            node.file(file).check()
         except StoreError as error:
             wrong.append(Damage(names, digest, folder / f"{file}{SUFFIX}", str(error)))
-        node.release(file)
+        node.file(file).release()
     if not wrong:
         with contextlib.suppress(OSError):
             layout.disk.unlink(folder / DAMAGED)

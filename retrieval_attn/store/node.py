@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from retrieval_attn.errors import ShapeError, StoreError, StoreMismatchError, Un
 from retrieval_attn.store.bundle import Bundle, BundleFile, Seal
 from retrieval_attn.store.disk import damaged, guarded
 from retrieval_attn.store.layout import StoreLayout, read_record
-from retrieval_attn.store.mapped import Mapped, resident_bytes
+from retrieval_attn.store.mapped import Mapped
 from retrieval_attn.store.record import Check, canonical, is_count, is_digest, is_fields, is_list_of, is_text
 
 RECORD = "node.json"
@@ -27,8 +26,6 @@ DAMAGED = "DAMAGED"
 """An empty file in a node whose bytes were found to be wrong: the next save of the same tokens replaces the node."""
 IDS = "ids"
 SUFFIX = ".ra"
-NEARLY_ALL = 0.9
-"""Share of a file in memory from which on no disk is waited for, to speak of."""
 _FILE = re.compile(r"[\w.-]{1,100}", re.ASCII)
 
 
@@ -208,7 +205,8 @@ class SavedNode:
             self._ids = ids
         return self._ids
 
-    def _file(self, file: str) -> BundleFile:
+    def file(self, file: str) -> BundleFile:
+        """Return the file of a bundle. Raises StoreError for an unknown name."""
         if file not in self._files:
             raise StoreError(f"node {self.digest[:12]} has no file {file!r}; it has {', '.join(self.files)}")
         return self._files[file]
@@ -218,24 +216,4 @@ class SavedNode:
 
         With suffixes, all arrays are checked whose name ends with none of them. Raises StoreDamagedError, StoreError.
         """
-        return self._file(file).bundle(verify)
-
-    def check(self, file: str, stop: Callable[[], bool] = lambda: False) -> None:
-        """Check what of a bundle was not checked yet, until `stop`. Raises StoreDamagedError, StoreError."""
-        self._file(file).check(stop)
-
-    def in_memory(self, file: str) -> bool:
-        """Whether the system holds nearly all of a bundle's file in memory; True where it does not tell."""
-        one = self._file(file)
-        with contextlib.suppress(OSError):  # it may have been removed
-            found = resident_bytes(one.path)
-            return found is None or found >= NEARLY_ALL * one.nbytes
-        return True
-
-    def release(self, file: str) -> None:
-        """Forget a bundle's bytes where they were read, not mapped; the next use reads and checks them again."""
-        self._file(file).release()
-
-    def populate(self, file: str) -> None:
-        """Read a bundle's bytes into memory. Raises StoreDamagedError, StoreError."""
-        self._file(file).populate()
+        return self.file(file).bundle(verify)

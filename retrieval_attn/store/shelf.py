@@ -203,7 +203,7 @@ class Shelf:
                     if file in node.files:
                         if stop():
                             return 0
-                        node.populate(file)
+                        node.file(file).populate()
         except StoreError as error:  # opening the context raises the same error
             logger.warning("cannot prefetch a saved context: %s", error)
             return 0

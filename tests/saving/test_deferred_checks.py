@@ -20,7 +20,8 @@ from retrieval_attn.model.identity import identity_of
 from retrieval_attn.offload.threads import Activity, foreground
 from retrieval_attn.saving import save as late_check
 from retrieval_attn.saving.save import DeferredVerify
-from retrieval_attn.store import ContextStore, SavedNode, node
+from retrieval_attn.store import ContextStore, SavedNode, bundle
+from retrieval_attn.store.bundle import BundleFile
 from tests.tiny_models import QUESTION, Loaded, needle_text
 
 LONG = 3600.0
@@ -61,7 +62,7 @@ def test_who_does_not_ask_is_compared_soon(chain: list[SavedNode], monkeypatch: 
 def test_files_on_a_disk_are_read_at_once(chain: list[SavedNode], monkeypatch: pytest.MonkeyPatch) -> None:
     """The question wants the same bytes in the same order."""
     monkeypatch.setattr(late_check, "FIRST_SECONDS", LONG)
-    monkeypatch.setattr(node, "resident_bytes", lambda path: 0)
+    monkeypatch.setattr(bundle, "resident_bytes", lambda path: 0)
     check = DeferredVerify(chain)
     assert compared(check, check.files)
 
@@ -104,16 +105,16 @@ def test_an_engine_that_decodes_gets_most_of_the_time(chain: list[SavedNode], mo
     """And all is compared in the end, however long it decodes."""
     monkeypatch.setattr(late_check, "FIRST_SECONDS", 0.0)
     pieces: list[float] = []
-    whole = SavedNode.check
+    whole = BundleFile.check
 
-    def slow(self: SavedNode, file: str, stop: Any) -> None:
+    def slow(self: BundleFile, stop: Any) -> None:
         for _ in range(3):
             pieces.append(time.monotonic())
             time.sleep(0.01)
             stop()
-        whole(self, file, stop)
+        whole(self, stop)
 
-    monkeypatch.setattr(SavedNode, "check", slow)
+    monkeypatch.setattr(BundleFile, "check", slow)
     check = DeferredVerify(chain[:1])
     while check.compared < check.files:
         foreground.note()

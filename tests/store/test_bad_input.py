@@ -144,7 +144,7 @@ def test_names_of_bundles(store: ContextStore, file: str) -> None:
     with store.writer(IDENTITY, None, IDS, OPTIONS) as writer, pytest.raises(StoreError, match="a bundle's name"):
         writer.add(file, bundle(0))
     node = store.get(save(store, "book"))
-    for use in (node.check, node.populate, lambda file: node.bundle(file, verify=True)):
+    for use in (node.file, lambda file: node.bundle(file, verify=True)):
         with pytest.raises(StoreError, match="no file 'layer-009'; it has layer-000, layer-001"):
             use("layer-009")
 

@@ -86,7 +86,7 @@ def test_maps_stay_valid_after_the_node_is_gone(store: ContextStore) -> None:
     store.remove("book")
     freed = store.gc()
     assert freed.nodes == 1 and freed.nbytes >= node.nbytes and nodes_of(store) == set()
-    node.check("layer-000")
+    node.file("layer-000").check()
     check_equal(loaded, bundle(0))
     check_equal(node.bundle("layer-001", verify=True), bundle(1))
 
@@ -239,9 +239,9 @@ def test_only_what_is_asked_for_is_checked(store: ContextStore) -> None:
     node = store.get(digest)
     loaded = node.bundle("layer-000", verify=("keys", "values"))
     np.testing.assert_array_equal(loaded.arrays["0/index/0/order"], wanted.arrays["0/index/0/order"])
-    node.check("layer-000", stop=lambda: True)
+    node.file("layer-000").check(stop=lambda: True)
     with pytest.raises(StoreDamagedError, match=r"layer-000\.ra is damaged: the checksum of block .* 0/keys"):
-        node.check("layer-000")
+        node.file("layer-000").check()
     with pytest.raises(StoreDamagedError, match="0/keys"):
         node.bundle("layer-000", verify=True)
 
@@ -275,10 +275,10 @@ def test_verify_tells_how_far_it_is(store: ContextStore) -> None:
 
 def test_populate_reads_files(store: ContextStore) -> None:
     node = store.get(save(store, "book"))
-    node.populate("layer-000")
+    node.file("layer-000").populate()
     check_equal(node.bundle("layer-000", verify=True), bundle(0))
     with pytest.raises(StoreError, match="no file 'layer-999'"):
-        node.populate("layer-999")
+        node.file("layer-999").populate()
 
 
 class ReadingDisk(Disk):
@@ -291,11 +291,11 @@ class ReadingDisk(Disk):
 def test_files_on_shared_disks_are_read_not_mapped(store: ContextStore) -> None:
     digest = save(store, "book")
     node = ContextStore(store.folder, disk=ReadingDisk()).get(digest)
-    node.populate("layer-000")
+    node.file("layer-000").populate()
     check_equal(node.bundle("layer-000", verify=True), bundle(0))
     late = ContextStore(store.folder, disk=ReadingDisk()).get(digest)
     assert late.bundle("layer-000", verify=True) and store.verify() == []
-    late.release("layer-000")
+    late.file("layer-000").release()
     store.remove("book")
     store.gc()
     check_equal(node.bundle("layer-000", verify=False), bundle(0))

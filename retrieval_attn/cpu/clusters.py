@@ -230,7 +230,7 @@ class KeyClusters:
         with self._joining:
             if held.first == held.stop:
                 held.first = held.stop = start
-            if held.stop == start:  # nobody joined meanwhile
+            if held.stop == start:  # no other thread joined these meanwhile
                 held.ids[:, start:high] = ids[:, start:]
                 held.stop = high
 

@@ -24,9 +24,8 @@ from retrieval_attn.index.kernels.codes import (
     encode_keys,
     encode_more,
     encode_query,
-    prefetch_codes,
 )
-from retrieval_attn.index.kernels.dots import intrinsic
+from retrieval_attn.index.kernels.dots import intrinsic, prefetch_row
 from tests.cpu.reference import strided, uneven
 
 DIMS = (64, 128, 80, 7, 256)
@@ -49,7 +48,7 @@ def _all_products(codes, planes, out, generic):  # type: ignore[no-untyped-def]
     width = codes.shape[1]
     for query in range(planes.shape[0]):
         for row in range(codes.shape[0]):
-            prefetch_codes(codes, row)
+            prefetch_row(codes, row)
             if not generic:
                 out[query, row] = dot_u8(codes, row, planes, query, width)
             elif planes.shape[1] == 1:

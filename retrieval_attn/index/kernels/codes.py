@@ -21,12 +21,9 @@ from numba import njit, types
 from numba.core import cgutils
 
 from retrieval_attn.errors import InputDataError, NotFiniteError, ShapeError
-from retrieval_attn.index.formats import SCALE_BYTES, Format, check_queries, check_rows, kernel_view
+from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
 from retrieval_attn.index.kernels.dots import (
-    L2,
-    _offset,
     _row_address,
-    emit_prefetch,
     folded,
     intrinsic,
     scale_of,
@@ -417,24 +414,3 @@ def dot_u8(codes, row, planes, query, width):
         return dot_u8_one(codes, row, planes, query, width)
     return dot_u8_two(codes, row, planes, query, width)
 
-
-@intrinsic
-def prefetch_codes(typingctx, codes, row):
-    """Ask the cache for every line of codes[row], or of int8 keys[row]. Never faults, changes nothing.
-
-    Code rows begin on a cache line; of int8 keys the last line may be left to the row behind.
-    """
-    if not (isinstance(codes, types.Array) and codes.ndim == 2 and codes.dtype in (types.uint8, types.int8)):
-        return None
-    behind = SCALE_BYTES if codes.dtype == types.int8 else 0
-
-    def codegen(context, builder, signature, args):
-        base = _row_address(context, builder, codes, args[0], args[1])
-        shape = context.make_array(codes)(context, builder, args[0]).shape
-        whole = builder.add(builder.extract_value(shape, 1), ir.Constant(_INT64, behind + STEP - 1))
-        lines = builder.udiv(whole, ir.Constant(_INT64, STEP))
-        with cgutils.for_range(builder, lines) as loop:
-            emit_prefetch(builder, _offset(builder, base, loop.index, STEP), L2)
-        return context.get_dummy_value()
-
-    return types.void(codes, types.int64), codegen

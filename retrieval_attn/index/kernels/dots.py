@@ -404,10 +404,13 @@ def lowest_bit(typingctx, bits):
 
 @intrinsic
 def prefetch_row(typingctx, array, row):
-    """Ask the cache for every line of array[row] (two axes). Never faults, changes nothing."""
-    if not _is_rows(array):
+    """Ask the cache for every line of array[row] (two axes). Never faults, changes nothing.
+
+    Rows of int8 end with their step; the last line of one may be left to the row behind.
+    """
+    if not (isinstance(array, types.Array) and array.ndim == 2):
         return None
-    size = _stored_ir(array.dtype)[1]
+    size = array.dtype.bitwidth // 8
     behind = SCALE_BYTES if array.dtype == types.int8 else 0
 
     def codegen(context, builder, signature, args):

@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import overload
 
-from retrieval_attn.index.kernels.codes import ZERO_CODE, _plane_address, _products, prefetch_codes
+from retrieval_attn.index.kernels.codes import ZERO_CODE, _plane_address, _products
 from retrieval_attn.index.kernels.dots import (
     LANES,
     TILE_QUERIES,
@@ -328,7 +328,7 @@ def _sample_bounds(codes, planes, num_queries, start, stop, kept, pool, counts, 
     for row in range(start, stop - 3 * SAMPLE_STEP, 4 * SAMPLE_STEP):
         if row + ahead + 3 * SAMPLE_STEP < stop:
             for j in range(4):
-                prefetch_codes(codes, row + ahead + j * SAMPLE_STEP)
+                prefetch_row(codes, row + ahead + j * SAMPLE_STEP)
         for first in range(0, num_queries, TILE_QUERIES):
             found = _sums_4x4(planes, first, codes, row, SAMPLE_STEP, width, bounds, sums, 0)
             while found:
@@ -350,7 +350,7 @@ def _scan_range(codes, planes, num_queries, start, stop, kept, capacity, pool, c
     for tile in range(start, stop, TILE_CODES):
         size = min(TILE_CODES, stop - tile)
         for j in range(TILE_CODES):
-            prefetch_codes(codes, tile + CODES_AHEAD + j)
+            prefetch_row(codes, tile + CODES_AHEAD + j)
         for first in range(0, num_queries, TILE_QUERIES):
             found = np.int64(0)
             for step in range(size >> 2):

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
-from retrieval_attn.index.kernels.codes import PLANE_BASE, ZERO_CODE, dot_u8_one, prefetch_codes
+from retrieval_attn.index.kernels.codes import PLANE_BASE, ZERO_CODE, dot_u8_one
+from retrieval_attn.index.kernels.dots import prefetch_row
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.roargraph.search import Graph, fill_pool
 from retrieval_attn.index.threads import kernel_threads
@@ -142,10 +143,10 @@ def _gather(near, node, candidates, count, buffer, order):
     codes, signed, norms, sums = near
     width = codes.shape[1]
     for i in range(min(AHEAD, count)):
-        prefetch_codes(codes, np.int64(candidates[i]))
+        prefetch_row(codes, np.int64(candidates[i]))
     for i in range(count):
         if i + AHEAD < count:
-            prefetch_codes(codes, np.int64(candidates[i + AHEAD]))
+            prefetch_row(codes, np.int64(candidates[i + AHEAD]))
         copy_row(codes, np.int64(candidates[i]), buffer, i)
         far = distance(buffer.codes, i, signed, node, buffer.norms[i], norms[node], sums[node], width)
         order[i] = (np.int64(far) << 32) | np.int64(i)

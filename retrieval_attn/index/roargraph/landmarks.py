@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, prange
 
-from retrieval_attn.index.kernels.codes import PLANE_BASE, ZERO_CODE, dot_u8_two, prefetch_codes
+from retrieval_attn.index.kernels.codes import PLANE_BASE, ZERO_CODE, dot_u8_two
+from retrieval_attn.index.kernels.dots import prefetch_row
 from retrieval_attn.index.kernels.packed import id_of, keep_best, sort_best
 from retrieval_attn.index.roargraph.build import add_edge, distance_terms, key_as_query
 from retrieval_attn.index.roargraph.search import Cells
@@ -130,7 +131,7 @@ def _measure(codes, terms, planes, shifts, first, count, homes, gaps):
     num = codes.shape[0]
     for chunk in prange((num + ROWS - 1) // ROWS):
         for row in range(chunk * ROWS, min(num, (chunk + 1) * ROWS)):
-            prefetch_codes(codes, min(row + 8, num - 1))
+            prefetch_row(codes, min(row + 8, num - 1))
             for place in range(count):
                 far = _gap(codes, row, terms, planes, place, shifts[place])
                 if far < gaps[row]:

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 
-from retrieval_attn.index.kernels.codes import dot_u8, encode_query_rows, prefetch_codes
+from retrieval_attn.index.kernels.codes import dot_u8, encode_query_rows
 from retrieval_attn.index.kernels.dots import (
     CACHE_LINE,
     L2,
@@ -112,25 +112,6 @@ def make_scratch(room: int, degree: int, nodes: int) -> GraphScratch:
     )
 
 
-@intrinsic
-def prefetch_edges(typingctx, adjacency, row):
-    """Ask the cache for every line of adjacency[row] (int32). Never faults, changes nothing."""
-    if not (isinstance(adjacency, types.Array) and adjacency.ndim == 2 and adjacency.dtype == types.int32):
-        return None
-
-    def codegen(context, builder, signature, args):
-        int64 = ir.IntType(64)
-        base = _row_address(context, builder, adjacency, args[0], args[1])
-        shape = context.make_array(adjacency)(context, builder, args[0]).shape
-        row_bytes = builder.mul(builder.extract_value(shape, 1), ir.Constant(int64, 4))
-        lines = builder.udiv(builder.add(row_bytes, ir.Constant(int64, CACHE_LINE - 1)), ir.Constant(int64, CACHE_LINE))
-        with cgutils.for_range(builder, lines) as loop:
-            emit_prefetch(builder, _offset(builder, base, loop.index, CACHE_LINE), L2)
-        return context.get_dummy_value()
-
-    return types.void(adjacency, types.int64), codegen
-
-
 @njit(nogil=True, cache=True)
 def _merge(pool, count, room, survivors, found):
     """Merge survivors[:found] (any order) into pool[:count] (descending); returns new count and the first place."""
@@ -203,7 +184,7 @@ def fill_pool(graph, minus, planes, query, start, room, beam, scratch):
             fresh[num_fresh] = node
             num_fresh += 1 if (word & bit) == 0 else 0
             visited[node >> 6] = word | bit
-            prefetch_codes(codes, node)
+            prefetch_row(codes, node)
         found = _score_fresh(codes, minus, planes, query, fresh, num_fresh, worst, survivors, 0)
         count, _ = _merge(pool, count, room, survivors, found)
         scored += num_fresh
@@ -243,9 +224,9 @@ def fill_pool(graph, minus, planes, query, start, room, beam, scratch):
             fresh[num_fresh] = other
             num_fresh += 1 if (word & bit) == 0 else 0
             visited[other >> 6] = word | bit
-            prefetch_codes(codes, other)
+            prefetch_row(codes, other)
         if cursor + 1 < count:
-            prefetch_edges(adjacency, (pool[cursor + 1] & 0xFFFFFFFF) >> 1)
+            prefetch_row(adjacency, (pool[cursor + 1] & 0xFFFFFFFF) >> 1)
         found = _score_fresh(codes, minus, planes, query, fresh, num_fresh, worst, survivors, 0)
         scored += num_fresh
         first = count

@@ -16,7 +16,6 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from retrieval_attn.index.kernels.codes import prefetch_codes
 from retrieval_attn.index.kernels.dots import (
     L1,
     TILE_QUERIES,
@@ -26,6 +25,7 @@ from retrieval_attn.index.kernels.dots import (
     emit_prefetch,
     intrinsic,
     lowest_bit,
+    prefetch_row,
     score_tile,
 )
 from retrieval_attn.index.kernels.packed import id_of, keep_best, pack_score, score_of
@@ -306,7 +306,7 @@ def scan_front(
             # ids that need not be looked at are a cache line saved for every few keys
             if block < whole or least <= ids[key] < stop:
                 waiting[tail] = key
-                prefetch_codes(rows, key)
+                prefetch_row(rows, key)
                 tail += 1
         while tail - head >= WAITING + SCORED:
             _score_rows(

@@ -238,8 +238,8 @@ class SampledKeys(NamedTuple):
         return to_float32(turned.reshape(heads, dim, total), Format.BFLOAT16)
 
 
-def _block_codegen(groups: int) -> Any:
-    """out[: groups * PAIR] = query . columns of one block. Addresses, but for head_dim."""
+def _block_scores(groups: int) -> Any:
+    """Return the intrinsic out[: groups * PAIR] = query . columns of one block. Addresses, but for head_dim."""
 
     def codegen(context, builder, signature, args):
         query, block, dim, out = args
@@ -266,20 +266,13 @@ def _block_codegen(groups: int) -> Any:
             builder.store(builder.load(slot), pointer, align=4)
         return context.get_dummy_value()
 
-    return codegen
+    def scores(typingctx, query, block, dim, out):
+        return types.void(*[types.int64] * 4), codegen
+
+    return intrinsic(scores)
 
 
-_BLOCK = types.void(*[types.int64] * 4)
-
-
-@intrinsic
-def _score_wide(typingctx, query, block, dim, out):
-    return _BLOCK, _block_codegen(GROUPS)
-
-
-@intrinsic
-def _score_narrow(typingctx, query, block, dim, out):
-    return _BLOCK, _block_codegen(1)
+_score_wide, _score_narrow = _block_scores(GROUPS), _block_scores(1)
 
 
 @njit(nogil=True, cache=True)

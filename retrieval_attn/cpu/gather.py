@@ -125,10 +125,10 @@ def prefetch_at(typingctx, address, nbytes):
     return types.void(types.int64, types.int64), codegen
 
 
-def _sum_codegen(vectors: int) -> Any:
-    """out[:LANES * vectors] += sum over i < count of weights[i] * the elements at address rows[i] + skip.
+def _weighted_sum(vectors: int) -> Any:
+    """Return the intrinsic that sums vectors * LANES elements of weighted rows, whose format is the dtype of `like`.
 
-    Rows up to `left`, at least count, are asked for ahead. width: elements of a row, behind which its scale lies.
+    All arguments but the counts are addresses.
     """
 
     def codegen(context, builder, signature, args):
@@ -168,27 +168,15 @@ def _sum_codegen(vectors: int) -> Any:
             builder.store(builder.fadd(builder.load(pointer, align=4), builder.load(slot)), pointer, align=4)
         return context.get_dummy_value()
 
-    return codegen
+    def weighted(typingctx, like, rows, weights, count, left, skip, width, out):
+        if not (isinstance(like, types.Array) and like.dtype in _STORED):
+            return None
+        return types.void(like, *[types.int64] * 7), codegen
+
+    return intrinsic(weighted)
 
 
-def _sum_signature(like: Any) -> Any:
-    if not (isinstance(like, types.Array) and like.dtype in _STORED):
-        return None
-    return types.void(like, *[types.int64] * 7)
-
-
-@intrinsic
-def _sum_wide(typingctx, like, rows, weights, count, left, skip, width, out):
-    """VECTORS * LANES elements of a weighted sum of rows, whose format is the dtype of `like`. Addresses."""
-    signature = _sum_signature(like)
-    return None if signature is None else (signature, _sum_codegen(VECTORS))
-
-
-@intrinsic
-def _sum_narrow(typingctx, like, rows, weights, count, left, skip, width, out):
-    """LANES elements of a weighted sum of rows, whose format is the dtype of `like`. Addresses."""
-    signature = _sum_signature(like)
-    return None if signature is None else (signature, _sum_codegen(1))
+_sum_wide, _sum_narrow = _weighted_sum(VECTORS), _weighted_sum(1)
 
 
 @intrinsic

@@ -80,8 +80,8 @@ def put_last(rows: Stretches, keys: Tokens, values: Tokens) -> None:
     _put_last(rows, keys, values)
 
 
-@njit(nogil=True, cache=True)
-def _attend_tile(descriptor, number, like):
+def _tile(descriptor, number, worker, like):
+    like = carray(like, (1, 1))
     job = carray(at_address(descriptor), 1, _JOB)[0]
     entry, first = number // job.tiles, number % job.tiles * TILE_QUERIES
     own = carray(at_address(job.entries_at), entry + 1, _ENTRY)[entry]
@@ -102,10 +102,6 @@ def _attend_tile(descriptor, number, like):
         for j in range(job.value_dim):
             sums[i, j] *= inverse
     return np.int64(0)
-
-
-def _tile(descriptor, number, worker, like):
-    return _attend_tile(descriptor, number, carray(like, (1, 1)))
 
 
 def _task(descriptor, number, worker):

@@ -16,31 +16,15 @@ from numba import njit
 
 from retrieval_attn.errors import ShapeError
 from retrieval_attn.index.formats import Format, from_float32, to_float32
-from retrieval_attn.index.kernels import codes as codes_module
 from retrieval_attn.index.kernels import products as products_module
-from retrieval_attn.index.kernels.codes import (
-    code_width,
-    dot_u8,
-    encode_keys,
-    encode_more,
-    encode_query,
-)
-from retrieval_attn.index.kernels.dots import intrinsic, prefetch_row
+from retrieval_attn.index.kernels.codes import byte_products, code_width, dot_u8, encode_keys, encode_more, encode_query
+from retrieval_attn.index.kernels.dots import prefetch_row
 from tests.cpu.reference import strided, uneven
 
 DIMS = (64, 128, 80, 7, 256)
 
 
-@intrinsic
-def _generic_one(typingctx, codes, row, planes, query, width):  # type: ignore[no-untyped-def]
-    signature = codes_module._dot_signature(codes, planes)
-    return signature, codes_module._dot_codegen(False, 1)
-
-
-@intrinsic
-def _generic_two(typingctx, codes, row, planes, query, width):  # type: ignore[no-untyped-def]
-    signature = codes_module._dot_signature(codes, planes)
-    return signature, codes_module._dot_codegen(False, 2)
+_generic_one, _generic_two = byte_products(1, vnni=False), byte_products(2, vnni=False)
 
 
 @njit

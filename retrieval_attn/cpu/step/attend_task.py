@@ -59,9 +59,9 @@ def _sort_by_id(found, other, count, digits):
     return moved
 
 
-@njit(nogil=True, cache=True)
-def _attend(descriptor, number, worker, like):
+def _task(descriptor, number, worker, like):
     """Attend to the best candidates of query `number` of all; returns an error code."""
+    like = carray(like, (1, 1))
     step = step_at(descriptor)
     scratch = scratch_of(step, worker)
     entry = number // step.queries
@@ -129,10 +129,6 @@ def _attend(descriptor, number, worker, like):
     floats_at(step.rest_at, step.entries * queries, 1)[number, 0] = share
     count_cost(step, worker, 0, count * row_bytes)
     return np.int64(0)
-
-
-def _task(descriptor, number, worker, like):
-    return _attend(descriptor, number, worker, carray(like, (1, 1)))
 
 
 def attend_task(fmt: Format) -> int:

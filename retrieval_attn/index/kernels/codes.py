@@ -22,13 +22,7 @@ from numba.core import cgutils
 
 from retrieval_attn.errors import InputDataError, NotFiniteError, ShapeError
 from retrieval_attn.index.formats import Format, check_queries, check_rows, kernel_view
-from retrieval_attn.index.kernels.dots import (
-    _row_address,
-    folded,
-    intrinsic,
-    scale_of,
-    widen,
-)
+from retrieval_attn.index.kernels.dots import _row_address, folded, intrinsic, scale_of, widen
 from retrieval_attn.index.kernels.products import HAS_VNNI, add_products
 from retrieval_attn.index.memory import aligned_empty, one_layout, usable
 
@@ -366,7 +360,12 @@ def _load_part(builder: Any, address: Any, count: Any) -> Any:
     return builder.load(room)
 
 
-def _dot_codegen(vnni: bool, planes: int) -> Any:
+def byte_products(planes: int, vnni: bool = HAS_VNNI) -> Any:
+    """Return the intrinsic codes[row] . planes[query, 0] over `width` bytes (a multiple of 64), int32.
+
+    planes=2: 128 times that + codes[row] . planes[query, 1].
+    """
+
     def codegen(context, builder, signature, args):
         codes, row, queries, query, width = args
         code_row = _row_address(context, builder, signature.args[0], codes, row)
@@ -380,27 +379,15 @@ def _dot_codegen(vnni: bool, planes: int) -> Any:
         second = builder.extract_element(sums, ir.Constant(_INT32, 1))
         return builder.add(builder.mul(first, ir.Constant(_INT32, PLANE_BASE)), second)
 
-    return codegen
+    def product(typingctx, codes, row, queries, query, width):
+        if not (_is_codes(codes) and _is_planes(queries)):
+            return None
+        return types.int32(codes, types.int64, queries, types.int64, types.int64), codegen
+
+    return intrinsic(product)
 
 
-def _dot_signature(codes: Any, planes: Any) -> Any:
-    if not (_is_codes(codes) and _is_planes(planes)):
-        return None
-    return types.int32(codes, types.int64, planes, types.int64, types.int64)
-
-
-@intrinsic
-def dot_u8_one(typingctx, codes, row, planes, query, width):
-    """codes[row] . planes[query, 0] over `width` bytes (a multiple of 64), int32."""
-    signature = _dot_signature(codes, planes)
-    return signature and (signature, _dot_codegen(HAS_VNNI, 1))
-
-
-@intrinsic
-def dot_u8_two(typingctx, codes, row, planes, query, width):
-    """128 * (codes[row] . planes[query, 0]) + codes[row] . planes[query, 1] over `width` bytes, int32."""
-    signature = _dot_signature(codes, planes)
-    return signature and (signature, _dot_codegen(HAS_VNNI, 2))
+dot_u8_one, dot_u8_two = byte_products(1), byte_products(2)
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -413,4 +400,3 @@ def dot_u8(codes, row, planes, query, width):
     if planes.shape[1] == 1:
         return dot_u8_one(codes, row, planes, query, width)
     return dot_u8_two(codes, row, planes, query, width)
-

@@ -229,7 +229,12 @@ def _scale_lanes(builder: Any, rows: list[Any], stored: Any, width: Any) -> Any:
     return _shuffled(builder, vector, vector, [lane % len(rows) for lane in range(LANES)])
 
 
-def _tile_codegen(num_keys: int) -> Any:
+def _tile_products(num_keys: int) -> Any:
+    """Return the intrinsic out[i, column + j] = queries[first + i] . keys[row + j] for i < 4, j < num_keys.
+
+    Over width // LANES * LANES. The numbers of keys give bit-identical products.
+    """
+
     def codegen(context, builder, signature, args):
         queries, first, keys, row, width, out, column = args
         query_type, _, key_type, _, _, out_type, _ = signature.args
@@ -247,27 +252,15 @@ def _tile_codegen(num_keys: int) -> Any:
             builder.store(_shuffled(builder, products, products, lanes), pointer, align=4)
         return context.get_dummy_value()
 
-    return codegen
+    def tile(typingctx, queries, first, keys, row, width, out, column):
+        if not (_is_float_rows(queries) and _is_rows(keys) and _is_float_rows(out)):
+            return None
+        return types.void(queries, types.int64, keys, types.int64, types.int64, out, types.int64), codegen
+
+    return intrinsic(tile)
 
 
-def _tile_signature(queries: Any, keys: Any, out: Any) -> Any:
-    if not (_is_float_rows(queries) and _is_rows(keys) and _is_float_rows(out)):
-        return None
-    return types.void(queries, types.int64, keys, types.int64, types.int64, out, types.int64)
-
-
-@intrinsic
-def _dot_4x4(typingctx, queries, first, keys, row, width, out, column):
-    """out[i, column + j] = queries[first + i] . keys[row + j] for i, j < 4, over width // LANES * LANES."""
-    signature = _tile_signature(queries, keys, out)
-    return None if signature is None else (signature, _tile_codegen(TILE_KEYS))
-
-
-@intrinsic
-def _dot_4x1(typingctx, queries, first, keys, row, width, out, column):
-    """out[i, column] = queries[first + i] . keys[row] for i < 4, bit-identical to what _dot_4x4 gives."""
-    signature = _tile_signature(queries, keys, out)
-    return None if signature is None else (signature, _tile_codegen(1))
+_dot_4x4, _dot_4x1 = _tile_products(TILE_KEYS), _tile_products(1)
 
 
 @intrinsic

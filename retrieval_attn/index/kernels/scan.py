@@ -209,7 +209,14 @@ def _pad(pool, counts, num_queries, k):
             pool[query, i] = EMPTY
 
 
-def _codes_codegen(num_keys: int) -> Any:
+def _tile_sums(num_keys: int) -> Any:
+    """Return the intrinsic sums[step, 4 * i + j] = codes[row + j * stride] . planes[first + i, 0], i, j < 4, int32.
+
+    int8 keys: times the key's step, as int32 that order like it. `width`: of the rows of codes or keys.
+    Bit 4 * i + j of the result: it is above bounds[first // 4, 4 * i + j].
+    num_keys=1: only the first key is read, and all four columns are its sums.
+    """
+
     def codegen(context, builder, signature, args):
         planes, first, codes, row, stride, width, bounds, sums, step = args
         planes_type, _, codes_type, _, _, _, bounds_type, sums_type, _ = signature.args
@@ -234,7 +241,11 @@ def _codes_codegen(num_keys: int) -> Any:
         above = builder.icmp_signed(">", result, bound)
         return builder.zext(builder.bitcast(above, ir.IntType(LANES)), _INT64)
 
-    return codegen
+    def tile(typingctx, planes, first, codes, row, stride, width, bounds, sums, step):
+        word = types.int64
+        return word(planes, word, codes, word, word, word, bounds, sums, word), codegen
+
+    return intrinsic(tile)
 
 
 def _ordered(builder: Any, scores: Any) -> Any:
@@ -244,24 +255,7 @@ def _ordered(builder: Any, scores: Any) -> Any:
     return builder.xor(bits, builder.and_(builder.ashr(bits, ir.Constant(_SUMS, [31] * LANES)), low))
 
 
-def _codes_signature(planes: Any, codes: Any, bounds: Any, sums: Any) -> Any:
-    return types.int64(planes, types.int64, codes, types.int64, types.int64, types.int64, bounds, sums, types.int64)
-
-
-@intrinsic
-def _sums_4x4(typingctx, planes, first, codes, row, stride, width, bounds, sums, step):
-    """sums[step, 4 * i + j] = codes[row + j * stride] . planes[first + i, 0] for i, j < 4, int32.
-
-    int8 keys: times the key's step, as int32 that order like it. `width`: of the rows of codes or keys.
-    Bit 4 * i + j of the result: it is above bounds[first // 4, 4 * i + j].
-    """
-    return _codes_signature(planes, codes, bounds, sums), _codes_codegen(4)
-
-
-@intrinsic
-def _sums_4x1(typingctx, planes, first, codes, row, stride, width, bounds, sums, step):
-    """`_sums_4x4` where only the first key is there: all four columns are its sums."""
-    return _codes_signature(planes, codes, bounds, sums), _codes_codegen(1)
+_sums_4x4, _sums_4x1 = _tile_sums(4), _tile_sums(1)
 
 
 @njit(nogil=True, cache=True)

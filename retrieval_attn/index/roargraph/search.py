@@ -14,21 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.core import cgutils
+from numba import carray, njit
 
 from retrieval_attn.index.kernels.codes import dot_u8, encode_query_rows
-from retrieval_attn.index.kernels.dots import (
-    CACHE_LINE,
-    L2,
-    _offset,
-    _row_address,
-    dot,
-    emit_prefetch,
-    intrinsic,
-    prefetch_row,
-)
+from retrieval_attn.index.kernels.dots import dot, prefetch_row
 from retrieval_attn.index.kernels.packed import EMPTY, id_of, pack_score, score_of
 from retrieval_attn.index.memory import aligned_empty
 from retrieval_attn.index.task.atomics import at_address, bytes_of_row, rows_at
@@ -399,9 +388,9 @@ class SearchArguments(NamedTuple):
     beam: int
 
 
-@njit(nogil=True, cache=True)
-def _search(descriptor, number, worker, like):
+def graph_task(descriptor, number, worker, like):
     """Search of a graph for one query; by a scan where a graph cannot answer."""
+    like = carray(like, (1, 1))
     step = step_at(descriptor)
     task = task_at(step, number)
     span, lists = range_at(step, task.range), lists_of(step, task)
@@ -453,10 +442,6 @@ def _search(descriptor, number, worker, like):
     hand_in(pool, count, span.first, step, task.entry, query, lists[query])
     count_cost(step, worker, scored, nbytes)
     return np.int64(0)
-
-
-def graph_task(descriptor, number, worker, like):
-    return _search(descriptor, number, worker, carray(like, (1, 1)))
 
 
 def graph_search(request: SearchRequest, given: SearchArguments, length: int, row_bytes: int) -> CompiledSearch:

@@ -185,12 +185,12 @@ def _prepare(step, task, span, row, scratch):
     return scored
 
 
-@njit(nogil=True, cache=True)
-def _scan(descriptor, number, worker, like):
+def sketch_task(descriptor, number, worker, like):
     """Scan of the chosen blocks of one part of a sketch for all queries of its entry, or what comes before all parts.
 
     Exact scores come when all parts are in.
     """
+    like = carray(like, (1, 1))
     step = step_at(descriptor)
     task = task_at(step, number)
     span, lists = range_at(step, task.range), lists_of(step, task)
@@ -243,10 +243,6 @@ def _scan(descriptor, number, worker, like):
     hand_in_codes(pool, counts, start, stop, row.first, finite, step, task, span, lists, like)
     count_cost(step, worker, 0, scored * row.width)
     return np.int64(0)
-
-
-def sketch_task(descriptor, number, worker, like):
-    return _scan(descriptor, number, worker, carray(like, (1, 1)))
 
 
 def sketch_search(request: SearchRequest, arguments: SketchArguments, kept: int, share: float) -> CompiledSearch:

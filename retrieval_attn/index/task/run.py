@@ -105,9 +105,9 @@ def _run_alone(descriptor, function, tasks, state_at, collect, ids, scores):
         _collect_queries(descriptor, collect, 0, 1, ids, scores)
 
 
-@njit(nogil=True, cache=True)
-def _collect(descriptor, query, worker, like):
+def _collect_task(descriptor, query, worker, like):
     """Sort the best candidates of one query to the front of its lists, best first; return their number."""
+    like = carray(like, (1, 1))
     step = step_at(descriptor)
     size = step.lists * step.list_words
     found = words_at(step.lists_at + query * size * 8, 1, size)[0]
@@ -118,10 +118,6 @@ def _collect(descriptor, query, worker, like):
             sort_best(found, count)
             break
     return count
-
-
-def _collect_task(descriptor, query, worker, like):
-    return _collect(descriptor, query, worker, carray(like, (1, 1)))
 
 
 def search_range(

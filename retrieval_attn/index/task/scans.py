@@ -64,9 +64,9 @@ CODED = np.dtype(
 )
 
 
-@njit(nogil=True, cache=True)
-def _scan_keys(descriptor, number, worker, like):
+def _keys_task(descriptor, number, worker, like):
     """Exact search of one part of a range for all queries of its entry."""
+    like = carray(like, (1, 1))
     step = step_at(descriptor)
     task = task_at(step, number)
     span, lists = range_at(step, task.range), lists_of(step, task)
@@ -102,9 +102,9 @@ def _choose_coded_rows(row, span, dim, like):
     return lambda row, span, dim, like: carray(at_address(row.codes_at), (row.rows, row.width), np.uint8)
 
 
-@njit(nogil=True, cache=True)
-def _scan_codes(descriptor, number, worker, like):
+def _codes_task(descriptor, number, worker, like):
     """Scan of the codes of one part of a range for all queries of its entry; exact scores come when all are in."""
+    like = carray(like, (1, 1))
     step = step_at(descriptor)
     task = task_at(step, number)
     span, lists = range_at(step, task.range), lists_of(step, task)
@@ -126,14 +126,6 @@ def _scan_codes(descriptor, number, worker, like):
     hand_in_codes(pool, counts, start, stop, row.first, steps[1], step, task, span, lists, like)
     count_cost(step, worker, (stop - start) * queries, (stop - start) * codes.strides[0])
     return np.int64(0)
-
-
-def _keys_task(descriptor, number, worker, like):
-    return _scan_keys(descriptor, number, worker, carray(like, (1, 1)))
-
-
-def _codes_task(descriptor, number, worker, like):
-    return _scan_codes(descriptor, number, worker, carray(like, (1, 1)))
 
 
 def exact_search(fmt: Format) -> CompiledSearch:
@@ -228,9 +220,9 @@ def _score_part(step, worker, entry, query, part, parts, span, found, like):
     return scored
 
 
-@njit(nogil=True, cache=True)
-def _score_candidates(descriptor, number, worker, like):
+def _candidates_task(descriptor, number, worker, like):
     """Score a part of the candidates of one query."""
+    like = carray(like, (1, 1))
     step = step_at(descriptor)
     task = task_at(step, number)
     query, part = task.part % step.queries, task.part // step.queries
@@ -240,9 +232,9 @@ def _score_candidates(descriptor, number, worker, like):
     return np.int64(0)
 
 
-@njit(nogil=True, cache=True)
-def _score_called(descriptor, number, worker, like):
+def _called_task(descriptor, number, worker, like):
     """Call the function for the candidates of all queries of an entry, and score them."""
+    like = carray(like, (1, 1))
     step = step_at(descriptor)
     task = task_at(step, number)
     span, lists = range_at(step, task.range), lists_of(step, task)
@@ -259,14 +251,6 @@ def _score_called(descriptor, number, worker, like):
     scanned = words_at(row.scanned_at, 1, 1)[0, 0]
     count_cost(step, worker, scanned, scored * bytes_of_row(like, step.head_dim))
     return np.int64(0)
-
-
-def _candidates_task(descriptor, number, worker, like):
-    return _score_candidates(descriptor, number, worker, carray(like, (1, 1)))
-
-
-def _called_task(descriptor, number, worker, like):
-    return _score_called(descriptor, number, worker, carray(like, (1, 1)))
 
 
 def compile_candidate_search(fmt: Format) -> None:

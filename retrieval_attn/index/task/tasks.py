@@ -216,7 +216,10 @@ def address_for_c(function: Callable[..., Any], signature: Any) -> int:
 
 @functools.cache
 def task_address(function: Callable[..., Any], fmt: Format) -> int:
-    """Address of the task `function` for rows in `fmt`; compiled, or loaded, on first use."""
+    """Address of the task `function` for rows in `fmt`; compiled, or loaded, on first use.
+
+    function: int64 f(descriptor, number, worker, like); like: a pointer to the type that carries `fmt`, never read.
+    """
     return address_for_c(function, types.int64(*[types.int64] * 3, types.CPointer(_CARRIED[fmt])))
 
 

@@ -47,6 +47,10 @@ class Call:
         return self.query.shape[3]
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        return self.query.dtype, self.key.dtype, self.value.dtype
+
+    @property
     def queries(self) -> int:
         return self.query.shape[2]
 
@@ -61,12 +65,59 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A kernel. `missing` and `refuse` give the reason in words, None when there is nothing against it."""
+    """A kernel and what it serves. `missing` and `refuse` give the reason in words, None when nothing is against it.
+
+    capability: the oldest NVIDIA compute capability; 0: PyTorch's own code for the CPU; None: any device.
+    dtypes: those of query, key and value, which share one; None: any floating ones.
+    widest: the largest head_dim, None: any. one_dim: values are as wide as keys. aligned: rows' bytes divide by it.
+    lacks: why the package or this PyTorch cannot run it.
+    """
 
     name: str
-    missing: Callable[[torch.device], str | None]
-    refuse: Callable[[Call], str | None]
     run: Callable[[Call], Partial]
+    capability: int | None
+    dtypes: tuple[torch.dtype, ...] | None = HALF
+    widest: int | None = None
+    one_dim: bool = True
+    aligned: int = 16
+    takes_mask: bool = False
+    takes_softcap: bool = False
+    lacks: Callable[[], str | None] = lambda: None
+
+    def missing(self, device: torch.device) -> str | None:
+        """Return why nothing can be run on `device`."""
+        if self.capability is None:
+            return None
+        if not self.capability:
+            return None if device.type == "cpu" else f"needs the CPU, the tensors are on {device.type}"
+        if device.type != "cuda":
+            return f"needs a CUDA device, the tensors are on {device.type}"
+        if torch.version.hip or not torch.cuda.is_available():
+            return "needs a CUDA device, PyTorch sees none"
+        major, minor = _capability(device.index)
+        if major < self.capability:
+            return f"needs compute capability {self.capability}.0 or newer, the device has {major}.{minor}"
+        return self.lacks()
+
+    def refuse(self, call: Call) -> str | None:
+        """Return why `call` cannot be served, on whatever device."""
+        dtypes, (keys, values) = call.dtypes, (call.head_dim, call.value.shape[3])
+        if self.dtypes is None:
+            others = [dtype for dtype in dtypes if not dtype.is_floating_point]
+            return f"needs floating dtypes, got {others[0]}" if others else None
+        if dtypes[0] not in self.dtypes:
+            return f"needs one of {', '.join(map(str, self.dtypes))}, got {dtypes[0]}"
+        if len(set(dtypes)) > 1:
+            return f"needs one dtype, got {', '.join(map(str, dtypes))}"
+        if self.one_dim and keys != values:
+            return f"needs one head_dim, got {keys} and {values}"
+        if self.widest and keys > self.widest:
+            return f"needs a head_dim up to {self.widest}, got {keys}"
+        if any(dim * dtypes[0].itemsize % self.aligned for dim in (keys, values)):
+            return f"needs rows of a multiple of {self.aligned} bytes, got head_dim {keys} and {values}"
+        if call.mask is not None and not self.takes_mask:
+            return "takes no mask"
+        return "takes no soft-cap" if call.softcap is not None and not self.takes_softcap else None
 
 
 # --- What several of them ask ---------------------------------------------------------------------------
@@ -75,16 +126,6 @@ class Backend:
 @cache
 def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
-
-
-def _no_nvidia(device: torch.device, since: int) -> str | None:
-    """Why `device` is no NVIDIA GPU of compute capability `since`.0 or newer; None when it is."""
-    if device.type != "cuda":
-        return f"needs a CUDA device, the tensors are on {device.type}"
-    if torch.version.hip or not torch.cuda.is_available():
-        return "needs a CUDA device, PyTorch sees none"
-    major, minor = _capability(device.index)
-    return None if major >= since else f"needs compute capability {since}.0 or newer, the device has {major}.{minor}"
 
 
 @cache
@@ -96,17 +137,6 @@ def _function(module: str, name: str) -> Callable[..., Any] | str:
             return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
     except Exception as error:  # whatever a broken installation raises: it is the reason that users read
         return f"{module}.{name} cannot be imported: {type(error).__name__}: {error}"
-
-
-def _half_refusal(call: Call) -> str | None:
-    """Return why half-precision kernels with one head size up to 256 refuse a call; None: dtype and head size fit."""
-    if call.query.dtype not in HALF:
-        return f"needs bfloat16 or float16, got {call.query.dtype}"
-    if not call.query.dtype == call.key.dtype == call.value.dtype:
-        return f"needs one dtype, got {call.query.dtype}, {call.key.dtype} and {call.value.dtype}"
-    if call.head_dim > 256 or call.head_dim % 8 or call.value.shape[3] != call.head_dim:
-        return f"needs one head_dim up to 256, a multiple of 8, got {call.head_dim} and {call.value.shape[3]}"
-    return "takes no mask" if call.mask is not None else None
 
 
 def _square(run: Callable[[Call], Partial]) -> Callable[[Call], Partial]:
@@ -181,9 +211,7 @@ def _first(part: Partial, queries: int) -> Partial:
 FLASH_ATTN_SINCE = (2, 6)  # soft-cap, and an lse that is not padded
 
 
-def _missing_flash_attn(device: torch.device) -> str | None:
-    if reason := _no_nvidia(device, 8):
-        return reason
+def _lacks_flash_attn() -> str | None:
     function = _function("flash_attn", "flash_attn_func")
     if isinstance(function, str):
         return f"package flash-attn: {function}"
@@ -208,9 +236,7 @@ def _run_flash_attn(call: Call) -> Partial:
 # --- flash-attn-4 ---------------------------------------------------------------------------------------
 
 
-def _missing_flash_attn_4(device: torch.device) -> str | None:
-    if reason := _no_nvidia(device, 9):
-        return reason
+def _lacks_flash_attn_4() -> str | None:
     function = _function("flash_attn.cute", "flash_attn_func")
     return f"package flash-attn-4: {function}" if isinstance(function, str) else None
 
@@ -231,14 +257,8 @@ def _run_flash_attn_4(call: Call) -> Partial:
 # --- PyTorch: FlashAttention-2, cuDNN, memory-efficient ---------------------------------------------------
 
 
-def _missing_torch_flash(device: torch.device) -> str | None:
-    if reason := _no_nvidia(device, 8):
-        return reason
+def _lacks_torch_flash() -> str | None:
     return None if torch.backends.cuda.is_flash_attention_available() else "this PyTorch was built without it"
-
-
-def _refuse_torch_flash(call: Call) -> str | None:
-    return _half_refusal(call) or ("takes no soft-cap" if call.softcap is not None else None)
 
 
 def _run_torch_flash(call: Call) -> Partial:
@@ -250,9 +270,7 @@ def _run_torch_flash(call: Call) -> Partial:
     return Partial(out.transpose(1, 2).float(), lse.float())
 
 
-def _missing_torch_cudnn(device: torch.device) -> str | None:
-    if reason := _no_nvidia(device, 8):
-        return reason
+def _lacks_cudnn() -> str | None:
     return None if torch.backends.cudnn.is_available() else "this PyTorch has no cuDNN"
 
 
@@ -262,35 +280,11 @@ def prefers_cudnn(call: Call) -> bool:
     return device.type == "cuda" and not torch.version.hip and _capability(device.index)[0] >= 9
 
 
-def _refuse_torch_cudnn(call: Call) -> str | None:
-    if reason := _half_refusal(call):
-        return reason
-    if call.head_dim > 128:
-        return f"needs a head_dim up to 128, got {call.head_dim}"
-    return "takes no soft-cap" if call.softcap is not None else None
-
-
 def _run_torch_cudnn(call: Call) -> Partial:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         call.query, call.key, call.value, None, True, 0.0, call.causal, False, scale=call.scale
     )
     return Partial(out.float(), lse.float().reshape(call.query.shape[:3]))
-
-
-def _missing_torch_efficient(device: torch.device) -> str | None:
-    return _no_nvidia(device, 5)
-
-
-def _refuse_torch_efficient(call: Call) -> str | None:
-    dtype, dims = call.query.dtype, (call.head_dim, call.value.shape[3])
-    if dtype not in (*HALF, torch.float32):
-        return f"needs float32, bfloat16 or float16, got {dtype}"
-    if not dtype == call.key.dtype == call.value.dtype:
-        return f"needs one dtype, got {dtype}, {call.key.dtype} and {call.value.dtype}"
-    multiple = 4 if dtype == torch.float32 else 8
-    if dims[0] % multiple or dims[1] % multiple:
-        return f"needs head sizes that are multiples of {multiple}, got {dims[0]} and {dims[1]}"
-    return "takes no soft-cap" if call.softcap is not None else None
 
 
 CAUSAL_BOTTOM_RIGHT = 2  # custom_mask_type of the memory-efficient kernel; 0 is no mask, 1 top-left
@@ -342,34 +336,11 @@ def _bias(mask: Tensor, query: Tensor) -> Tensor:
 # --- CPU, and everywhere --------------------------------------------------------------------------------
 
 
-def _missing_cpu_flash(device: torch.device) -> str | None:
-    return None if device.type == "cpu" else f"needs the CPU, the tensors are on {device.type}"
-
-
-def _refuse_cpu_flash(call: Call) -> str | None:
-    if call.value.shape[3] != call.head_dim:
-        return f"needs one head_dim, got {call.head_dim} and {call.value.shape[3]}"
-    if not call.query.dtype == call.key.dtype == call.value.dtype:
-        return f"needs one dtype, got {call.query.dtype}, {call.key.dtype} and {call.value.dtype}"
-    if call.query.dtype not in (*HALF, torch.float32, torch.float64):
-        return f"needs float64, float32, bfloat16 or float16, got {call.query.dtype}"
-    if call.mask is not None or call.softcap is not None:
-        return "takes neither mask nor soft-cap here"
-    return None
-
-
 def _run_cpu_flash(call: Call) -> Partial:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         call.query, call.key, call.value, 0.0, call.causal, attn_mask=None, scale=call.scale
     )
     return Partial(out.float(), lse.float())
-
-
-def _refuse_math(call: Call) -> str | None:
-    for part in (call.query, call.key, call.value):
-        if not part.dtype.is_floating_point:
-            return f"needs floating dtypes, got {part.dtype}"
-    return None
 
 
 def _run_math(call: Call) -> Partial:
@@ -381,13 +352,13 @@ def _run_math(call: Call) -> Partial:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("flash-attn", _missing_flash_attn, _half_refusal, _run_flash_attn),
-        Backend("torch-flash", _missing_torch_flash, _refuse_torch_flash, _run_torch_flash),
-        Backend("flash-attn-4", _missing_flash_attn_4, _half_refusal, _run_flash_attn_4),
-        Backend("torch-cudnn", _missing_torch_cudnn, _refuse_torch_cudnn, _planned(_run_torch_cudnn)),
-        Backend("torch-efficient", _missing_torch_efficient, _refuse_torch_efficient, _run_torch_efficient),
-        Backend("torch-flash-cpu", _missing_cpu_flash, _refuse_cpu_flash, _square(_run_cpu_flash)),
-        Backend("math", lambda device: None, _refuse_math, _run_math),
+        Backend("flash-attn", _run_flash_attn, 8, widest=256, takes_softcap=True, lacks=_lacks_flash_attn),
+        Backend("torch-flash", _run_torch_flash, 8, widest=256, lacks=_lacks_torch_flash),
+        Backend("flash-attn-4", _run_flash_attn_4, 9, widest=256, takes_softcap=True, lacks=_lacks_flash_attn_4),
+        Backend("torch-cudnn", _planned(_run_torch_cudnn), 8, widest=128, lacks=_lacks_cudnn),
+        Backend("torch-efficient", _run_torch_efficient, 5, (*HALF, torch.float32), one_dim=False, takes_mask=True),
+        Backend("torch-flash-cpu", _square(_run_cpu_flash), 0, (*HALF, torch.float32, torch.float64), aligned=1),
+        Backend("math", _run_math, None, None),
     )
 }
 """By name, in the order of preference: the best proven first."""

@@ -26,7 +26,6 @@ from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge
 from retrieval_attn.gpu.attention.window import sinks_of
-from retrieval_attn.offload.build import SampledAttention
 from retrieval_attn.offload.clusters import drifted
 from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.staging import TORCH_DTYPE
@@ -295,7 +294,7 @@ class ExactPass:
                 queries = self._moved(self._metric_sample, *where)
                 self._cluster(work, host, (start, stop), queries, row, between)
                 if self._budgets and queries is not None and queries.shape[1]:
-                    work.budgets.add(host, (start, stop), self._sampled_attention(queries, row))
+                    work.budgets.add(host, (start, stop), self._sampled_attention(queries, row), self._scoring)
             work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(new.rows_of, row, 0))
         work.shares = [one.turn for one in (self._sample, self._metric_sample) if one is not None]
         work.start_build()
@@ -309,8 +308,10 @@ class ExactPass:
         kv = keys[:, slice(*span)], values[:, slice(*span)]
         work.clusters.add(host, span, kv, queries, *self._scoring, between=between)
 
-    def _sampled_attention(self, queries: Tensor, row: int) -> SampledAttention:
-        """Some of a row's queries (q_heads, m, head_dim), each as the next token's, over sinks and window."""
+    def _sampled_attention(self, queries: Tensor, row: int) -> list[Tensor]:
+        """Some of a row's queries (q_heads, m, head_dim), and out and lse of each as the next token's over sinks and
+        window.
+        """
         window, (scale, softcap) = self._held.window, self._scoring
         places = torch.linspace(0, queries.shape[1] - 1, min(SAMPLED_QUERIES, queries.shape[1]), device=queries.device)
         chosen = queries[:, places.long()]
@@ -318,7 +319,7 @@ class ExactPass:
         # one by one: queries of one call would see only the tokens up to their own
         parts = [window.attend(one, scale=scale, softcap=softcap) for one in asked.split(1, dim=2)]
         out, lse = (torch.cat([part[field][row] for part in parts], dim=1) for field in (0, 1))
-        return SampledAttention(chosen, out, lse, scale, softcap)
+        return [chosen, out, lse]
 
     def _moved(
         self, sample: TrainingQueries | None, model: nn.Module | None, module: nn.Module | None, row: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,26 +61,16 @@ def budget_counts(budgets: Sequence[HeadBudgets], q_heads: int, positions: int) 
     return np.tile(np.array([one.counts for one in budgets], np.int64)[..., None], (1, 1, positions))
 
 
-class Sample(NamedTuple):
-    """Inputs of measuring budgets. queries (q_heads, n, head_dim) float32. static: attention of these to the keys on
-    the device, (q_heads, n, value_dim) and (q_heads, n) float32. scale, softcap: of scores.
-    """
-
-    queries: npt.NDArray[np.float32]
-    static: Partial
-    scale: float
-    softcap: float | None
-
-
-def measured_errors(sample: Sample, attend: Callable[[int | None], Any]) -> Floats:
+def measured_errors(static: Partial, attend: Callable[[int | None], Any]) -> Floats:
     """Mean squared error of each head's output with each of LEVELS, (q_heads, levels).
 
-    attend: attention of the sample's queries to their best k keys on the host, None: to all; has `out` and `lse`.
+    static: attention of sampled queries to the keys on the device, (q_heads, n, value_dim) and (q_heads, n) float32.
+    attend: attention of these queries to their best k keys on the host, None: to all; has `out` and `lse`.
     """
 
     def whole(k: int | None) -> Floats:
         found = attend(k)
-        out: Floats = merge_partials([sample.static, (found.out, found.lse)])[0].astype(np.float64)
+        out: Floats = merge_partials([static, (found.out, found.lse)])[0].astype(np.float64)
         return out
 
     exact = whole(None)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from retrieval_attn.config import MEAN_RETRIEVE
 from retrieval_attn.cpu.ahead import wait_for_builders
-from retrieval_attn.cpu.budgets import Sample, allocated, measured_errors
-from retrieval_attn.cpu.host_attend import HostPartial, attend_path
+from retrieval_attn.cpu.budgets import allocated, measured_errors
+from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.base import QueryMoment
@@ -74,7 +74,6 @@ class IndexBuild:
         self._number, self._device, self._threads = number, device, threads
         self._overlaps, self._stop = overlaps, stop
         self._jobs: list[_IndexJob] = []
-        self._list_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.keeps_keys = False
         """Whether keys stay on the device until the indexes are built."""
 
@@ -121,7 +120,6 @@ class IndexBuild:
         kk = host.spec.list_length(stop - start)
         if not kk or not self._overlaps:
             return None
-        begin = event_now(self._device, timing=True)
         try:
             return nearest_keys(queries, keys()[:, start:stop], kk)
         except torch.cuda.OutOfMemoryError as error:
@@ -129,19 +127,6 @@ class IndexBuild:
                 "layer %d: no room for training lists on the device (%s): the CPU makes them", self._number, error
             )
             return None
-        finally:
-            end = event_now(self._device, timing=True)
-            if begin is not None and end is not None:
-                self._list_events.append((begin, end))
-
-    def take_list_seconds(self) -> float:
-        """The device's time for training lists since the last call. Waits for it."""
-        seconds = 0.0
-        for begin, end in self._list_events:
-            end.synchronize()
-            seconds += begin.elapsed_time(end) / 1000
-        self._list_events = []
-        return seconds
 
     def fetch(self, ready: torch.cuda.Event | None) -> None:
         """Bring queries and lists to the host, once `ready` is over."""
@@ -207,11 +192,11 @@ class IndexBuild:
         return pool.map(one, heads)
 
 
-def event_now(device: torch.device, timing: bool = False) -> torch.cuda.Event | None:
+def event_now(device: torch.device) -> torch.cuda.Event | None:
     """An event at this point of the device's current stream; None on the CPU."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event(enable_timing=timing)
+    event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -229,50 +214,31 @@ def _heads(threads: int | None) -> ThreadPool:
     return ThreadPool(max(1, (most if threads is None else threads) - 1), "retrieval_attn-index")
 
 
-@dataclass(frozen=True)
-class SampledAttention:
-    """Sampled queries of a layer and their attention to sinks and window, on the device, float32.
-
-    queries: (q_heads, n, head_dim). out: (q_heads, n, value_dim). lse: (q_heads, n). scale, softcap: of scores.
-    """
-
-    queries: Tensor
-    out: Tensor
-    lse: Tensor
-    scale: float
-    softcap: float | None
-
-    def on_host(self) -> Sample:
-        """Copy to host memory."""
-        queries, out, lse = (
-            np.ascontiguousarray(part.numpy()) for part in brought_together([self.queries, self.out, self.lse])
-        )
-        return Sample(queries, (out, lse), self.scale, self.softcap)
-
-
 class BudgetBuild:
     """Budgets of keys per head of one layer's prefill: `add` the sequences, then `run`."""
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[SequenceKV, tuple[int, int], SampledAttention]] = []
+        self._jobs: list[tuple[SequenceKV, tuple[int, int], list[Tensor], tuple[float, float | None]]] = []
 
-    def add(self, host: SequenceKV, span: tuple[int, int], sample: SampledAttention) -> None:
-        """Queue `host`, whose tokens span[0] .. span[1] are retrieved, for budgets by `sample`."""
-        self._jobs.append((host, span, sample))
+    def add(
+        self, host: SequenceKV, span: tuple[int, int], sample: list[Tensor], scoring: tuple[float, float | None]
+    ) -> None:
+        """Queue `host`, whose tokens span[0] .. span[1] are retrieved, for budgets by a sample.
+
+        sample: queries and their attention to sinks and window, out and lse, float32 on the device.
+        scoring: scale and softcap.
+        """
+        self._jobs.append((host, span, sample, scoring))
 
     def run(self) -> None:
         """Measure errors and choose budgets; indexes exist. Raises ConfigError for a kind without compiled search."""
         while self._jobs:
-            host, (start, stop), taken = self._jobs.pop(0)
-            sample = taken.on_host()
-
-            def attend(
-                k: int | None, path: SequenceKV = host, low: int = start, high: int = stop, given: Sample = sample
-            ) -> HostPartial:
-                scoring = {"scale": given.scale, "softcap": given.softcap}
-                return attend_path(path, given.queries, low, high, k, **scoring)  # type: ignore[arg-type]
-
-            budgets = allocated(measured_errors(sample, attend), MEAN_RETRIEVE)
-            few, scoring = sample.queries[:, :1], {"scale": sample.scale, "softcap": sample.softcap}
-            attend_path(host, few, start, stop, budgets, **scoring)  # type: ignore[arg-type]  # raises now if it must
+            host, (start, stop), taken, (scale, softcap) = self._jobs.pop(0)
+            queries, out, lse = (np.ascontiguousarray(part.numpy()) for part in brought_together(taken))
+            attend = functools.partial(attend_path, host, start=start, stop=stop, scale=scale, softcap=softcap)
+            budgets = allocated(
+                measured_errors((out, lse), lambda k, attend=attend, queries=queries: attend(queries, top_k=k)),
+                MEAN_RETRIEVE,
+            )
+            attend(queries[:, :1], top_k=budgets)  # raises now if it must
             host.budgets = budgets

@@ -22,12 +22,11 @@ class LayerStats:
 
     host_seconds: retrieved attention as a whole; search_seconds and attend_seconds: its phases inside.
     copy_seconds, index_seconds: copying keys to the host and building indexes (with a GPU: in threads, while it
-    computes); lists_seconds: the GPU's time for training lists; wait_seconds: prefill blocked by the host.
+    computes); wait_seconds: prefill blocked by the host.
     """
 
     index_seconds: float = 0.0
     copy_seconds: float = 0.0
-    lists_seconds: float = 0.0
     wait_seconds: float = 0.0
     host_seconds: float = 0.0
     search_seconds: float = 0.0

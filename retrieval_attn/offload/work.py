@@ -253,7 +253,6 @@ class HostWork:
         """
         for future in self._futures.values():
             self._wait(future)
-        self._stats.lists_seconds += self._build.take_list_seconds()
 
     def check(self) -> None:
         """Raise what went wrong so far, without waiting."""

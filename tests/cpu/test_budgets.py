@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrieval_attn.cpu.budgets import LEVELS, HeadBudgets, Sample, allocated, measured_errors
+from retrieval_attn.cpu.budgets import LEVELS, HeadBudgets, allocated, measured_errors
 from retrieval_attn.cpu.host_attend import attend_path, attend_paths
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import Format
@@ -73,12 +73,11 @@ def test_errors_are_those_of_whole_outputs() -> None:
     path, queries = make_path(900), make_queries(4)
     out, lse = np.zeros((KV_HEADS * GROUP, 4, VALUE_DIM), np.float32), np.full((KV_HEADS * GROUP, 4), -30, np.float32)
     lse[2] = 60
-    sample = Sample(queries, (out, lse), SCALE, None)
 
     def attend(k: int | None) -> Any:
         return attend_path(path, queries, 0, 900, k, scale=SCALE)
 
-    errors = measured_errors(sample, attend)
+    errors = measured_errors((out, lse), attend)
     assert errors.shape == (6, len(LEVELS)) and errors[2].max() < 1e-6 * errors[[0, 1, 3]].min()
     exact, near = attend(None).out[0].astype(float), attend(100).out[0].astype(float)
     np.testing.assert_allclose(errors[0, 2], ((near - exact) ** 2).sum(axis=1).mean(), rtol=1e-3)

@@ -360,7 +360,6 @@ def test_a_gpu_prefill_leaves_the_bytes_of_one_that_waits(monkeypatch: pytest.Mo
     beside = read(config, ids, 512, device="cuda")
     finish_prefill(beside)
     assert all(edges.shape[0] for edges in graphs(beside))
-    assert beside.stats().lists_seconds > 0
     monkeypatch.setattr(host_work, "overlaps", lambda device: False)
     plain = read(config, ids, 512, device="cuda")
     check_same_bytes(beside, plain)

@@ -26,7 +26,7 @@ from retrieval_attn.gpu.packed_experts import ExpertMatrices, ExpertShape, Packe
 from retrieval_attn.model.grouped import GroupedMatrix
 from retrieval_attn.model.layers import BATCHED, GROUPED, expert_counts, modules_of
 from retrieval_attn.model.placed_experts import join_layers, pack_placed
-from retrieval_attn.model.stored import Storage, StoredWeight
+from retrieval_attn.model.stored import ALIASES, Storage, StoredWeight
 
 PACKED = "retrieval_attn_packed"
 """Name of the function that multiplies packed experts, among transformers' `experts_implementation`."""
@@ -139,7 +139,7 @@ class ExpertWeights(Tensor):
         """Run an operation with copies of the matrices; copies and aliases of all share what is stored."""
         first, given = args[0] if args else None, kwargs or {}
         if isinstance(first, cls):
-            if func in _ALIASES:
+            if func in ALIASES:
                 return ExpertWeights(first.held, dtype=first.dtype, transposed=first.transposed)
             if func is torch.ops.aten._to_copy.default:
                 return first._copied(given.get("device"), given.get("dtype"))
@@ -163,12 +163,6 @@ class ExpertWeights(Tensor):
                 f"device={str(place)!r}."
             )
         return ExpertWeights(held, dtype=dtype or self.dtype, transposed=self.transposed)
-
-
-_ALIASES = (
-    torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
-    torch.ops.aten.lift_fresh.default,
-)  # fmt: skip
 
 
 def expert_parameters(module: nn.Module) -> tuple[str, str] | None:
@@ -309,16 +303,7 @@ def _float_shape(blocks: Tensor) -> ExpertShape:
 
 def stored_experts(matrices: Iterator[GroupedMatrix], shape: ExpertShape, storage: Storage) -> StoredExperts:
     """Return experts as a CPU stores them, of their matrices one at a time."""
-    experts, out, _ = shape
-    found: list[Tensor] = []
-    for number, matrix in enumerate(matrices):
-        parts = storage.packed(matrix)
-        found = found or [part.new_empty(experts * out, part.shape[1]) for part in parts]
-        for whole, part in zip(found, parts, strict=True):
-            whole[number * out : (number + 1) * out] = part
-    offsets = found[2] if len(found) > 2 else None
-    weight = StoredWeight(found[0], found[1], offsets, dtype=torch.float32, floats=storage.floats)
-    return StoredExperts(weight, experts)
+    return StoredExperts(storage.weight(matrices, shape.experts * shape.out, torch.float32), shape.experts)
 
 
 def use_packed_experts(model: Any) -> None:

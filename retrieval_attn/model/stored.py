@@ -6,6 +6,7 @@ chunk is multiplied by the BLAS library with a widened copy of some rows of the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ class StoredWeight(Tensor):
         first = args[0] if args else None
         given = kwargs or {}
         if isinstance(first, cls):
-            if func in _ALIASES:
+            if func in ALIASES:
                 return first._shared(first.dtype)
             if func is torch.ops.aten._to_copy.default and torch.device(given.get("device") or "cpu").type == "cpu":
                 return first._shared(given.get("dtype") or first.dtype)
@@ -153,7 +154,7 @@ class StoredWeight(Tensor):
         return out
 
 
-_ALIASES = (
+ALIASES = (
     torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default,
     torch.ops.aten.lift_fresh.default,
 )  # fmt: skip
@@ -193,3 +194,16 @@ class Storage(NamedTuple):
             numbers = numbers.view(torch.int8)
         dtype = torch.float16 if self.half else torch.float32
         return [numbers, *(one.to(dtype).contiguous() for one in (scales, offsets)[: 1 + self.moved])]
+
+    def weight(self, matrices: Iterable[GroupedMatrix], rows: int, dtype: torch.dtype) -> StoredWeight:
+        """Return a weight of `rows` rows, those of matrices one below the other; one matrix at a time is in memory."""
+        found: list[Tensor] = []
+        first = 0
+        for matrix in matrices:
+            parts = self.packed(matrix)
+            found = found or [part.new_empty(rows, part.shape[1]) for part in parts]
+            for whole, part in zip(found, parts, strict=True):
+                whole[first : first + len(part)] = part
+            first += len(parts[0])
+        offsets = found[2] if len(found) > 2 else None
+        return StoredWeight(found[0], found[1], offsets, dtype=dtype, floats=self.floats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,27 +46,9 @@ class AttendingParts(NamedTuple):
     def compared(self, layer: Any, index: int, rows: int) -> LayerScoring:
         """See `LayerParts.compared`: the layer's scoring, if its kernels and its modules call attention alike."""
         into = self.attending
+        sizes = into.query.shape[1], into.q_heads, into.head_dim, into.rotary_dim
         numbers = numbers_for(into.query, index)
-        options: dict[str, Any] = {
-            "attention_mask": hooks.MaskSpec(q_offset=0, q_length=1),
-            "position_ids": torch.zeros(rows, 1, dtype=torch.long, device=into.query.device),
-            "use_cache": True,
-        }
-        scorings = set()
-        for size in TRIED_SIZES:
-            hidden = numbers(rows, 1, into.query.shape[1]) * size
-            options["position_embeddings"] = numbers(rows, 1, into.rotary_dim), numbers(rows, 1, into.rotary_dim)
-            answer = numbers(rows, into.q_heads, 1, into.head_dim)
-            own, others = Probe(answer), Probe(answer)
-            with torch.no_grad():
-                returned = returned_by(layer, hidden, past_key_values=own, **options)
-                scoring = own.scoring
-                kernels = self.fused(layer, index, scoring)(hidden, past_key_values=others, **options)
-            scorings.add(scoring)
-            require_same({**own.asked, "output": returned}, {**others.asked, "output": kernels})
-        if len(scorings) > 1:
-            raise Different("how it has keys scored changes")
-        return scorings.pop()
+        return scoring_of(layer, numbers, rows, sizes, lambda found: self.fused(layer, index, found))
 
     def fused(self, layer: Any, index: int, found: LayerScoring) -> FusedAttending:
         """See `LayerParts.fused`."""
@@ -142,6 +125,37 @@ def attending_parts(layer: Any, rows: int) -> AttendingParts:
     turned = rotary_dim(attention.config, dim)
     attending = Attending(norm, *projections, dim, query_norm, key_norm, turned, gates)
     return AttendingParts(attending, output, feed_of(layer, rows))
+
+
+def scoring_of(
+    layer: Any,
+    numbers: Callable[..., Tensor],
+    rows: int,
+    sizes: tuple[int, int, int, int],
+    fused: Callable[[LayerScoring], Callable[..., Tensor]],
+) -> LayerScoring:
+    """Return how a layer has keys scored if its kernels return the same and call attention alike. Raises Different.
+
+    numbers: gives random ones of a shape. sizes: of hidden states, query heads, a head, and its rotated numbers. fused:
+    gives the layer's forward in kernels for a scoring.
+    """
+    hidden_size, heads, head_dim, turned = sizes
+    options: dict[str, Any] = {"attention_mask": hooks.MaskSpec(q_offset=0, q_length=1), "use_cache": True}
+    scorings = set()
+    for size in TRIED_SIZES:
+        hidden = numbers(rows, 1, hidden_size) * size
+        options["position_ids"] = hidden.new_zeros(rows, 1, dtype=torch.long)
+        options["position_embeddings"] = numbers(rows, 1, turned), numbers(rows, 1, turned)
+        answer = numbers(rows, heads, 1, head_dim)
+        own, others = Probe(answer), Probe(answer)
+        with torch.no_grad():
+            returned = returned_by(layer, hidden, past_key_values=own, **options)
+            kernels = fused(own.scoring)(hidden, past_key_values=others, **options)
+        scorings.add(own.scoring)
+        require_same({**own.asked, "output": returned}, {**others.asked, "output": kernels})
+    if len(scorings) > 1:
+        raise Different("how it has keys scored changes")
+    return scorings.pop()
 
 
 def rotary_dim(config: Any, head_dim: int) -> int:

@@ -8,6 +8,7 @@ next step, which runs the modules.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from retrieval_attn.cpu.matrix import StoredMatrix
 from retrieval_attn.cpu.program import GELU_TANH, SILU, Program
 from retrieval_attn.gpu.products import Norm
 from retrieval_attn.model import hooks
-from retrieval_attn.model.fused.attention_parts import LayerScoring, Probe, rotary_dim
-from retrieval_attn.model.fused.parts import TRIED_SIZES, Different, norm_of, require_same, returned_by
+from retrieval_attn.model.fused.attention_parts import LayerScoring, rotary_dim, scoring_of
+from retrieval_attn.model.fused.parts import Different, norm_of
 from retrieval_attn.model.layers import decoder_layers, modules_of
 from retrieval_attn.model.stored import KERNEL_ROWS, StoredWeight
 
@@ -74,7 +75,14 @@ class HostLayer:
             return self._own(hidden_states, *args, **kwargs)
         if self._scoring is None:
             try:
-                self._scoring = self._compared()
+                generator, sizes = torch.Generator().manual_seed(self._index), self._sizes
+                self._scoring = scoring_of(
+                    self._layer,
+                    functools.partial(torch.randn, generator=generator),
+                    2,
+                    (sizes.hidden, sizes.heads, sizes.head_dim, sizes.turned),
+                    lambda scoring: functools.partial(self._step, scoring=scoring),
+                )
             except Different as reason:
                 self._differs = True
                 log.info("layer %d runs its modules: %s", self._index, reason)
@@ -128,30 +136,6 @@ class HostLayer:
         added = torch.empty_like(hidden)
         self._after.run([one.data_ptr() for one in (hidden, mixed, normed, added, gate, up, out)], rows)
         return out
-
-    def _compared(self) -> LayerScoring:
-        """Return the layer's scoring if programs and modules give the same results. Raises Different."""
-        sizes, generator = self._sizes, torch.Generator().manual_seed(self._index)
-        options: dict[str, Any] = {
-            "attention_mask": hooks.MaskSpec(q_offset=0, q_length=1),
-            "position_ids": torch.zeros(2, 1, dtype=torch.long),
-            "use_cache": True,
-        }
-        scorings = set()
-        for size in TRIED_SIZES:
-            hidden = torch.randn(2, 1, sizes.hidden, generator=generator) * size
-            turns = [torch.randn(2, 1, sizes.turned, generator=generator) for _ in range(2)]
-            options["position_embeddings"] = turns[0], turns[1]
-            answer = torch.randn(2, sizes.heads, 1, sizes.head_dim, generator=generator)
-            own, others = Probe(answer), Probe(answer)
-            with torch.no_grad():
-                returned = returned_by(self._layer, hidden, past_key_values=own, **options)
-                programs = self._step(hidden, own.scoring, past_key_values=others, **options)
-            scorings.add(own.scoring)
-            require_same({**own.asked, "output": returned}, {**others.asked, "output": programs})
-        if len(scorings) > 1:
-            raise Different("how it has keys scored changes")
-        return scorings.pop()
 
 
 def _before(layer: Any, sizes: _Sizes) -> Program:

@@ -57,14 +57,7 @@ class BlockFormat(NamedTuple):
         dtype: of the inputs and outputs of its module.
         """
         step = max(1, CHUNK // (data.shape[-1] // self.nbytes * self.size))
-        found: list[Tensor] = []
-        for first in range(0, len(data), step):  # no second copy of the matrix
-            parts = self.storage.packed(self.kept(data[first : first + step]))
-            found = found or [part.new_empty(len(data), part.shape[1]) for part in parts]
-            for whole, part in zip(found, parts, strict=True):
-                whole[first : first + step] = part
-        offsets = found[2] if len(found) > 2 else None
-        return StoredWeight(found[0], found[1], offsets, dtype=dtype, floats=self.storage.floats)
+        return self.storage.weight(map(self.kept, data.split(step)), len(data), dtype)
 
     def weights(self, data: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weights (..., columns) of bytes (..., bytes of a row) uint8, on the same device."""

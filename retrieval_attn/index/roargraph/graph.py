@@ -16,7 +16,7 @@ from retrieval_attn.index.memory import aligned_empty, usable
 from retrieval_attn.index.roargraph import build as graph_build
 from retrieval_attn.index.roargraph import landmarks
 from retrieval_attn.index.roargraph.build import distance_terms, link_nodes
-from retrieval_attn.index.roargraph.search import CELL_KEYS, Cells, Graph, make_scratch
+from retrieval_attn.index.roargraph.search import Cells, Graph, make_scratch
 
 LIST_K = 100
 """Length of a training list; longer ones that are given are cut."""
@@ -223,27 +223,6 @@ def without_keys_from(head: HeadGraph, length: int) -> HeadGraph:
         *cells,
     )
     return HeadGraph(graph, head.coded._replace(codes=codes), head.minus[:0])
-
-
-def graph_stats(head: HeadGraph | None, num_keys: int) -> dict[str, int]:
-    """keys; nodes; linked; landmarks; left_out: keys outside the graph, which a search finds by the landmarks nearest
-    to them; unreached: those of them that none scores, 16 others being farther from the same landmark; edges;
-    graph_bytes; code_bytes.
-    """
-    if head is None:
-        names = "nodes", "linked", "landmarks", "left_out", "unreached", "edges", "graph_bytes", "code_bytes"
-        return {"keys": num_keys, **dict.fromkeys(names, 0)}
-    return {
-        "keys": num_keys,
-        "nodes": head.nodes,
-        "linked": head.linked,
-        "landmarks": len(head.graph.cells.starts) - 1,
-        "left_out": num_keys - head.nodes,
-        "unreached": int(np.maximum(0, np.diff(head.graph.cell_starts) - CELL_KEYS).sum()),
-        "edges": int((head.graph.adjacency[: head.linked] >= 0).sum()),
-        "graph_bytes": head.graph_nbytes,
-        "code_bytes": head.code_nbytes,
-    }
 
 
 def graph_state(head: HeadGraph) -> dict[str, Any]:

@@ -181,11 +181,6 @@ class RoarGraphIndex(KeyIndex):
         return self._head is not None and 2 * visible > len(self) and visible >= SCAN_SHARE * k
 
     @property
-    def stats(self) -> dict[str, int]:
-        """Numbers of the graph, see `graph.graph_stats`."""
-        return graph_head.graph_stats(self._head, len(self))
-
-    @property
     def memory(self) -> HeldMemory:
         """The graph, codes, and keys that had to be copied."""
         head = self._head

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from retrieval_attn.gpu.decode.kernels import kernels_for, replacement_for
+from retrieval_attn.gpu.decode.kernels import step_kernels
 
 UNIT_EPS = 1e-6
 """What is added to the sum of squares of a query or a key before it is divided by its root."""
@@ -73,6 +73,5 @@ class States(NamedTuple):
 
 def delta_step(asked: Asked, rule: DeltaRule, states: States) -> Tensor:
     """Compute the input of the output projection, (rows, v_heads * v_dim) in the dtype of `asked`; advance `states`."""
-    kernels = kernels_for(asked.mixed, "delta_triton") or replacement_for(asked.mixed, "delta_triton")
-    found: Tensor = kernels.delta_step(asked, rule, states)
+    found: Tensor = step_kernels(asked.mixed, "delta_triton").delta_step(asked, rule, states)
     return found

@@ -11,12 +11,12 @@ Weights are plain, or of 4 bits (`packed.py`). Each product has a Triton kernel 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from retrieval_attn.gpu.decode.kernels import kernels_for, replacement_for
+from retrieval_attn.gpu.decode.kernels import kernels_for, step_kernels
 from retrieval_attn.gpu.packed import PackedWeights
 
 
@@ -170,29 +170,25 @@ def _kind(weights: AnyWeights) -> tuple[object, ...]:
     return kind
 
 
-def _kernels(tensor: Tensor, module: str) -> Any:
-    return kernels_for(tensor, module) or replacement_for(tensor, module)
-
-
 def project(hidden: Tensor, into: Attending, rotation: Rotation) -> Projected:
     """Compute query, key and value for hidden (rows, in)."""
-    found: Projected = _kernels(hidden, into.query.kernels).project(hidden, into, rotation)
+    found: Projected = step_kernels(hidden, into.query.kernels).project(hidden, into, rotation)
     return found
 
 
 def two_products(hidden: Tensor, norm: Norm, first: AnyWeights, second: AnyWeights) -> tuple[Tensor, Tensor]:
     """Products (rows, out) of the normed hidden (rows, in) with two weights, alike and both with a bias or neither."""
-    found: tuple[Tensor, Tensor] = _kernels(hidden, first.kernels).two_products(hidden, norm, first, second)
+    found: tuple[Tensor, Tensor] = step_kernels(hidden, first.kernels).two_products(hidden, norm, first, second)
     return found
 
 
 def gated(hidden: Tensor, into: Gated) -> Tensor:
     """silu(gate(x)) * up(x), (rows, inner), of the normed x of hidden (rows, in)."""
-    found: Tensor = _kernels(hidden, into.gate.kernels).gated(hidden, into)
+    found: Tensor = step_kernels(hidden, into.gate.kernels).gated(hidden, into)
     return found
 
 
 def add_product(residual: Tensor, numbers: Tensor, weights: AnyWeights) -> Tensor:
     """residual (rows, out) + numbers (rows, in) times the weights (out, in), a new tensor."""
-    found: Tensor = _kernels(numbers, weights.kernels).add_product(residual, numbers, weights)
+    found: Tensor = step_kernels(numbers, weights.kernels).add_product(residual, numbers, weights)
     return found

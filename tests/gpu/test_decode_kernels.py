@@ -39,11 +39,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where the tensors lie; "triton" means the kernels on a GPU, or interpreted."""
     if request.param == "torch":
-        monkeypatch.setattr(decode_kernels, "_triton", lambda tensor: reference)
+        monkeypatch.setattr(decode_kernels, "step_kernels", lambda tensor: reference)
     elif INTERPRETED:
         from retrieval_attn.gpu.decode import kernels_triton as decode_triton
 
-        monkeypatch.setattr(decode_kernels, "_triton", lambda tensor: decode_triton)
+        monkeypatch.setattr(decode_kernels, "step_kernels", lambda tensor: decode_triton)
     yield "cuda" if request.param == "triton" and not INTERPRETED else "cpu"
 
 
@@ -342,7 +342,8 @@ def test_the_modules_of_kernels_that_are_named_exist() -> None:
     """They are imported by name, on a GPU only: one that had moved would leave decoding to PyTorch's operations."""
     folder = Path(decode_kernels.__file__).parents[2]
     texts = [file.read_text() for file in folder.rglob("*.py")]
-    names = [name for text in texts for name in re.findall(r'kernels_for\([\w.]+, "([\w.]+)"\)', text)]
+    named = r'(?:kernels_for\([\w.]+, |step_kernels\([\w.]+, |module: str = )"([\w.]+_triton)"\)'
+    names = [name for text in texts for name in re.findall(named, text)]
     # which kernels multiply is said by the weights
     chosen = [name for text in texts for name in re.findall(r'return "(\w+_triton)"', text)]
     assert len(names) == 24 and sorted(chosen) == ["packed_triton", "products_triton"]

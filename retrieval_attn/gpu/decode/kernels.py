@@ -83,7 +83,7 @@ def stage_queries(query: Tensor, target: Tensor, rows: Tensor | None) -> None:
 
     rows: int64, where query head h of row b goes, at b * q_heads + h; None: there, in order.
     """
-    _triton(query).stage_queries(query, target, rows)
+    step_kernels(query).stage_queries(query, target, rows)
 
 
 def window_partials(
@@ -103,7 +103,7 @@ def window_partials(
     reach: only the last `reach` tokens are seen, the query's among them (sliding-window layers). New tokens are always
     real. `window.span` is left as it is: see `advance`. Returns up to `splits` partials, of which some may be empty.
     """
-    parts: Parts = _triton(query).window_partials(query, key, value, window, scale, softcap, reach, splits)
+    parts: Parts = step_kernels(query).window_partials(query, key, value, window, scale, softcap, reach, splits)
     return parts
 
 
@@ -122,17 +122,13 @@ def merge_parts(
     of tokens in pages, in the order of `parts`. Parts may be empty (lse -inf). Adds to the host's tally, where there is
     one: `rest` and the host's share of its own are estimated.
     """
-    merged: Tensor = _triton(parts.out).merge_parts(parts, host, sink_logits, dtype, rest, paged)
+    merged: Tensor = step_kernels(parts.out).merge_parts(parts, host, sink_logits, dtype, rest, paged)
     return merged
 
 
 def advance(spans: Tensor, stored: Tensor) -> None:
     """Every layer of spans int32 (layers, batch, 2) has stored stored[row] tokens more: int32 (batch,), 1 or 0."""
     spans[..., 1].add_(stored)
-
-
-def _triton(tensor: Tensor) -> Any:
-    return kernels_for(tensor, "decode.kernels_triton") or replacement_for(tensor, "decode.kernels_triton")
 
 
 @contextmanager
@@ -148,8 +144,10 @@ def replaced_kernels(kernels_of: Callable[[str], Any]) -> Iterator[None]:
         _replacements.remove(kernels_of)
 
 
-def replacement_for(tensor: Tensor, module: str) -> Any:
-    """Return the replaced kernels of a module of a captured step. Raises BackendError if there are none."""
+def step_kernels(tensor: Tensor, module: str = "decode.kernels_triton") -> Any:
+    """Return `kernels_for`, or the replaced kernels of a captured step. Raises BackendError if there are neither."""
+    if (kernels := kernels_for(tensor, module)) is not None:
+        return kernels
     if not _replacements:
         raise BackendError(
             f"The kernels of {module} need Triton and a CUDA device, but the tensor is on {tensor.device}. Install "

@@ -235,10 +235,7 @@ class BudgetBuild:
         while self._jobs:
             host, (start, stop), taken, (scale, softcap) = self._jobs.pop(0)
             queries, out, lse = (np.ascontiguousarray(part.numpy()) for part in brought_together(taken))
-            attend = functools.partial(attend_path, host, start=start, stop=stop, scale=scale, softcap=softcap)
-            budgets = allocated(
-                measured_errors((out, lse), lambda k, attend=attend, queries=queries: attend(queries, top_k=k)),
-                MEAN_RETRIEVE,
-            )
-            attend(queries[:, :1], top_k=budgets)  # raises now if it must
+            attend = functools.partial(attend_path, host, queries, start, stop, scale=scale, softcap=softcap)
+            budgets = allocated(measured_errors((out, lse), attend), MEAN_RETRIEVE)
+            attend_path(host, queries[:, :1], start, stop, budgets, scale=scale, softcap=softcap)  # raises now if so
             host.budgets = budgets

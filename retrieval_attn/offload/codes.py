@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import threading
 import weakref
@@ -78,12 +77,12 @@ class DeviceCoder:
         try:
             with side_stream(self._device):
                 rooms = [self._room_for(keys.shape[1], *both) for both in spaces]
-                blocks = _spaces_on([one for both in spaces for one in both if one], self._device)
+                blocks, placed = _spaces_on([one for both in spaces for one in both if one], self._device)
                 for block in blocks:
                     block.send()
-                placed = itertools.chain.from_iterable(block.placed() for block in blocks)
+                there = iter(placed)
                 codes_of = [
-                    _empty_codes(room, next(placed), next(placed) if finer else None)
+                    _empty_codes(room, next(there), next(there) if finer else None)
                     for room, (_, finer) in zip(rooms, spaces, strict=True)
                 ]
                 if ready is not None:
@@ -210,19 +209,8 @@ class _Spaces:
 
     def add(self, space: CodeSpace) -> DeviceSpace:
         """Where it will be."""
-        self.take(space)
-        return self._placed(len(self._spaces) - 1)
-
-    def take(self, space: CodeSpace) -> None:
-        """It is one of them."""
+        parts = self._there[len(self._spaces)].split(self._sizes)
         self._spaces.append(space)
-
-    def placed(self) -> list[DeviceSpace]:
-        """Where they will be."""
-        return [self._placed(number) for number in range(len(self._spaces))]
-
-    def _placed(self, number: int) -> DeviceSpace:
-        parts, space = self._there[number].split(self._sizes), self._spaces[number]
         sides = [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return DeviceSpace(sides[0], sides[1], sides[2], sides[3], space.wide, space.narrow, space.thin)
 
@@ -510,15 +498,15 @@ def load_codes(codes: Iterable[HeadCodes]) -> None:
             there = one._device
             if one.offloaded:
                 groups.setdefault((there.device, capacity_for(there.length), there.codes.shape[1]), []).append(one)
-        tasks: list[tuple[list[HeadCodes], Tensor, list[_Spaces]]] = []
+        tasks: list[tuple[list[HeadCodes], Tensor, list[_Spaces], list[DeviceSpace]]] = []
         for (device, tokens, key_bytes), heads in groups.items():
             with side_stream(device):
                 for start in range(0, len(heads), SLAB_HEADS):
                     part = heads[start : start + SLAB_HEADS]
                     memory = _taken(len(part), tokens, key_bytes, device)
-                    tasks.append((part, memory, _spaces_on([one._space for one in part], device)))
-        for part, memory, spaces in tasks:
-            coming = _senders().submit(_load_some, part, memory, spaces)
+                    tasks.append((part, memory, *_spaces_on([one._space for one in part], device)))
+        for part, memory, *spaces in tasks:
+            coming = _senders().submit(_load_some, part, memory, *spaces)
             for head, own in zip(part, memory, strict=True):
                 head.expect(own, coming)
 
@@ -534,14 +522,14 @@ def _is_offloaded(codes: DeviceCodes) -> bool:
     return not codes.on_host and len(codes.codes) < codes.length
 
 
-def _spaces_on(spaces: Sequence[CodeSpace], device: torch.device) -> list[_Spaces]:
+def _spaces_on(spaces: Sequence[CodeSpace], device: torch.device) -> tuple[list[_Spaces], list[DeviceSpace]]:
     """Allocate spaces on a device, in blocks whose `send` copies them."""
-    found = list[_Spaces]()
+    blocks, placed = list[_Spaces](), list[DeviceSpace]()
     for space in spaces:
-        if not found or not found[-1].fits(space):
-            found.append(_Spaces(space, len(spaces), device))
-        found[-1].take(space)
-    return found
+        if not blocks or not blocks[-1].fits(space):
+            blocks.append(_Spaces(space, len(spaces), device))
+        placed.append(blocks[-1].add(space))
+    return blocks, placed
 
 
 def _copy_some(heads: list[HeadCodes]) -> None:
@@ -549,15 +537,14 @@ def _copy_some(heads: list[HeadCodes]) -> None:
         head.copy_to_host()
 
 
-def _load_some(heads: list[HeadCodes], memory: Tensor, spaces: list[_Spaces]) -> None:
+def _load_some(heads: list[HeadCodes], memory: Tensor, blocks: list[_Spaces], placed: list[DeviceSpace]) -> None:
     """Copy codes of heads to memory (heads, capacity, key_bytes), and their spaces."""
     device = memory.device
 
     def copy() -> None:
-        for block in spaces:
+        for block in blocks:
             block.send()
-        there = itertools.chain.from_iterable(block.placed() for block in spaces)
-        for head, own, space in zip(heads, memory, there, strict=True):
+        for head, own, space in zip(heads, memory, placed, strict=True):
             head.load(own, space)
 
     with torch.inference_mode(False), torch.no_grad():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from retrieval_attn.config import Config
 from retrieval_attn.memory.device import (
     DEVICE_RESERVE,
     GRAPH_STATES,
@@ -112,36 +111,16 @@ class DeviceReads:
 class Arithmetic:
     """The formulas for one model, one set of options, one context length and batch.
 
-    device_size: of the GPU that holds most of the model; processes: that share the host's memory.
+    size: of the GPU that holds most of the model; processes: that share the host's memory.
     """
 
     shape: ModelShape
-    device_size: DeviceSize
+    size: DeviceSize
     processes: int
 
     @property
-    def part(self) -> ModelShape:
-        return self.device_size.shape
-
-    @property
-    def options(self) -> Config:
-        return self.device_size.options
-
-    @property
-    def context(self) -> int:
-        return self.device_size.context
-
-    @property
-    def batch(self) -> int:
-        return self.device_size.batch
-
-    @property
-    def chunk(self) -> int:
-        return self.device_size.chunk
-
-    @property
     def host_size(self) -> HostSize:
-        return HostSize(self.shape, self.options, self.batch)
+        return HostSize(self.shape, self.size.options, self.size.batch)
 
     @property
     def device_bytes(self) -> int:
@@ -149,12 +128,13 @@ class Arithmetic:
         return sum(item.bytes for item in self.device())
 
     def device(self) -> tuple[Item, ...]:
-        shape, n, size = self.part, self.context, self.device_size
-        kv = self.batch * n * shape.kv_layer_bytes
+        size = self.size
+        shape, n = size.shape, size.context
+        kv = size.batch * n * shape.kv_layer_bytes
         on_host = size.layout.hidden_on_host
-        hidden = self.chunk * size.chunks.visiting if on_host else n * size.hidden_token_bytes
-        whose = f"chunks under way, {self.chunk:,} tokens" if on_host else f"{n:,} tokens"
-        held = "three times: the context, a graph, an answer" if self.options.keeps_all else "whatever the context"
+        hidden = size.chunk * size.chunks.visiting if on_host else n * size.hidden_token_bytes
+        whose = f"chunks under way, {size.chunk:,} tokens" if on_host else f"{n:,} tokens"
+        held = "three times: the context, a graph, an answer" if size.options.keeps_all else "whatever the context"
         states, graph_states = state_bytes(size)
         cluster_token, clusters = cluster_bytes(size)
         items = [
@@ -176,17 +156,17 @@ class Arithmetic:
             Item("prefill: hidden states", hidden, f"{whose} x {shape.hidden}"),
             Item(
                 "prefill: KV of one layer",
-                kv - size.chunks.absent if size.chunks.in_state(self.chunk) else kv,
+                kv - size.chunks.absent if size.chunks.in_state(size.chunk) else kv,
                 f"{n:,} tokens x {show_bytes(shape.kv_layer_bytes)}",
             ),
             Item("prefill: KV being copied", kv * (size.kv_layers - 1), "of the layer before, to the host"),
             Item("prefill: rotary tables", n * rotary_bytes(size), "cosines and sines"),
             Item(
                 "prefill: one chunk",
-                self.chunk * size.chunks.token_bytes(self.chunk),
-                f"{self.chunk:,} tokens{', in a layer with a state' if size.chunks.in_state(self.chunk) else ''}",
+                size.chunk * size.chunks.token_bytes(size.chunk),
+                f"{size.chunk:,} tokens{', in a layer with a state' if size.chunks.in_state(size.chunk) else ''}",
             ),
-            Item("fragmentation", size.chunks.unusable(self.chunk), "memory that the allocator cannot use (estimate)"),
+            Item("fragmentation", size.chunks.unusable(size.chunk), "memory that the allocator cannot use (estimate)"),
             Item(
                 "codes of keys",
                 n * size.coded_token_bytes + size.spare_codes,
@@ -197,20 +177,22 @@ class Arithmetic:
                 n * cluster_token + clusters,
                 "tail: a byte per key and head, means, sums of a layer",
             ),
-            Item("prefill: codes of a head", n * size.codes.building, f"on their way into a {self.options.index}"),
-            Item("prefill: image", size.image_excess(self.chunk), "embedding the largest one, beyond a chunk"),
+            Item("prefill: codes of a head", n * size.codes.building, f"on their way into a {size.options.index}"),
+            Item("prefill: image", size.image_excess(size.chunk), "embedding the largest one, beyond a chunk"),
             Item("logits", size.logits_bytes, f"one row of {shape.vocab:,} per sequence"),
             Item("CUDA context and workspaces", DEVICE_RESERVE, "assumed"),
         ]
         return tuple(item for item in items if item.bytes)
 
     def host(self) -> tuple[Item, ...]:
-        shape, n, size = self.shape, self.context, self.host_size
+        shape, n, size = self.shape, self.size.context, self.host_size
         key, value = size.rows
         stored = f"{n:,} tokens x {shape.full_layers} layers x {shape.kv_heads} x {key + value} bytes"
         items = (
             Item("keys and values", n * size.token_bytes, stored),
-            Item("index", size.index_bytes(n), f"{self.options.index.removesuffix('-auto')}: {size.index_text(n)}"),
+            Item(
+                "index", size.index_bytes(n), f"{self.size.options.index.removesuffix('-auto')}: {size.index_text(n)}"
+            ),
             Item("clusters", size.cluster_bytes(n), "tail: a byte per key and head, and sums"),
             Item("input embedding", shape.host_table_bytes, "a row of it for each token crosses to the GPU"),
             *([] if shape.routed is None else [Item("experts", shape.routed.host_bytes, shape.routed.text)]),
@@ -223,7 +205,7 @@ class Arithmetic:
     @property
     def hidden_on_host(self) -> int:
         """Bytes of host memory per token of context for hidden states while it is read."""
-        return self._hidden_on_host(self.device_size)
+        return self._hidden_on_host(self.size)
 
     def _hidden_on_host(self, size: DeviceSize) -> int:
         return self.processes * size.hidden_token_bytes if size.layout.hidden_on_host else 0
@@ -234,17 +216,17 @@ class Arithmetic:
         return all(held <= limit for held, limit in zip(sums, (device_limit, host_limit), strict=True))
 
     def largest_chunk(self, device_limit: int) -> int:
-        sizes = choices(self.device_size)
-        free = ((size, device_limit - size.fixed_bytes - self.context * size.token_bytes) for size in sizes)
-        chunk = min(max(size.chunks.most(room) for size, room in free), self.context)
-        if self.device_size.fixed_bytes + self.device_size.image_bytes > device_limit:
+        sizes = choices(self.size)
+        free = ((size, device_limit - size.fixed_bytes - self.size.context * size.token_bytes) for size in sizes)
+        chunk = min(max(size.chunks.most(room) for size, room in free), self.size.context)
+        if self.size.fixed_bytes + self.size.image_bytes > device_limit:
             return 0
         return max(chunk - chunk % CHUNK_STEP if chunk > CHUNK_STEP else chunk, 0)
 
     def largest_context(self, device_limit: int, host_limit: int) -> int:
         most = 0
-        for size in choices(self.device_size):
-            tokens = most_context(size, device_limit, self.options.prefill_chunk)
+        for size in choices(self.size):
+            tokens = most_context(size, device_limit, self.size.options.prefill_chunk)
             beside = self._hidden_on_host(size)
             room = host_limit - self.processes * HOST_RESERVE - self.shape.host_weight_bytes
             held = self.host_size.most_tokens(room, beside)
@@ -252,14 +234,15 @@ class Arithmetic:
         return most
 
     def full_attention(self, device_limit: int) -> FullAttention:
-        part, n, size = self.part, self.context, self.device_size
-        tokens_kv = self.batch * n * part.full_layers
+        size = self.size
+        part, n = size.shape, size.context
+        tokens_kv = size.batch * n * part.full_layers
         rest = (
             size.sliding_bytes
-            + self.batch * part.states_bytes
+            + size.batch * part.states_bytes
             + size.logits_bytes
             + DEVICE_RESERVE
-            + size.chunks.bytes(self.chunk)
+            + size.chunks.bytes(size.chunk)
         )
         plain = part.weight_bytes + tokens_kv * part.kv_layer_bytes + rest
         codes = n * size.coded_token_bytes  # of the index that answers with all keys do not use
@@ -288,7 +271,7 @@ class Arithmetic:
 
         Launches and the host's part take as long as on the H100's machine.
         """
-        reads, size = self._device_reads(), self.device_size
+        reads, size = self._device_reads(), self.size
         if not reads.reader.full_layers:
             return ()
         search = SEARCH_SECONDS * reads.reader.full_layers
@@ -305,39 +288,39 @@ class Arithmetic:
 
     def _device_reads(self) -> DeviceReads:
         # GPUs that share heads read at once, those that share layers in turn
-        reader = self.part if self.processes > 1 else self.shape
+        reader = self.size.shape if self.processes > 1 else self.shape
         held, bus = reader.weight_bytes + reader.host_table_bytes, 0
         if reader.routed is not None and reader.routed.on_host:
             held, bus = held - reader.routed.device_bytes + reader.routed.packed_bytes, reader.routed.bus_bytes
         weights = max(0, held * reader.active_parameters // reader.parameters - bus)
-        read = DeviceSize(reader, self.options, self.context, self.batch, self.device_size.layout)
-        plain = weights + read.sliding_bytes + self.batch * reader.states_bytes
-        kv = self.batch * self.context * reader.full_layers * reader.kv_layer_bytes
+        read = replace(self.size, shape=reader)
+        plain = weights + read.sliding_bytes + read.batch * reader.states_bytes
+        kv = read.batch * read.context * reader.full_layers * reader.kv_layer_bytes
         return DeviceReads(reader, plain, read.window_bytes, kv, bus)
 
     def _host_read(self) -> int:
         """Host bytes per token with a flat index: each key once per KV head, values of retrieved keys."""
-        shape = self.shape
-        keys = max(self.context - self.options.sink - self.options.window, 0)
-        retrieved = self.options.retrieve_count(keys)
+        shape, size = self.shape, self.size
+        keys = max(size.context - size.options.sink - size.options.window, 0)
+        retrieved = size.options.retrieve_count(keys)
         rows = keys * shape.kv_heads if retrieved is None else min(retrieved * shape.q_heads, keys * shape.kv_heads)
         key_bytes, value_bytes = self.host_size.rows
-        return self.batch * shape.full_layers * (keys * shape.kv_heads * key_bytes + rows * value_bytes)
+        return size.batch * shape.full_layers * (keys * shape.kv_heads * key_bytes + rows * value_bytes)
 
     def reasons(
         self, device: tuple[Item, ...], host: tuple[Item, ...], device_limit: int, host_limit: int
     ) -> tuple[str, ...]:
         reasons = []
         positions = self.shape.max_positions
-        if positions is not None and self.context > positions:
+        if positions is not None and self.size.context > positions:
             reasons.append(
-                f"the context of {self.context:,} tokens needs that many positions, {self.shape.name} has "
+                f"the context of {self.size.context:,} tokens needs that many positions, {self.shape.name} has "
                 f"{positions:,}: shorten the context or take a model trained for it"
             )
         peak, held = sum(item.bytes for item in device), sum(item.bytes for item in host)
         if peak > device_limit:
             chunk = self.largest_chunk(device_limit)
-            each = "" if self.part is self.shape else " on the fullest GPU"
+            each = "" if self.size.shape is self.shape else " on the fullest GPU"
             smaller = "shorten the context" if self.shape.quantized else "shorten the context, quantise the weights"
             cure = f"use prefill_chunk={chunk}" if chunk else f"{smaller} or take a larger GPU"
             reasons.append(

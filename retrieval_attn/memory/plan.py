@@ -194,7 +194,7 @@ def plan(
         host_memory=host_limit,
         device=device,
         host=host,
-        decode_bytes=arithmetic.device_size.decode_bytes,
+        decode_bytes=arithmetic.size.decode_bytes,
         kv_bytes_per_token=shape.full_layers * shape.kv_layer_bytes,
         largest_chunk=arithmetic.largest_chunk(device_limit),
         largest_context=(

@@ -159,7 +159,6 @@ class _KeptStep:
             [one.span for one in asks],
             (queries.shape[1], 1),
             first if isinstance(first, int) else budgets,
-            threads=asks[0].host.threads,
             **scoring._asdict(),
         )
 
@@ -303,7 +302,7 @@ def _retrieved(
             out[i], lse[i] = answer.out, answer.lse
             if answer.rest is not None:
                 rests[i] = torch.from_numpy(answer.rest).unsqueeze(0)
-            count_cost(asks[i].layer.stats, answer, seconds)
+            count_cost(asks[i].layer.stats, answer.cost, seconds)
     return Partial(torch.from_numpy(out), torch.from_numpy(lse)), rests
 
 

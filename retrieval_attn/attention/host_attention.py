@@ -14,7 +14,7 @@ from retrieval_attn.attention.source import AttentionRequest, AttentionSource, R
 from retrieval_attn.config import Config
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.host_attend import attend_paths
-from retrieval_attn.cpu.step.plan import StepCost, total_cost
+from retrieval_attn.cpu.step.plan import total_cost
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.offload.staging import to_queries
@@ -72,9 +72,7 @@ class HostSource(AttentionSource[TokenRange]):
             for one, answer in zip(ranges, answers, strict=True):
                 partial = Partial(torch.from_numpy(answer.out), torch.from_numpy(answer.lse))
                 found.append(RangeResult(one, partial, None if answer.rest is None else torch.from_numpy(answer.rest)))
-                costs.append(
-                    StepCost(answer.search_seconds, answer.attend_seconds, answer.keys_scanned, answer.bytes_read)
-                )
+                costs.append(answer.cost)
         cost = costs[0] if len(costs) == 1 else total_cost(costs)
         return self.assembled(found, self.ranges[0].host.value_dim, cost)
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.sequence import rows_by_path, unstacked
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.host_attend import HostPartial
 from retrieval_attn.cpu.step.plan import StepCost
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import BackendError
@@ -228,7 +227,7 @@ class SourcePlan:
         return results
 
 
-def count_cost(stats: LayerStats, cost: StepCost | HostPartial, seconds: float) -> None:
+def count_cost(stats: LayerStats, cost: StepCost, seconds: float) -> None:
     """Add the cost of attention on the host, which took `seconds` of wall clock in all, to a layer's counters."""
     stats.host_seconds += seconds
     stats.keys_scanned += cost.keys_scanned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from retrieval_attn.cpu.step.tables import SearchRange
 from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.formats import check_queries
-from retrieval_attn.index.threads import check_threads, kernel_threads
+from retrieval_attn.index.threads import kernel_threads
 
 MAX_STEP_QUERIES = 64
 """Queries of one key-value head that a step through the worker threads serves at once; more take several steps."""
@@ -27,19 +27,13 @@ MAX_STEP_QUERIES = 64
 class HostPartial(NamedTuple):
     """Attention over host tokens: a partial and what it cost.
 
-    out (q_heads, n, value_dim) and lse (q_heads, n), float32. keys_scanned: (query, key) scores the search
-    computed, or all of them without a search. bytes_read: bytes of keys and values read from the store; a key that is
-    scanned for several queries at once counts once. search_seconds, attend_seconds: wall clock by phase. rest
-    (q_heads, n) float32: the share of the weights that stands for keys which were not attended to; None where those are
-    left out.
+    out (q_heads, n, value_dim) and lse (q_heads, n), float32. rest (q_heads, n) float32: the share of the weights that
+    stands for keys which were not attended to; None where those are left out.
     """
 
     out: npt.NDArray[np.float32]
     lse: npt.NDArray[np.float32]
-    keys_scanned: int
-    bytes_read: int
-    search_seconds: float = 0.0
-    attend_seconds: float = 0.0
+    cost: StepCost
     rest: npt.NDArray[np.float32] | None = None
 
 
@@ -52,17 +46,15 @@ def attend_path(
     *,
     scale: float,
     softcap: float | None = None,
-    threads: int | None = None,
 ) -> HostPartial:
     """Attention of queries (q_heads, n, head_dim) float32 over tokens [start, stop) of a path.
 
     Query head h belongs to key-value head h // (q_heads // kv_heads). top_k: each query attends to its top_k best keys
     of the whole range (the same for equal scores: the earlier token), by head with budgets; or None for all tokens.
     Tokens not yet in the index of their segment are scanned, or inserted if they are many. Scores are scale * q.k,
-    soft-capped if softcap is given. threads: overrides the path's. An empty range gives out 0 and lse -inf. Raises
-    ShapeError, ConfigError.
+    soft-capped if softcap is given. An empty range gives out 0 and lse -inf. Raises ShapeError, ConfigError.
     """
-    return attend_paths([path], [queries], [(start, stop)], top_k, scale=scale, softcap=softcap, threads=threads)[0]
+    return attend_paths([path], [queries], [(start, stop)], top_k, scale=scale, softcap=softcap)[0]
 
 
 def attend_paths(
@@ -73,7 +65,6 @@ def attend_paths(
     *,
     scale: float,
     softcap: float | None = None,
-    threads: int | None = None,
 ) -> list[HostPartial]:
     """`attend_path` of several sequences at once: path i, queries[i] (q_heads, n, head_dim), tokens ranges[i].
 
@@ -88,18 +79,16 @@ def attend_paths(
     if not len(paths) == len(queries) == len(ranges) or not paths:
         raise ShapeError(f"as many queries and ranges as paths are needed, at least one, got {len(paths)} paths")
     check_score_options(scale, softcap)
-    threads = paths[0].threads if threads is None else threads
-    check_threads(threads)
     for path, own in zip(paths, queries, strict=True):
         _grouped(path, own)
     if top_k is None:
         apart = zip(paths, queries, ranges, strict=True)
-        return [attend_all(path, own, *span, scale, softcap, threads) for path, own, span in apart]
+        return [attend_all(path, own, *span, scale, softcap) for path, own, span in apart]
     top_k = top_k if isinstance(top_k, HeadBudgets) else int(top_k)
     if any(own.shape != queries[0].shape for own in queries):
         apart = zip(paths, queries, ranges, strict=True)
-        return [_step_paths([path], [own], [span], top_k, scale, softcap, threads)[0] for path, own, span in apart]
-    return _step_paths(paths, queries, ranges, top_k, scale, softcap, threads)
+        return [_step_paths([path], [own], [span], top_k, scale, softcap)[0] for path, own, span in apart]
+    return _step_paths(paths, queries, ranges, top_k, scale, softcap)
 
 
 def _step_paths(
@@ -109,7 +98,6 @@ def _step_paths(
     top_k: int | HeadBudgets,
     scale: float,
     softcap: float | None,
-    threads: int | None,
 ) -> list[HostPartial]:
     """Run steps for all paths, each for as many positions as fit. Raises ConfigError if one position does not fit."""
     q_heads, n, _ = queries[0].shape
@@ -123,7 +111,7 @@ def _step_paths(
             part = slice(start, min(start + at_once, n))
             shape = q_heads, part.stop - part.start
             step = _step_of(first, len(paths), shape[1])
-            if not plan_paths(step, paths, ranges, shape, top_k, scale=scale, softcap=softcap, threads=threads):
+            if not plan_paths(step, paths, ranges, shape, top_k, scale=scale, softcap=softcap):
                 if at_once == 1:
                     raise ConfigError(
                         f"candidates of {top_k} keys for each of {q_heads} query heads and {len(paths)} sequences need "
@@ -136,11 +124,10 @@ def _step_paths(
             costs.append(step.run())
             out[:, :, part], lse[:, :, part], rest[:, :, part] = step.out, step.lse, step.rest
             start = part.stop
-    share, cost = len(paths), total_cost(costs)
-    work = cost.keys_scanned // share, cost.bytes_read // share
-    seconds = cost.search_seconds / share, cost.attend_seconds / share
+    share, (search, attend, scanned, nbytes) = len(paths), total_cost(costs)
+    cost = StepCost(search / share, attend / share, scanned // share, nbytes // share)
     return [
-        HostPartial(out[row], lse[row], *work, *seconds, None if path.clusters is None else rest[row])
+        HostPartial(out[row], lse[row], cost, None if path.clusters is None else rest[row])
         for row, path in enumerate(paths)
     ]
 
@@ -165,7 +152,6 @@ def plan_paths(
     *,
     scale: float,
     softcap: float | None = None,
-    threads: int | None = None,
 ) -> bool:
     """Plan `step` for `queries` (q_heads, n) of each path over its tokens ranges[i], a row each; see `LayerStep.plan`.
 
@@ -174,8 +160,7 @@ def plan_paths(
     """
     spans = list(zip(paths, ranges, strict=True))
     named = [NamedPieces(step_pieces(path, *span), cluster_table(path, *span), 0) for path, span in spans]
-    threads = paths[0].threads if threads is None else threads
-    return plan_named(step, paths, named, queries, top_k, scale=scale, softcap=softcap, threads=threads)
+    return plan_named(step, paths, named, queries, top_k, scale=scale, softcap=softcap)
 
 
 def plan_named(
@@ -187,7 +172,6 @@ def plan_named(
     *,
     scale: float,
     softcap: float | None,
-    threads: int | None,
 ) -> bool:
     """`plan_paths` of pieces of each path, for some of which a device may name keys."""
     (q_heads, n), first = queries, paths[0]
@@ -195,7 +179,8 @@ def plan_named(
     if len(shapes) > 1 or not n or q_heads // first.num_kv_heads * n > MAX_STEP_QUERIES and n > 1:
         return False
     rows, rest = [one.pieces for one in named], Rest([one.table for one in named], max(one.least for one in named))
-    return any(rows) and step.plan(rows, q_heads, n, top_k, scale=scale, softcap=softcap, threads=threads, rest=rest)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": first.threads, "rest": rest}
+    return any(rows) and step.plan(rows, q_heads, n, top_k, **options)
 
 
 def step_pieces(path: SequenceKV, start: int, stop: int, *, clustered: bool = True) -> list[SearchRange]:
@@ -242,21 +227,15 @@ def _grouped(path: SequenceKV, queries: npt.NDArray[np.float32]) -> npt.NDArray[
 
 
 def attend_all(
-    path: SequenceKV,
-    queries: npt.NDArray[np.float32],
-    start: int,
-    stop: int,
-    scale: float,
-    softcap: float | None,
-    threads: int | None,
+    path: SequenceKV, queries: npt.NDArray[np.float32], start: int, stop: int, scale: float, softcap: float | None
 ) -> HostPartial:
     """Attend to all tokens [start, stop) by parallel kernels. The caller checks the arguments."""
     grouped, parts, shape = _grouped(path, queries), path.parts(start, stop), queries.shape[:2]
     if not parts or not grouped.size:
         out = np.zeros((*shape, path.value_dim), np.float32)
-        return HostPartial(out, np.full(shape, -np.inf, np.float32), 0, 0, rest=np.zeros(shape, np.float32))
+        return HostPartial(out, np.full(shape, -np.inf, np.float32), total_cost(()), np.zeros(shape, np.float32))
     began = time.perf_counter()
-    with kernel_threads(path.threads if threads is None else threads):
+    with kernel_threads(path.threads):
         # whole arrays, not slices: kernels are compiled once per memory layout
         out, lse = merge_partials(
             [
@@ -265,6 +244,5 @@ def attend_all(
             ]
         )
     out, lse, scanned = out.reshape(*shape, path.value_dim), lse.reshape(shape), (stop - start) * shape[0] * shape[1]
-    seconds = time.perf_counter() - began
-    nbytes = (stop - start) * path.token_bytes
-    return HostPartial(out, lse, scanned, nbytes, attend_seconds=seconds, rest=np.zeros(shape, np.float32))
+    cost = StepCost(0.0, time.perf_counter() - began, scanned, (stop - start) * path.token_bytes)
+    return HostPartial(out, lse, cost, np.zeros(shape, np.float32))

@@ -13,6 +13,7 @@ from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.host_attend import HostPartial
 from retrieval_attn.cpu.segment import Segment
 from retrieval_attn.cpu.step.estimate import PRIOR, STEEPNESS
+from retrieval_attn.cpu.step.plan import StepCost, total_cost
 from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.index.flat import search_exact
 from retrieval_attn.index.formats import Format, to_float32
@@ -120,7 +121,7 @@ def attend_apart(
     found = [_search(segment, grouped, top_k, low, high) for segment, low, high, _ in path.parts(start, stop)]
     if not found:
         out = np.zeros((*shape, path.value_dim), np.float32)
-        return HostPartial(out, np.full(shape, -np.inf, np.float32), 0, 0, rest=np.zeros(shape, np.float32))
+        return HostPartial(out, np.full(shape, -np.inf, np.float32), total_cost(()), np.zeros(shape, np.float32))
     together, scores = (np.concatenate([one[i] for one in found], axis=-1) for i in (1, 2))
     order = np.argsort(np.where(together < 0, np.inf, -scores), axis=-1, kind="stable")
     np.put_along_axis(together, order[..., top_k:], np.int32(-1), axis=-1)
@@ -149,4 +150,4 @@ def attend_apart(
         out, lse = merge_partials([(out, lse), estimate])
         rest = np.exp(estimate[1] - np.where(np.isneginf(lse), 0, lse)).reshape(shape)
     out, lse = out.reshape(*shape, path.value_dim), lse.reshape(shape)
-    return HostPartial(out, lse, sum(one.scanned for one in found), 0, rest=rest)
+    return HostPartial(out, lse, StepCost(0.0, 0.0, sum(one.scanned for one in found), 0), rest)

@@ -69,7 +69,8 @@ def test_results_do_not_depend_on_the_threads(n: int, top_k: int) -> None:
             path = filled(pool, 2, 20_000, 32, BF16)
             for _ in range(3):
                 results.append(attend_path(path, queries, 3, 19_990, top_k, scale=SCALE))
-            results.append(attend_path(path, queries, 3, 19_990, top_k, scale=SCALE, threads=1))
+            path.threads = 1
+            results.append(attend_path(path, queries, 3, 19_990, top_k, scale=SCALE))
     assert all(same(results[0], other) for other in results)
 
 
@@ -152,8 +153,8 @@ def test_graph_step_finds_what_the_index_finds(pool: Pool, heads: list[Synthetic
     again = graph_path(pool, heads)
     expected = apart(again, queries, TOKENS - 500, 20)
     assert_close(got, expected)
-    assert got.keys_scanned == expected.keys_scanned < 2 * GROUP * TOKENS * 0.6
-    assert got.search_seconds > 0 and got.attend_seconds > 0
+    assert got.cost.keys_scanned == expected.cost.keys_scanned < 2 * GROUP * TOKENS * 0.6
+    assert got.cost.search_seconds > 0 and got.cost.attend_seconds > 0
 
 
 @pytest.mark.parametrize("n, top_k", [(1, 20), (3, 1)])
@@ -170,7 +171,7 @@ def test_coded_scan_finds_what_the_index_finds(
             path = trained_path(pool, heads, kind, options)
             assert path.index_kinds == {kind: 2}
             results += [attend_path(path, queries, SINKS, stop, top_k, scale=SCALE) for stop in (TOKENS - 500, TOKENS)]
-            assert results[-1].keys_scanned == 2 * GROUP * n * (TOKENS - SINKS)
+            assert results[-1].cost.keys_scanned == 2 * GROUP * n * (TOKENS - SINKS)
             wrong = queries.copy()
             wrong[1, 0, 3] = np.nan
             got = attend_path(path, wrong, SINKS, TOKENS, top_k, scale=SCALE)
@@ -193,7 +194,8 @@ def test_few_leaves_of_a_sketch_are_looked_at_as_the_index_does(heads: list[Synt
             path = trained_path(pool, heads, "sketch", {"key_bytes": 16})
             results.append(attend_path(path, queries, SINKS, TOKENS - 500, 20, scale=SCALE))
             expected = apart(path, queries, TOKENS - 500, 20)
-            assert results[-1].keys_scanned == expected.keys_scanned < 2 * GROUP * n * (TOKENS - 500 - SINKS) * 0.8
+            scanned = results[-1].cost.keys_scanned
+            assert scanned == expected.cost.keys_scanned < 2 * GROUP * n * (TOKENS - 500 - SINKS) * 0.8
     assert same(results[0], results[1])
     assert_close(results[0], expected)
 
@@ -249,7 +251,7 @@ def test_tail_after_the_graph_is_scanned_then_inserted(pool: Pool, heads: list[S
     got = attend_path(path, queries, SINKS, TOKENS, 20, scale=SCALE)
     exact = attend_path(whole, queries, SINKS, TOKENS, 20, scale=SCALE)
     assert indexed_from(path, 0) == TOKENS - 500 - SINKS
-    assert got.keys_scanned >= 2 * GROUP * 500
+    assert got.cost.keys_scanned >= 2 * GROUP * 500
     # the newest 500 alone give at most what everything gives, and all of it is seen
     newest = attend_path(whole, queries, TOKENS - 500, TOKENS, 20, scale=SCALE)
     assert (got.lse >= newest.lse - 1e-5).all() and (got.lse <= exact.lse + 1e-5).all()
@@ -271,7 +273,7 @@ def test_ranges_that_the_graph_cannot_answer_are_scanned(pool: Pool, heads: list
     wrong[1, 0, 3] = np.nan
     got = attend_path(path, wrong, SINKS, 2500, 10, scale=SCALE)
     assert np.isnan(got.out[1]).all() and np.isnan(got.lse[1]).all()
-    assert np.isfinite(got.out[[0, 2, 3]]).all() and got.keys_scanned >= 2500 - SINKS
+    assert np.isfinite(got.out[[0, 2, 3]]).all() and got.cost.keys_scanned >= 2500 - SINKS
     got = attend_path(path, queries, 0, 2500, 10, scale=SCALE)  # the sinks join what the graph finds
     assert np.isfinite(got.lse).all()
 

@@ -129,8 +129,8 @@ def test_stored_keys_are_their_own_codes() -> None:
         np.testing.assert_allclose(coded.lse, exact.lse, atol=2e-4)  # one key of 50 may be another
         np.testing.assert_allclose(coded.lse, apart.lse, atol=2e-6)
         assert np.median(np.abs(coded.out - exact.out)) < 1e-6
-        assert coded.keys_scanned == exact.keys_scanned == 8 * (stop - 4)
-        assert 2 * (stop - 4) * 68 <= coded.bytes_read <= 2 * (stop - 4) * 68 + 8 * 50 * 68
+        assert coded.cost.keys_scanned == exact.cost.keys_scanned == 8 * (stop - 4)
+        assert 2 * (stop - 4) * 68 <= coded.cost.bytes_read <= 2 * (stop - 4) * 68 + 8 * 50 * 68
 
 
 def test_a_graph_over_int8_keys() -> None:
@@ -146,7 +146,7 @@ def test_a_graph_over_int8_keys() -> None:
     apart = attend_apart(path, asked, 4, n - 500, 50, 0.125)
     step = attend_path(path, asked, 4, n - 500, 50, scale=0.125)
     np.testing.assert_allclose(step.out, apart.out, atol=2e-6)
-    assert found.keys_scanned < exact.keys_scanned / 2
+    assert found.cost.keys_scanned < exact.cost.keys_scanned / 2
     assert np.exp(found.lse - exact.lse).mean() > 0.9 and (found.lse <= exact.lse + 1e-5).all()
 
 

@@ -226,9 +226,8 @@ class HostStep:
             named = [NamedPieces(one.pieces, one.table, self._named) for one in apart]
             if self._reads_named([None if row is None else row.path for row in own], apart, rows_of, by_host):
                 named = uncoded_only(apart)
-            options: dict[str, Any] = {"scale": scale, "softcap": softcap, "threads": paths[0].threads}
             if (self.reads is not Reads.HOST and not self._has_late) or plan_named(
-                self._step, paths, named, (self._q_heads, n), asked, **options
+                self._step, paths, named, (self._q_heads, n), asked, scale=scale, softcap=softcap
             ):
                 if self.part.rows is not None and rows_of != self._placed:
                     self.part.rows.copy_(_places(rows_of, self._q_heads))

@@ -21,6 +21,7 @@ from retrieval_attn.cpu.ahead import wait_for_builders
 from retrieval_attn.cpu.budgets import allocated, measured_errors
 from retrieval_attn.cpu.host_attend import attend_path
 from retrieval_attn.cpu.store import SequenceKV
+from retrieval_attn.gpu.attention.merge import Scoring
 from retrieval_attn.gpu.knn import nearest_keys
 from retrieval_attn.index.base import QueryMoment
 from retrieval_attn.index.threads import builder_threads, single_blas, usable_cores
@@ -218,15 +219,12 @@ class BudgetBuild:
     """Budgets of keys per head of one layer's prefill: `add` the sequences, then `run`."""
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[SequenceKV, tuple[int, int], list[Tensor], tuple[float, float | None]]] = []
+        self._jobs: list[tuple[SequenceKV, tuple[int, int], list[Tensor], Scoring]] = []
 
-    def add(
-        self, host: SequenceKV, span: tuple[int, int], sample: list[Tensor], scoring: tuple[float, float | None]
-    ) -> None:
+    def add(self, host: SequenceKV, span: tuple[int, int], sample: list[Tensor], scoring: Scoring) -> None:
         """Queue `host`, whose tokens span[0] .. span[1] are retrieved, for budgets by a sample.
 
         sample: queries and their attention to sinks and window, out and lse, float32 on the device.
-        scoring: scale and softcap.
         """
         self._jobs.append((host, span, sample, scoring))
 

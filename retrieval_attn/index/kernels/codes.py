@@ -360,7 +360,7 @@ def _load_part(builder: Any, address: Any, count: Any) -> Any:
     return builder.load(room)
 
 
-def byte_products(planes: int, vnni: bool = HAS_VNNI) -> Any:
+def byte_products(planes: int, vnni: bool) -> Any:
     """Return the intrinsic codes[row] . planes[query, 0] over `width` bytes (a multiple of 64), int32.
 
     planes=2: 128 times that + codes[row] . planes[query, 1].
@@ -387,7 +387,7 @@ def byte_products(planes: int, vnni: bool = HAS_VNNI) -> Any:
     return intrinsic(product)
 
 
-dot_u8_one, dot_u8_two = byte_products(1), byte_products(2)
+dot_u8_one, dot_u8_two = byte_products(1, HAS_VNNI), byte_products(2, HAS_VNNI)
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -32,6 +32,15 @@ class LayerScoring(NamedTuple):
     sinks: nn.Parameter | None
 
 
+class Sizes(NamedTuple):
+    """Numbers of a hidden state, query heads, numbers of a head, and those of them that are rotated."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    turned: int
+
+
 class AttendingParts(NamedTuple):
     """`LayerParts` of a layer that attends."""
 
@@ -46,7 +55,7 @@ class AttendingParts(NamedTuple):
     def compared(self, layer: Any, index: int, rows: int) -> LayerScoring:
         """See `LayerParts.compared`: the layer's scoring, if its kernels and its modules call attention alike."""
         into = self.attending
-        sizes = into.query.shape[1], into.q_heads, into.head_dim, into.rotary_dim
+        sizes = Sizes(into.query.shape[1], into.q_heads, into.head_dim, into.rotary_dim)
         numbers = numbers_for(into.query, index)
         return scoring_of(layer, numbers, rows, sizes, lambda found: self.fused(layer, index, found))
 
@@ -131,22 +140,20 @@ def scoring_of(
     layer: Any,
     numbers: Callable[..., Tensor],
     rows: int,
-    sizes: tuple[int, int, int, int],
+    sizes: Sizes,
     fused: Callable[[LayerScoring], Callable[..., Tensor]],
 ) -> LayerScoring:
     """Return how a layer has keys scored if its kernels return the same and call attention alike. Raises Different.
 
-    numbers: gives random ones of a shape. sizes: of hidden states, query heads, a head, and its rotated numbers. fused:
-    gives the layer's forward in kernels for a scoring.
+    numbers: gives random ones of a shape. fused: gives the layer's forward in kernels for a scoring.
     """
-    hidden_size, heads, head_dim, turned = sizes
     options: dict[str, Any] = {"attention_mask": hooks.MaskSpec(q_offset=0, q_length=1), "use_cache": True}
     scorings = set()
     for size in TRIED_SIZES:
-        hidden = numbers(rows, 1, hidden_size) * size
+        hidden = numbers(rows, 1, sizes.hidden) * size
         options["position_ids"] = hidden.new_zeros(rows, 1, dtype=torch.long)
-        options["position_embeddings"] = numbers(rows, 1, turned), numbers(rows, 1, turned)
-        answer = numbers(rows, heads, 1, head_dim)
+        options["position_embeddings"] = numbers(rows, 1, sizes.turned), numbers(rows, 1, sizes.turned)
+        answer = numbers(rows, sizes.heads, 1, sizes.head_dim)
         own, others = Probe(answer), Probe(answer)
         with torch.no_grad():
             returned = returned_by(layer, hidden, past_key_values=own, **options)

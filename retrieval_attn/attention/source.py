@@ -246,7 +246,8 @@ class TailMass:
     """Sum of the estimated shares of one layer's attention while it decodes. count: rows times tokens that were added.
 
     A step of the host returns the share of its own weights that stands for keys without attention
-    (`cpu/step/estimate.py`). Weighed by the lse of the host's part and of the whole, it is the share of all attention.
+    (`cpu/step/attend_task.py`). Weighed by the lse of the host's part and of the whole, it is the share of all
+    attention.
     """
 
     def __init__(self) -> None:

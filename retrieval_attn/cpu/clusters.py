@@ -3,7 +3,7 @@
 A read makes `KeyClusters`: probes, one per cluster and key-value head, that tell which cluster a key belongs to. A path
 keeps `PathClusters`: the number of keys, mean keys and summed values of every cluster over the tokens that retrieval
 covers now. Tokens that leave the window join their cluster when a step is planned for them. The step that uses all this
-is in `step/estimate.py`.
+is in `step/attend_task.py`.
 
 A byte per key and head says its cluster. Forks share these bytes and the probes; the sums of a path are its own, copied
 when a fork first changes them.

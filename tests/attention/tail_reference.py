@@ -25,7 +25,7 @@ from retrieval_attn.attention.layer_kv import LayerKV
 from retrieval_attn.attention.sequence import stacked
 from retrieval_attn.attention.source import SourcePlan, SourceResult
 from retrieval_attn.cpu.clusters import KeyClusters
-from retrieval_attn.cpu.step.estimate import PRIOR, STEEPNESS
+from retrieval_attn.cpu.step.attend_task import PRIOR, STEEPNESS
 from retrieval_attn.cpu.store import SequenceKV, indexed_from
 from retrieval_attn.index.formats import Format, to_float32
 

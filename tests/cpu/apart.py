@@ -12,7 +12,7 @@ from retrieval_attn.cpu.attend import Partial, merge_partials
 from retrieval_attn.cpu.clusters import ClusterTable
 from retrieval_attn.cpu.host_attend import HostPartial
 from retrieval_attn.cpu.segment import Segment
-from retrieval_attn.cpu.step.estimate import PRIOR, STEEPNESS
+from retrieval_attn.cpu.step.attend_task import PRIOR, STEEPNESS
 from retrieval_attn.cpu.step.plan import StepCost, total_cost
 from retrieval_attn.cpu.store import SequenceKV, cluster_table
 from retrieval_attn.index.flat import search_exact

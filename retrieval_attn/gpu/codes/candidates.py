@@ -6,7 +6,7 @@ weighted sum of their values. Newer keys, which nothing names because they have 
 run, plain PyTorch does the same: what the kernels are tested against.
 
 The newest keys of a layer, which have no codes yet, are few: all get their scores, a query attends to the best of them
-and to an estimate of the others, as the host does it in a step (`cpu/step/estimate.py`).
+and to an estimate of the others, as the host does it in a step (`cpu/step/attend_task.py`).
 
 Arithmetic is float32. Rows come as they are stored; int8 rows end with the four bytes of a float32 step.
 """

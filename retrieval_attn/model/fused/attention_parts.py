@@ -32,7 +32,7 @@ class LayerScoring(NamedTuple):
     sinks: nn.Parameter | None
 
 
-class Sizes(NamedTuple):
+class LayerWidths(NamedTuple):
     """Numbers of a hidden state, query heads, numbers of a head, and those of them that are rotated."""
 
     hidden: int
@@ -55,7 +55,7 @@ class AttendingParts(NamedTuple):
     def compared(self, layer: Any, index: int, rows: int) -> LayerScoring:
         """See `LayerParts.compared`: the layer's scoring, if its kernels and its modules call attention alike."""
         into = self.attending
-        sizes = Sizes(into.query.shape[1], into.q_heads, into.head_dim, into.rotary_dim)
+        sizes = LayerWidths(into.query.shape[1], into.q_heads, into.head_dim, into.rotary_dim)
         numbers = numbers_for(into.query, index)
         return scoring_of(layer, numbers, rows, sizes, lambda found: self.fused(layer, index, found))
 
@@ -140,7 +140,7 @@ def scoring_of(
     layer: Any,
     numbers: Callable[..., Tensor],
     rows: int,
-    sizes: Sizes,
+    sizes: LayerWidths,
     fused: Callable[[LayerScoring], Callable[..., Tensor]],
 ) -> LayerScoring:
     """Return how a layer has keys scored if its kernels return the same and call attention alike. Raises Different.

@@ -20,7 +20,7 @@ from retrieval_attn.cpu.matrix import StoredMatrix
 from retrieval_attn.cpu.program import GELU_TANH, SILU, Program
 from retrieval_attn.gpu.products import Norm
 from retrieval_attn.model import hooks
-from retrieval_attn.model.fused.attention_parts import LayerScoring, Sizes, rotary_dim, scoring_of
+from retrieval_attn.model.fused.attention_parts import LayerScoring, LayerWidths, rotary_dim, scoring_of
 from retrieval_attn.model.fused.parts import Different, norm_of
 from retrieval_attn.model.layers import decoder_layers, modules_of
 from retrieval_attn.model.stored import KERNEL_ROWS, StoredWeight
@@ -80,7 +80,7 @@ class HostLayer:
                     self._layer,
                     functools.partial(torch.randn, generator=generator),
                     2,
-                    Sizes(sizes.hidden, sizes.heads, sizes.head_dim, sizes.turned),
+                    LayerWidths(sizes.hidden, sizes.heads, sizes.head_dim, sizes.turned),
                     lambda scoring: functools.partial(self._step, scoring=scoring),
                 )
             except Different as reason:

@@ -86,7 +86,7 @@ def test_codes_go_and_come_back() -> None:
 def test_no_step_finds_clusters_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The keys of a text that leave a window have joined clusters before; those of the answer join theirs in steps."""
     joins: list[tuple[bool, bool]] = []
-    join, submitted = KeyClusters._join, []
+    join, submitted = KeyClusters._join, list[Callable[[], None]]()
 
     def joined(self: KeyClusters, segment: Any, start: int, stop: int, *args: Any) -> None:
         if start < stop:
@@ -96,7 +96,8 @@ def test_no_step_finds_clusters_of_a_text(monkeypatch: pytest.MonkeyPatch) -> No
 
     class Inline:
         def submit(self, work: Callable[[], None]) -> None:
-            submitted.append(work())
+            submitted.append(work)
+            work()
 
     monkeypatch.setattr(KeyClusters, "_join", joined)
     monkeypatch.setattr(coded_clusters, "_joiner", Inline)

@@ -355,7 +355,7 @@ def test_advice_offers_4_bits_to_models_that_have_more() -> None:
         config = llama3_8b()
         if quantization == "awq":
             config.quantization_config = {"quant_method": "awq", "bits": 4}
-        choice = {"quantization": "int4"} if quantization == "int4" else {}
+        choice: dict[str, Any] = {"quantization": "int4"} if quantization == "int4" else {}
         answer = plan(config, context, gpu_memory="14GiB", host_memory="256GiB", **choice)
         assert answer.shape.quantized and not answer.full_attention.fits
         text = " ".join((*answer.advice, *answer.reasons))

@@ -15,6 +15,7 @@ import torch
 import retrieval_attn as ra
 from tests.preloaded import run_preloaded
 from tests.tiny_models import QUESTION, build_model
+from tests.waiting import WAIT_SECONDS
 
 CONFIG = ra.Config(sink=8, window=64, retrieve=50)
 LONG: dict[str, Any] = {"max_new_tokens": 400, "temperature": 9.0, "seed": 1}
@@ -146,7 +147,7 @@ def test_closing_while_the_question_is_read(context: ra.Context, monkeypatch: py
         def hook(*_: Any) -> None:
             visited.append(number)
             reached.set()
-            assert go_on.wait(30)
+            assert go_on.wait(WAIT_SECONDS)
 
         return hook
 
@@ -155,14 +156,14 @@ def test_closing_while_the_question_is_read(context: ra.Context, monkeypatch: py
         stream = context.stream(QUESTION, max_new_tokens=4)
         taken = threading.Thread(target=lambda: next(stream, None))
         taken.start()
-        assert reached.wait(30)
+        assert reached.wait(WAIT_SECONDS)
         closing = threading.Thread(target=stream.close)
         closing.start()
         while not stream._worker._cancelled.is_set():
             pass
         go_on.set()
-        closing.join(30)
-        taken.join(30)
+        closing.join(WAIT_SECONDS)
+        taken.join(WAIT_SECONDS)
         assert not closing.is_alive() and not taken.is_alive() and not workers()
         assert visited == [0]
     finally:

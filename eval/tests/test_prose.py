@@ -52,6 +52,6 @@ def test_word_lists_are_clean() -> None:
 
 def test_prose_is_fast_enough_for_a_haystack_of_128k_tokens() -> None:
     """650,000 characters, about 131,072 tokens; a tenth of the measured speed is still under this bound."""
-    start = time.perf_counter()
+    start = time.process_time()
     prose(650_000, 11)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0

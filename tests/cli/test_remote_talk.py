@@ -21,6 +21,7 @@ from retrieval_attn.errors import InputDataError
 from retrieval_attn.remote import Endpoint, RemoteError
 from tests.cli.terminal import CTRL_C, Terminal, chatting
 from tests.cli.test_local_talk import BERGEN, DOCUMENT, OSLO
+from tests.waiting import wait_until
 
 pytest.importorskip("httpx", reason="talking to a server needs httpx; pip install httpx")
 
@@ -183,11 +184,6 @@ def test_ctrl_c_ends_the_real_servers_work(server: Any) -> None:
             terminal.wait_for(r"\[stopped\]\r\n>>> ", behind=behind)
         terminal.type("/quit\n")
         terminal.require_success()
-    deadline = time.monotonic() + 30
     with server.client() as client:
-        metrics = client.get("/metrics").text
-        while "retrieval_attn:num_requests_running 0.0" not in metrics and time.monotonic() < deadline:
-            time.sleep(0.2)
-            metrics = client.get("/metrics").text
-    assert "retrieval_attn:num_requests_running 0.0" in metrics
+        wait_until(lambda: "retrieval_attn:num_requests_running 0.0" in client.get("/metrics").text, pause=0.2)
     assert server.end(signal.SIGTERM) == 0

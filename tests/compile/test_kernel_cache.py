@@ -27,6 +27,7 @@ from retrieval_attn.index.kernels.packed import keep_best
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.bundled import BUNDLED
 from tests.test_structure import ROOT
+from tests.waiting import WAIT_SECONDS, comes_true
 
 SERVER = CompileJob("retrieval_attn.cpu.ahead:server")
 """A quick one."""
@@ -183,7 +184,7 @@ def test_processes_save_in_turn(own_folder: Path) -> None:
         other.start()
         other.join(1)
         assert other.is_alive() and not list(folder.glob("*.nb?"))
-    other.join(30)
+    other.join(WAIT_SECONDS)
     compiled.compile((int32,))
     assert len(list(folder.glob("*.nbc"))) == 2
 
@@ -241,10 +242,7 @@ def test_a_job_under_way_is_waited_for_and_not_done_again(own_folder: Path, begu
 
 def nothing_under_way() -> bool:
     """Whether all compilations end soon: a process that has done its last job takes a moment to end."""
-    until = time.monotonic() + 10
-    while jobs_module._under_way and time.monotonic() < until:
-        time.sleep(0.01)
-    return not jobs_module._under_way
+    return comes_true(lambda: not jobs_module._under_way)
 
 
 def test_loading_a_model_begins_what_its_reads_wait_for(
@@ -346,7 +344,7 @@ def test_an_interrupt_ends_the_other_processes(own_folder: Path) -> None:
     assert worker.poll() is not None and missing([LONG]) == [LONG]
     began = time.perf_counter()
     wait_until_compiled()
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 5, "it waited for LONG, which takes longer"
 
 
 @pytest.mark.slow
@@ -364,7 +362,7 @@ def test_builders_of_codes_wait_for_their_own_job(own_folder: Path) -> None:
         waiting.join(0.2)
         assert waiting.is_alive()
         compilation.close()
-        waiting.join(5)
+        waiting.join(WAIT_SECONDS)
         assert not waiting.is_alive()
     code = f"""{COUNT_COMPILED}
 import numpy as np
@@ -426,9 +424,7 @@ def test_warm_says_what_it_did_and_where(
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "compiled cpu.ahead.server()" in said and str(place.numba_folder()) in said
-    began = time.perf_counter()
     assert main(arguments) == 0
-    assert time.perf_counter() - began < 2
     assert "nothing to do" in capsys.readouterr().out and asked == [("auto", ["float32", "int8"], False)]
     SERVER.mark.unlink()
     assert main(arguments) == 0

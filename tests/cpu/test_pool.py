@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from retrieval_attn.cpu.pool import JobError, Pool, default_pool, run_job
 from retrieval_attn.errors import BackendError, ConfigError
 from retrieval_attn.index.task.atomics import at_address, atomic_add, atomic_load, atomic_swap, nanoseconds
 from tests.cpu.reference import in_threads
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 4096
@@ -185,37 +186,29 @@ def threads() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
-def assert_comes_true(holds: Callable[[], bool]) -> None:
-    """Within five seconds: a thread that was joined stays in the system's list a moment longer."""
-    deadline = time.perf_counter() + 5
-    while not holds() and time.perf_counter() < deadline:
-        time.sleep(0.001)
-    assert holds()
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="only Linux lists a process's threads there")
 def test_close_joins_the_threads_and_refuses_jobs(words: Words) -> None:
     """No thread is left, and a job says why it cannot run. A pool nobody holds closes itself."""
     Pool(1).close()
     before = threads()
     pool = Pool(4, spin_microseconds=1e6)
-    assert_comes_true(lambda: len(threads() - before) == 3)
+    wait_until(lambda: len(threads() - before) == 3)
     started = threads() - before
     pool.run(COUNT, words.ctypes.data, 8)
     pool.close()
     assert pool.closed
-    assert_comes_true(lambda: not threads() & started)
+    wait_until(lambda: not threads() & started)
     with pytest.raises(BackendError, match="closed"):
         pool.run(COUNT, words.ctypes.data, 8)
     pool.close()
     before = threads()
     dropped = Pool(4)
     assert not dropped.closed
-    assert_comes_true(lambda: len(threads() - before) == 3)
+    wait_until(lambda: len(threads() - before) == 3)
     started = threads() - before
     del dropped
     gc.collect()
-    assert_comes_true(lambda: not threads() & started)
+    wait_until(lambda: not threads() & started)
     check_counts(words, 8, 1)
 
 

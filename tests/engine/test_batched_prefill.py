@@ -38,6 +38,7 @@ from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.model.test_hybrid import new_model
 from tests.runner.test_rows import BASE, Pair, steps
 from tests.tiny_models import CONFIGS, build_model, random_ids
+from tests.waiting import WAIT_SECONDS
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -350,7 +351,7 @@ def test_what_fails_as_a_whole_is_read_one_by_one(monkeypatch: pytest.MonkeyPatc
     for number, read in enumerate(reads):
         assert not read.done and not read.waits and read.alone is not None
         read.alone.go(100)
-        assert torch.equal(read.result(20).logits[0], alone(loop, others[number], ids(20, number)))
+        assert torch.equal(read.result(WAIT_SECONDS).logits[0], alone(loop, others[number], ids(20, number)))
 
 
 def test_what_is_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from retrieval_attn.store import ContextStore
 from tests.engine.audit import check_engine
 from tests.engine.test_saved_contexts import NEVER, ids, llm_of, read
 from tests.fuzz.engine_schedules import CONFIG
+from tests.waiting import comes_true
 
 ALL = CONFIG.replace(retrieve="all", prefill_chunk=512)
 ROOM = 2_000_000
@@ -36,13 +36,6 @@ def store(tmp_path: Path) -> ContextStore:
 def all_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model reads 1,000 tokens in less time than a file is opened."""
     monkeypatch.setattr(background_saves, "OPEN_SECONDS", -1e9)
-
-
-def soon(holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 30
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
 
 
 def asked(engine: Engine, *parts: tuple[int, ...], namespace: str | None = "", **options: Any) -> Finished:
@@ -71,14 +64,14 @@ def test_files_keep_to_their_bytes(store: ContextStore, texts: int) -> None:
     with Engine(llm, store=store, prefix_cache_bytes=ROOM) as engine:
         for number in range(5):
             asked(engine, ids(1000, number), tail)
-            assert soon(lambda: is_quiet(engine))
+            assert comes_true(lambda: is_quiet(engine))
         (one, *_) = [entry.nbytes for entry in store.list() if entry.is_automatic]
     for entry in store.list():
         store.remove(entry.name)
     with Engine(llm, store=store, prefix_cache_bytes=ROOM, prefix_cache_disk_bytes=texts * one) as engine:
         for number in range(8):
             asked(engine, ids(1000, number), tail)
-            assert soon(lambda: is_quiet(engine))
+            assert comes_true(lambda: is_quiet(engine))
         assert engine.stats["shared"].evicted >= 4
     left = [entry.nbytes for entry in store.list() if entry.is_automatic]
     assert sum(left) <= texts * one and (len(left) > 0) == (texts > 0)
@@ -91,7 +84,7 @@ def test_texts_beyond_memory_come_back_from_the_disk(store: ContextStore) -> Non
     with Engine(llm, store=store, prefix_cache_bytes=ROOM) as engine:
         for one in texts:
             asked(engine, one, tail)
-            assert soon(lambda: is_quiet(engine))
+            assert comes_true(lambda: is_quiet(engine))
         stats = engine.stats
         assert stats["shared"].evicted >= 4
         assert stats["disk_saves"] >= stats["disk_evictions"] == stats["shared"].evicted
@@ -109,7 +102,7 @@ def filled(engine: Engine, texts: list[tuple[int, ...]], namespace: str | None =
     """Ask about texts, and wait until those that are next to be evicted are on the disk."""
     for one in texts:
         asked(engine, one, ids(20, 99), namespace=namespace)
-        assert soon(lambda: is_quiet(engine))
+        assert comes_true(lambda: is_quiet(engine))
 
 
 def test_texts_survive_a_restart(store: ContextStore) -> None:
@@ -137,7 +130,7 @@ def test_a_text_of_a_namespace_serves_it_alone(owner: str | None, users: set[str
         for space in ("key:a", "key:b", "", None):
             cached = asked(engine, texts[0], ids(20, 97), namespace=space).cached_tokens
             assert cached == (1000 if space in users else 0), space
-            assert soon(lambda: is_quiet(engine))
+            assert comes_true(lambda: is_quiet(engine))
     for space in ("key:b", "", None, "key:a"):
         with Engine(llm, store=store) as engine:  # after a restart
             cached = asked(engine, texts[1], ids(20, 97), namespace=space).cached_tokens
@@ -177,7 +170,7 @@ def test_texts_that_prompts_must_not_continue_are_not_saved(store: ContextStore)
     with Engine(llm, store=store, prefix_cache_bytes=ROOM) as engine:
         for number in range(6):
             asked(engine, ids(1000, number), ids(20, 99), context="book")
-            assert soon(lambda: is_quiet(engine))
+            assert comes_true(lambda: is_quiet(engine))
         assert engine.stats["shared"].evicted and not engine.stats["disk_saves"]
     assert [one.name for one in store.list()] == ["book"]
 
@@ -190,7 +183,7 @@ def test_what_everybody_may_name_is_not_found_by_everybody(store: ContextStore) 
         engine.save("book", ids(900, 1), namespace="key:a")
         for number in range(6):
             asked(engine, ids(1000, 10 + number), ids(20, 99), context="book", namespace=None)
-            assert soon(lambda: is_quiet(engine))
+            assert comes_true(lambda: is_quiet(engine))
         assert engine.stats["shared"].evicted
         asked(engine, ids(1000, 10), ids(20, 99), context="book", namespace="key:a")
         filled(engine, [ids(1000, 20 + number) for number in range(12)], "key:a")
@@ -256,7 +249,7 @@ def test_a_small_disk_is_written_once_a_use(store: ContextStore) -> None:
             asked(engine, text, ids(20, 99))
         time.sleep(2)
         stats = engine.stats
-        assert soon(lambda: is_quiet(engine)) and stats["shared"].evicted
+        assert comes_true(lambda: is_quiet(engine)) and stats["shared"].evicted
         assert 0 < stats["disk_saves"] <= len(texts) and len(automatic(store)) <= 1
         check_engine(engine)
 
@@ -273,7 +266,7 @@ def test_a_text_larger_than_the_disk_removes_no_other(store: ContextStore, caplo
     with Engine(llm, store=store, prefix_cache_bytes=ROOM, prefix_cache_disk_bytes=2 * one) as engine:
         large = ids(2500, 50)
         filled(engine, [large, large + ids(1000, 51), ids(2500, 52)])
-        assert soon(lambda: bool(engine.stats["shared"].evicted))
+        assert comes_true(lambda: bool(engine.stats["shared"].evicted))
         assert len(first) == 2 and (automatic(store), engine.stats["disk_saves"]) == (first, 0)
         assert "is not saved: a text of" in caplog.text and "idle texts are not saved" not in caplog.text
         filled(engine, [ids(1000, 60 + number) for number in range(4)])
@@ -316,15 +309,15 @@ def test_memory_that_is_needed_now_waits_for_no_disk(store: ContextStore, monkey
         for one in texts[:2]:
             asked(engine, one, ids(20, 99))
         waiting = engine.submit(Request((texts[2], ids(20, 99)), 8, stop_ids=NEVER))
-        assert soon(lambda: engine._disk is not None and engine._disk.is_saving)
+        assert comes_true(lambda: engine._disk is not None and engine._disk.is_saving)
         time.sleep(0.1)
         assert engine.stats["waiting"] == 1 and engine.stats["shared"].evicted == 0
         held.set()
         assert waiting.result().error is None and engine.stats["disk_evictions"] >= 1
-        assert soon(lambda: is_quiet(engine))
+        assert comes_true(lambda: is_quiet(engine))
         held.clear()
         asked(engine, texts[3], ids(20, 99))
-        assert soon(lambda: not is_quiet(engine)) and tree.sizes.host > tree.idle.host
+        assert comes_true(lambda: not is_quiet(engine)) and tree.sizes.host > tree.idle.host
         threading.Timer(0.2, held.set).start()
         assert reclaim(host=1 << 40)[0] > 0 and tree.sizes.host == 0
         check_engine(engine)
@@ -360,7 +353,7 @@ def test_a_request_waits_for_no_slow_write(texts: int, store: ContextStore, monk
         assert waiting.result().error is None
         assert engine.stats["shared"].evicted == 1 and engine.stats["disk_evictions"] == 0
         held.set()
-        assert soon(lambda: is_quiet(engine))
+        assert comes_true(lambda: is_quiet(engine))
         check_engine(engine)
 
 
@@ -390,7 +383,7 @@ def test_what_a_request_waits_for_is_no_victim(store: ContextStore) -> None:
             asked(engine, one, ids(20, 99))
         first = tree.victims(Sizes(1))
         long = engine.submit(Request((ids(50, 3),), max_tokens=4000, stop_ids=NEVER))
-        assert soon(lambda: engine.stats["steps"] > 24)
+        assert comes_true(lambda: engine.stats["steps"] > 24)
         waiting = engine.submit(Request((texts[0], ids(20, 98)), 8, stop_ids=NEVER))
         (node,) = engine._prefills.waited_for()
         assert first == [node] and tree.victims(tree.idle, engine._prefills.waited_for())[-1] is node

@@ -40,6 +40,7 @@ from tests.fuzz.engine_actions import watched
 from tests.fuzz.engine_schedules import CONFIG, Library, run, schedule_of, wrong
 from tests.preloaded import run_preloaded
 from tests.tiny_models import QUESTION, Loaded, needle_text, random_ids, tiny_model
+from tests.waiting import wait_until
 
 
 def llm_of(config: ra.Config = CONFIG) -> Any:
@@ -214,10 +215,8 @@ def test_tokens_that_were_evicted_are_not_known_any_more() -> None:
 
         assert known() >= 300 and engine._tree is not None
         assert engine._tree.evict(Sizes(1 << 40)).host
-        deadline = time.monotonic() + 20
-        while known() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert known() == 0 and engine._scheduler.waiting == 1, "before it was admitted"
+        wait_until(lambda: not known())
+        assert engine._scheduler.waiting == 1, "before it was admitted"
         row.cancel()
         assert waiting.result().cached_tokens == 0
 
@@ -554,17 +553,12 @@ def test_a_listener_has_all_items_in_order() -> None:
         early.listen(items[0].append)
         assert next(iter(late)).token >= 0
         late.listen(items[1].append)
-        deadline = time.monotonic() + 30
-        while not all(one and isinstance(one[-1], Finished) for one in items):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: all(one and isinstance(one[-1], Finished) for one in items))
         over = engine.submit(request)
         engine.submit(request).result()  # it came later, and is told later
         whole: list[Any] = []
         over.listen(whole.append)
-        while not (whole and isinstance(whole[-1], Finished)):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: bool(whole) and isinstance(whole[-1], Finished))
     assert [event.token for event in whole[:-1]] == list(items[0][-1].tokens)
     assert [event.token for event in items[0][:-1]] == list(items[0][-1].tokens)
     assert [event.token for event in items[1][:-1]] == list(items[0][-1].tokens)[1:]

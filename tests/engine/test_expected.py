@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from retrieval_attn.engine.saved_text import ContextPrefetcher
 from retrieval_attn.store import ContextStore, Shelf
 from retrieval_attn.store.mapped import give_up, resident_bytes
 from tests.engine.test_saved_contexts import NEVER, ids, llm_of, read
+from tests.waiting import comes_true
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -48,13 +48,6 @@ def test_names_in_the_order_of_their_requests(told: list[list[str]], tmp_path: P
     assert len(told) == 4 and not [one for one in threading.enumerate() if one.name == "context-shelf"]
 
 
-def soon(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_a_waiting_request_finds_its_files_in_memory(named: bool, told: list[list[str]], tmp_path: Path) -> None:
     """One row decodes; the context of the next one, taken out of memory, is there again before it begins. The request
@@ -66,14 +59,14 @@ def test_a_waiting_request_finds_its_files_in_memory(named: bool, told: list[lis
     limits = replace(default_limits(llm.model, llm.config), rows=1, ahead=0)
     with Engine(llm, limits=limits, store=store) as engine:
         long = engine.submit(Request((ids(50, 3),), max_tokens=4000, stop_ids=NEVER))
-        assert soon(lambda: engine.stats["steps"] > 0)
+        assert comes_true(lambda: engine.stats["steps"] > 0)
         for file in files:
             give_up(file)
         stay = any(resident_bytes(file) for file in files)  # some disks keep their files in memory
         context, text = ("wanted", ()) if named else (None, (ids(900, 2),))
         waiting = [engine.submit(Request((*text, ids(20, seed)), 2, context=context)) for seed in (5, 6)]
-        assert soon(lambda: bool(told)) and told == [["wanted"]]
-        assert stay or soon(lambda: all(resident_bytes(file) for file in files))
+        assert comes_true(lambda: bool(told)) and told == [["wanted"]]
+        assert stay or comes_true(lambda: all(resident_bytes(file) for file in files))
         assert engine.stats["waiting"] == 2
         long.cancel()
         for one in waiting:

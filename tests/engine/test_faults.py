@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from tests.engine.audit import check_engine
 from tests.fuzz.engine_schedules import CONFIG
 from tests.preloaded import run_preloaded
 from tests.tiny_models import random_ids, tiny_model
+from tests.waiting import wait_until
 from tools.engine_load import Look, grown
 
 NEVER: frozenset[int] = frozenset()
@@ -61,21 +61,14 @@ def engine_of(llm: Any, **changes: Any) -> Iterator[Engine]:
         yield engine
         last = asked(20, 99, 6)
         assert engine.submit(last).result().tokens == alone(llm, last).tokens
-        until(lambda: engine._scheduler.idle)
+        wait_until(lambda: engine._scheduler.idle)
         check_engine(engine)
         assert engine._tree is not None and engine._tree.root.refs == 0
         assert prefill_threads.running == 0
 
 
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    stop = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < stop
-        time.sleep(0.001)
-
-
 def until_state(engine: Engine, ticket: RequestHandle, state: State) -> None:
-    until(lambda: engine._scheduler.state(ticket.id) is state)
+    wait_until(lambda: engine._scheduler.state(ticket.id) is state, pause=0.001)
 
 
 @pytest.mark.parametrize("state", [one for one in State if one is not State.GONE])
@@ -202,7 +195,7 @@ def test_a_crowd_with_one_question() -> None:
 @pytest.mark.slow
 def test_mixed_load_leaves_nothing() -> None:
     """A share of what `tools/engine_load.py` does for hours: memory, threads, files and the tree do not grow."""
-    done = run_preloaded(["-m", "tools.engine_load", "--minutes", "0.1"])
+    done = run_preloaded(["-m", "tools.engine_load", "--minutes", "0.1"], timeout=280)
     assert done.returncode == 0 and "ended: length" in done.stdout, done.stdout + done.stderr
 
 

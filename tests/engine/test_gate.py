@@ -10,13 +10,14 @@ import pytest
 
 from retrieval_attn.engine.gate import Gate, PrefillThreads
 from retrieval_attn.offload.threads import telling, wait_for
+from tests.waiting import WAIT_SECONDS
 
 
 def test_the_next_prefill_runs_in_the_same_thread() -> None:
     """A thread of its own for each prefill makes plans again: a second of every prompt of 24K on an H100."""
     threads, found = PrefillThreads(), list[int]()
     for _ in range(3):
-        assert threads.start(lambda: found.append(threading.get_ident())).wait(10)
+        assert threads.start(lambda: found.append(threading.get_ident())).wait(WAIT_SECONDS)
         assert threads.running == 0
     assert len(set(found)) == 1
 
@@ -27,12 +28,12 @@ def test_prefills_that_overlap_have_threads_of_their_own() -> None:
 
     def work() -> None:
         found.append(threading.get_ident())
-        goes.wait(10)
+        goes.wait(WAIT_SECONDS)
 
     overs = [threads.start(work) for _ in range(2)]
     assert threads.running == 2
     goes.set()
-    assert all(over.wait(10) for over in overs) and len(set(found)) == 2
+    assert all(over.wait(WAIT_SECONDS) for over in overs) and len(set(found)) == 2
     assert threads.running == 0
 
 
@@ -47,7 +48,7 @@ def test_a_thread_forgets_what_it_ran() -> None:
     gone = weakref.ref(work)
     over = threads.start(work)
     del work
-    assert over.wait(10) and gone() is None
+    assert over.wait(WAIT_SECONDS) and gone() is None
 
 
 def test_a_prefill_that_raises_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,8 +57,8 @@ def test_a_prefill_that_raises_does_not_end_the_thread(caplog: pytest.LogCapture
     def fails() -> None:
         raise RuntimeError("no memory")
 
-    assert threads.start(fails).wait(10) and "no memory" in caplog.text
-    assert threads.start(lambda: None).wait(10) and threads.running == 0
+    assert threads.start(fails).wait(WAIT_SECONDS) and "no memory" in caplog.text
+    assert threads.start(lambda: None).wait(WAIT_SECONDS) and threads.running == 0
 
 
 def test_the_engine_goes_on_while_a_chunk_waits_for_copies() -> None:
@@ -77,9 +78,9 @@ def test_the_engine_goes_on_while_a_chunk_waits_for_copies() -> None:
     assert gate.wait(10, or_stalled=True) and gate.is_stalled and gate.chunks_done == 0
     assert gate.granted == 0 and not gate.wait(0.05), "the chunk is not complete"
     copies.set_result(None)
-    assert gate.wait(10) and not gate.is_stalled and gate.chunks_done == 1
+    assert gate.wait(WAIT_SECONDS) and not gate.is_stalled and gate.chunks_done == 1
     gate.grant(1)
-    thread.join(10)
+    thread.join(WAIT_SECONDS)
     assert gate.ended
 
 

@@ -22,6 +22,7 @@ from retrieval_attn.sampling import sampler
 from retrieval_attn.sampling.grammar import MAX_ERROR, GrammarCompiler, GrammarSpec, TokenMatcher
 from retrieval_attn.sampling.sampler import DrawMode, MaskedParams, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
+from tests.waiting import WAIT_SECONDS
 
 pytest.importorskip("llguidance", reason="grammars need retrieval-attn[grammar]")
 
@@ -235,7 +236,7 @@ def test_other_rows_decode_while_a_grammar_is_compiled(llm: LLM, monkeypatch: py
 
     def slow(self: GrammarCompiler, spec: GrammarSpec) -> Any:
         entered.set()
-        assert leave.wait(60)
+        assert leave.wait(WAIT_SECONDS)
         return compile_spec(self, spec)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)
@@ -245,10 +246,10 @@ def test_other_rows_decode_while_a_grammar_is_compiled(llm: LLM, monkeypatch: py
             target=lambda: found.append(engine.submit(Request(((5, 6),), 20, DRAWN, grammar=DATE)).result())
         )
         work.start()
-        assert entered.wait(60)
+        assert entered.wait(WAIT_SECONDS)
         assert len(engine.submit(Request(((8, 9),), 20, DRAWN, stop_ids=frozenset())).result().tokens) == 20
         leave.set()
-        work.join(60)
+        work.join(WAIT_SECONDS)
     assert re.fullmatch("[0-9]{4}-[0-9]{2}", found[0].text)
 
 

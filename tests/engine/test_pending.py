@@ -16,6 +16,7 @@ from retrieval_attn.engine.radix_cache import Match, RadixCache
 from retrieval_attn.errors import ConfigError, ShapeError
 from tests.engine.audit import check_tree
 from tests.engine.tree_reference import Bytes
+from tests.waiting import WAIT_SECONDS
 
 TEXT = np.arange(100, dtype=np.int32)
 
@@ -227,7 +228,7 @@ def test_threads_that_arrive_together_read_once() -> None:
             with found.lease, contextlib.ExitStack() as ended:
                 mine = tree.pending(found, TEXT[found.length :], "a")
                 ended.callback(mine.release)
-                if mine.future.result(timeout=30) is not None:
+                if mine.future.result(timeout=WAIT_SECONDS) is not None:
                     continue
                 if found.length < len(TEXT) - 1:
                     reads.append(number)

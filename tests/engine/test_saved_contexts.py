@@ -37,6 +37,7 @@ from tests.fuzz.engine_schedules import CONFIG
 from tests.model.test_hybrid import CONFIGS as HYBRIDS
 from tests.model.test_hybrid import new_model
 from tests.tiny_models import QUESTION, Loaded, build_model, needle_text, random_ids, tiny_model
+from tests.waiting import WAIT_SECONDS
 
 NEVER: frozenset[int] = frozenset()
 
@@ -321,7 +322,7 @@ def compare_beside_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     run, decode = late_check._run, Stepper.decode
 
     def compared(*given: Any) -> None:
-        assert begun.wait(60)
+        assert begun.wait(WAIT_SECONDS)
         try:
             run(*given)
         finally:
@@ -332,7 +333,7 @@ def compare_beside_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         steps += bool(rows) and any(row.request.context for row in rows.values())
         if steps == 10:
             begun.set()
-            assert ended.wait(60)
+            assert ended.wait(WAIT_SECONDS)
         return decode(stepper, rows, *given)
 
     monkeypatch.setattr(late_check, "_run", compared)

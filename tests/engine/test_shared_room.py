@@ -41,6 +41,7 @@ from tests.engine.audit import check_engine
 from tests.engine.test_engine import ids, llm_of
 from tests.memory.test_plan import llama3_8b
 from tests.tiny_models import random_ids, tiny_model
+from tests.waiting import WAIT_SECONDS
 
 CHUNK = 2048
 
@@ -315,4 +316,4 @@ def test_a_holder_may_be_collected_while_holders_are_counted() -> None:
     held = [holder]
     del holder
     threading.Thread(target=collect, args=(held,), daemon=True).start()
-    assert done.wait(20) and len(module._holders) == before - 1
+    assert done.wait(WAIT_SECONDS) and len(module._holders) == before - 1

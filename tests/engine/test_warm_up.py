@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.engine.audit import check_engine
 from tests.engine.test_engine import CONFIG, alone, ids, llm_of, same
 from tests.runner.graph_cases import DEVICE
 from tests.runner.test_host_row_gather import REACHED
+from tests.waiting import WAIT_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_thread")
 
@@ -156,7 +156,7 @@ class Gate:
         def rehearsed(stepper: Stepper, cache: Any, logits: Any, rows: int, *args: Any) -> None:
             if rows == 2 and not self._opened.is_set():
                 self.reached.set()
-                assert self._opened.wait(60)
+                assert self._opened.wait(WAIT_SECONDS)
             self.events.append(rows)
             rehearse(stepper, cache, logits, rows, *args)
 
@@ -176,10 +176,7 @@ class Gate:
 
 def wait_until_warm(engine: Engine) -> None:
     """Wait for the end of all warm-ups."""
-    end = time.monotonic() + 60
-    while engine.warming:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: not engine.warming)
 
 
 @pytest.mark.slow
@@ -198,7 +195,7 @@ def test_requests_go_before_a_background_warm_up(
     with Engine(llm) as engine:
         gate = Gate(engine, monkeypatch)
         engine.warm_up(rows=4, tokens=1000, progress=False, background=True)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(WAIT_SECONDS)
         ways = 4 if options else 2
         assert gate.events == [1] * ways and str(engine.warming) == f"{ways} of {3 * ways} graphs"
         request = asked([700], SamplingParams(), 6)[0]
@@ -270,7 +267,7 @@ def test_a_background_warm_up_ends_if_requests_have_another_shape(monkeypatch: p
     with Engine(llm_of()) as engine:
         gate = Gate(engine, monkeypatch)
         engine.warm_up(rows=8, progress=False, background=True)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(WAIT_SECONDS)
         ticket = engine.submit(Request((ids(60, 1),), 2, stop_ids=frozenset()))
         decode = Stepper.decode
 

@@ -26,8 +26,9 @@ def default_handler() -> None:
 
 @pytest.fixture(autouse=True)
 def _graphs_of_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `Subject` sets for its whole process is taken back after a test."""
+    """What `Subject` sets for its whole process is taken back after a test. Ends may take longer: tests share cores."""
     monkeypatch.setattr(interrupts.roargraph, "EXACT_BELOW", interrupts.roargraph.EXACT_BELOW)
+    monkeypatch.setattr(interrupts, "SECONDS", 20.0)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from tests.emulation.runtime import EmulatedRuntime
 from tests.gpu.test_decode_kernels import INTERPRETED
 from tests.gpu.test_graph import Doubling, device_of
 from tests.runner.graph_cases import Decoded, enabled
+from tests.waiting import WAIT_SECONDS
 
 
 class Careless(CallTable):
@@ -167,7 +168,7 @@ def test_an_interrupt_at_the_launch_waits_until_the_launched_is_served(monkeypat
     before = runtime.calls
     with pytest.raises(KeyboardInterrupt):
         chain.run(1)
-    assert futures[0].result(timeout=10) is None
+    assert futures[0].result(timeout=WAIT_SECONDS) is None
     assert runtime.calls == before + 3
     monkeypatch.undo()
     chain.check(2)
@@ -434,7 +435,7 @@ def test_who_waits_for_the_device_waits_for_captures_of_others(cuda: CudaRuntime
         time.sleep(0.3)
 
     def wait() -> None:
-        assert recording.wait(10)
+        assert recording.wait(WAIT_SECONDS)
         cuda.synchronize()
         waited.append(over.is_set())
 
@@ -442,7 +443,7 @@ def test_who_waits_for_the_device_waits_for_captures_of_others(cuda: CudaRuntime
     thread.start()
     replay = cuda.capture(record)
     over.set()
-    thread.join(10)
+    thread.join(WAIT_SECONDS)
     assert waited == [True]
     replay()
     cuda.synchronize()

@@ -13,6 +13,7 @@ import threadpoolctl
 
 from retrieval_attn.index.threads import _controller, say_if_threads_spin, single_blas
 from tests.cpu.reference import in_threads
+from tests.waiting import WAIT_SECONDS
 
 
 def blas_threads() -> list[int]:
@@ -33,13 +34,13 @@ def test_overlapping_blocks_put_the_number_back() -> None:
     def other() -> None:
         with single_blas():
             inside.set()
-            leave.wait(10)
+            leave.wait(WAIT_SECONDS)
         seen.append(blas_threads())
 
     thread = threading.Thread(target=other)
     with single_blas():
         thread.start()
-        inside.wait(10)
+        inside.wait(WAIT_SECONDS)
         assert max(blas_threads()) == 1
     assert max(blas_threads()) == 1  # the other thread is still inside
     leave.set()
@@ -110,7 +111,7 @@ together, both = [None] * 4, threading.Barrier(4)
 
 def one(head):
     with builder_threads(1, 2):
-        both.wait(30)  # builders that wait for each other never meet here
+        both.wait(120)  # builders that wait for each other never meet here
         assert numba.get_num_threads() == 2
         together[head] = build(head)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from tests.memory.test_plan import llama3_8b
 from tests.runner.graph_cases import CONFIG, Decoded, enabled
 from tests.runner.test_host_row_gather import REACHED, kinds_of
 from tests.tiny_models import build_model
+from tests.waiting import wait_until
 
 HEADS, DIMS = 2, (32, 48)
 
@@ -186,10 +186,7 @@ def test_plans_look_at_rows_once() -> None:
 
 def made_rows() -> None:
     """Wait for the threads that make rows."""
-    end = time.monotonic() + 60
-    while rounded._makers().busy:
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    wait_until(lambda: not rounded._makers().busy, pause=0.002)
 
 
 @pytest.mark.usefixtures("emulated_graphs")

@@ -29,6 +29,7 @@ from tests.index.test_host_codes import answer, context_of, ids_of
 from tests.offload.test_int8_rows import HEADS, appended, made_rows, numbers, rows_in
 from tests.runner.graph_cases import CONFIG
 from tests.runner.test_host_row_gather import REACHED
+from tests.waiting import WAIT_SECONDS
 
 TOKENS = 1200
 
@@ -47,7 +48,7 @@ class Makers:
 
         def made(segment: Segment, device: torch.device) -> Int8RowMirror:
             self.asked += 1
-            assert self._turns.acquire(timeout=60)
+            assert self._turns.acquire(timeout=WAIT_SECONDS)
             if self.failing:
                 self.failing -= 1
                 raise OSError("the disk went away")
@@ -57,7 +58,7 @@ class Makers:
 
     def make(self, segments: int) -> None:
         """Let the next segments be made, and wait for them."""
-        wanted, end = int8_rows._finished.count + segments, time.monotonic() + 20
+        wanted, end = int8_rows._finished.count + segments, time.monotonic() + WAIT_SECONDS
         self._turns.release(segments)
         while int8_rows._finished.count < wanted:
             assert time.monotonic() < end, "nobody asked for rows"
@@ -248,7 +249,7 @@ def test_threads_yield_to_steps(busy: bool, monkeypatch: pytest.MonkeyPatch) -> 
             present.add(threading.get_ident())
             together[0] = max(together[0], len(present))
         if not busy:
-            meeting.wait(30)
+            meeting.wait(WAIT_SECONDS)
         write(*given)
         with lock:
             present.discard(threading.get_ident())

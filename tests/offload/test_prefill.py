@@ -40,6 +40,7 @@ from retrieval_attn.runner.prefill import finish_prefill
 from tests.index.building import built
 from tests.offload.test_threads import workers
 from tests.tiny_models import random_ids, tiny_model
+from tests.waiting import WAIT_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("small_graphs")
 
@@ -230,13 +231,13 @@ def test_an_interrupted_prefill_leaves_no_threads(threaded: None, monkeypatch: p
 
     def slow() -> None:
         begun.set()
-        release.wait(10)
+        release.wait(WAIT_SECONDS)
         built.append(1)
 
     around_each_build(monkeypatch, slow)
 
     def interrupted(*args: Any) -> None:
-        begun.wait(10)
+        begun.wait(WAIT_SECONDS)
         raise KeyboardInterrupt
 
     with retrieving() as model, hooked(model.model.layers[1].mlp, interrupted):
@@ -279,11 +280,12 @@ def test_a_cache_that_is_gone_leaves_no_keys(threaded: None) -> None:
     segments = [weakref.ref(segment) for host in hosts for segment in host.segments]
     assert len(segments) >= len(cache.layers)
     del cache, hosts
-    until = time.monotonic() + 5  # a thread lets go of its last work right after that is done
-    while any(one() is not None for one in segments) and time.monotonic() < until:
+
+    def are_gone() -> bool:
         gc.collect()
-        time.sleep(0.01)
-    assert all(one() is None for one in segments)
+        return all(one() is None for one in segments)
+
+    wait_until(are_gone)  # a thread lets go of its last work right after that is done
 
 
 def test_training_data_leaves_the_device_before_its_turn(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,11 +293,11 @@ def test_training_data_leaves_the_device_before_its_turn(threaded: None, monkeyp
     pool = ThreadPool(1, "retrieval_attn-layer")
     monkeypatch.setattr(host_work, "layers", lambda: pool)
     release = threading.Event()
-    around_each_build(monkeypatch, lambda: release.wait(20))
+    around_each_build(monkeypatch, lambda: release.wait(WAIT_SECONDS))
     try:
         cache = read(CONFIG, random_ids(1, 300), 128)
         work = cache.layers[1]._work
-        work._futures["fetch"].result(10)
+        work._futures["fetch"].result(WAIT_SECONDS)
         assert [type(job.lists) for job in work._build._jobs] == [np.ndarray] and not work._futures["build"].done()
     finally:
         release.set()
@@ -313,7 +315,7 @@ def test_one_layer_more_than_the_one_that_computes_is_on_the_device(
     in_time: list[bool] = []
 
     def slow(host: SequenceKV, *args: Any) -> None:
-        in_time.append(asked[id(host)].wait(20))
+        in_time.append(asked[id(host)].wait(WAIT_SECONDS))
         time.sleep(0.03)
         original(host, *args)
 

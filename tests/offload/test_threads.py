@@ -15,6 +15,7 @@ import torch
 from retrieval_attn.offload.staging import LARGE_BYTES, Staging, brought_together, page_locked, pinned
 from retrieval_attn.offload.threads import SWITCH_SECONDS, ThreadPool, TurnLock
 from retrieval_attn.offload.traffic import traffic
+from tests.waiting import WAIT_SECONDS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -118,13 +119,13 @@ def test_a_pool_works_at_once_keeps_order_and_goes_home() -> None:
 
     def work(number: int) -> int:
         if number < 3:
-            together.wait(10)  # breaks unless three run at the same time
+            together.wait(WAIT_SECONDS)  # breaks unless three run at the same time
         return number * number
 
     assert pool.map(work, range(10)) == [number * number for number in range(10)]
     with pytest.raises(ZeroDivisionError):
         pool.map(lambda number: 1 // number, [1, 0, 2])
-    assert pool.submit(lambda: 7).result(10) == 7
+    assert pool.submit(lambda: 7).result(WAIT_SECONDS) == 7
     assert not workers() and pool.busy == 0
 
 

@@ -15,6 +15,7 @@ from retrieval_attn.runner.prefill import finish_prefill
 from retrieval_attn.runner.progress import WAITING, ReadingBar
 from tests.offload.test_prefill import CONFIG, around_each_build, retrieving
 from tests.tiny_models import random_ids
+from tests.waiting import WAIT_SECONDS
 
 
 def test_layers_count_when_they_are_indexed(
@@ -25,7 +26,7 @@ def test_layers_count_when_they_are_indexed(
     """
     monkeypatch.setattr(host_work, "overlaps", lambda device: True)
     may_build = threading.Event()
-    around_each_build(monkeypatch, lambda: may_build.wait(20))
+    around_each_build(monkeypatch, lambda: may_build.wait(WAIT_SECONDS))
     counts: list[int] = []
     with retrieving(CONFIG) as model:
         cache: Any = ra.RetrievalCache(model, CONFIG)

@@ -22,6 +22,7 @@ from retrieval_attn.runner.ready import THREADS, LayerLaunches, Preparation
 from tests.compile.test_kernel_cache import COUNT_COMPILED
 from tests.runner.graph_cases import idle_decoders
 from tests.test_structure import ROOT
+from tests.waiting import WAIT_SECONDS
 
 CONFIG = ra.Config(sink=16, window=48, retrieve=20, index="flat", prefill_chunk=256)
 Loaded = tuple[Any, Any]
@@ -104,7 +105,7 @@ def test_an_interrupted_reading_does_not_wait_for_preparations() -> None:
         raise KeyboardInterrupt
     go.set()
     for future in preparation._futures:
-        future.result(10)
+        future.result(WAIT_SECONDS)
     assert done == []
 
 

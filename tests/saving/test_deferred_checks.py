@@ -23,6 +23,7 @@ from retrieval_attn.saving.save import DeferredVerify
 from retrieval_attn.store import ContextStore, SavedNode, bundle
 from retrieval_attn.store.bundle import BundleFile
 from tests.tiny_models import QUESTION, Loaded, needle_text
+from tests.waiting import comes_true
 
 LONG = 3600.0
 """Seconds."""
@@ -37,10 +38,7 @@ def chain(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> list[Save
 
 def compared(check: DeferredVerify, files: int) -> bool:
     """Whether it compares so many files in a while."""
-    end = time.monotonic() + 10
-    while check.compared < files and time.monotonic() < end:
-        time.sleep(0.01)
-    return check.compared >= files
+    return comes_true(lambda: check.compared >= files)
 
 
 def test_files_in_memory_wait_for_questions(chain: list[SavedNode], monkeypatch: pytest.MonkeyPatch) -> None:

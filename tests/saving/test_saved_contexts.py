@@ -32,6 +32,7 @@ from retrieval_attn.store import OS_DISK, ContextStore
 from retrieval_attn.store.disk import Disk
 from tests.preloaded import run_preloaded
 from tests.tiny_models import NEEDLE, QUESTION, Loaded, needle_text, tiny_model
+from tests.waiting import WAIT_SECONDS
 
 TEXT = 12_000
 """Characters."""
@@ -348,13 +349,13 @@ def test_a_layer_is_not_ready_while_its_index_is_waited_for() -> None:
 
         def finish(self) -> None:
             begun.set()
-            assert done.wait(10)
+            assert done.wait(WAIT_SECONDS)
 
     layer: Any = ra.RetrievalCache(tiny_model("llama")).layers[0]
     layer._work = Work()
     waiting = threading.Thread(target=layer.finish_index)
     waiting.start()
-    assert begun.wait(10) and not layer.check_index()
+    assert begun.wait(WAIT_SECONDS) and not layer.check_index()
     done.set()
     waiting.join()
     assert layer.check_index()

@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 
+from tests.waiting import WAIT_SECONDS
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
@@ -45,7 +47,7 @@ class Browser:
         """Run JavaScript in the page. Return its result."""
         return self.command("POST", "/execute/sync", script=script, args=list(given))
 
-    def wait_for(self, script: str, *given: Any, seconds: float = 30) -> Any:
+    def wait_for(self, script: str, *given: Any, seconds: float = WAIT_SECONDS) -> Any:
         """Return the first true result of an expression."""
         end = time.monotonic() + seconds
         while not (found := self.run(f"return {script}", *given)):

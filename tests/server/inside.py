@@ -28,6 +28,7 @@ from retrieval_attn.store import OS_DISK, ContextStore, Disk
 from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from tests.fuzz.engine_schedules import CONFIG
 from tests.tiny_models import tiny_model
+from tests.waiting import WAIT_SECONDS, comes_true
 
 
 class Inside:
@@ -92,15 +93,11 @@ class Inside:
         self.engine.close(drain=False)
         self._sock.close()
 
-    def wait_for(self, holds: Callable[[list[Any]], bool], seconds: float = 30) -> bool:
+    def wait_for(self, holds: Callable[[list[Any]], bool], seconds: float = WAIT_SECONDS) -> bool:
         """Whether something comes to hold for the protocols of all open connections."""
         assert self._server is not None
-        end = time.monotonic() + seconds
-        while not holds(list(self._server.server_state.connections)):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.02)
-        return True
+        connections = self._server.server_state.connections
+        return comes_true(lambda: holds(list(connections)), seconds=seconds, pause=0.02)
 
     def wait_for_nobody(self) -> None:
         """Until no request is there."""

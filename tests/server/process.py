@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, TextIO
 import httpx
 
 from tests.preloaded import CLI, ROOT, PreloadedProcess
+from tests.waiting import WAIT_SECONDS, wait_until
 
 START_SECONDS = 120
 END_SECONDS = 120
@@ -35,12 +35,15 @@ def saved(http: httpx.Client, **body: Any) -> dict[str, Any]:
     """Save a context and return its record when it is durable."""
     reply = http.post("/v1/contexts", json=body)
     assert reply.status_code == 200, reply.text
-    end = time.monotonic() + 60
-    while not (record := http.get(f"/v1/contexts/{body['name']}").json())["durable"]:
-        assert time.monotonic() < end and "error" not in record, record
-        time.sleep(0.02)
-    assert record["tokens"] == reply.json()["tokens"]
-    found: dict[str, Any] = record
+    found: dict[str, Any] = {}
+
+    def is_durable() -> bool:
+        found.update(http.get(f"/v1/contexts/{body['name']}").json())
+        assert "error" not in found, found
+        return bool(found["durable"])
+
+    wait_until(is_durable, lambda: found, pause=0.02)
+    assert found["tokens"] == reply.json()["tokens"]
     return found
 
 
@@ -77,7 +80,7 @@ class Served:
     def client(self, key: str | None = None) -> httpx.Client:
         """Of its own address."""
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
+        return httpx.Client(base_url=self.url, timeout=WAIT_SECONDS, headers=headers)
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Let it end; its exit status."""

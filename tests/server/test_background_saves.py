@@ -28,6 +28,7 @@ from tests.fuzz.store_faults import FaultDisk
 from tests.server.inside import Inside
 from tests.server.process import document, processes, runs, serving
 from tests.tiny_models import random_ids
+from tests.waiting import WAIT_SECONDS, wait_until
 
 LAYER_BYTES = 4096
 """Smallest write of a layer's file: the store's own files are smaller."""
@@ -102,13 +103,6 @@ def state(http: httpx.Client, name: str) -> dict[str, Any]:
     return found
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def metric(http: httpx.Client, name: str) -> float:
     lines = [one.split() for one in http.get("/metrics").text.splitlines()]
     (value,) = [float(one[1]) for one in lines if one[0] == f"retrieval_attn:{name}"]
@@ -123,7 +117,7 @@ def files_of(store: Path) -> list[Path]:
 def test_a_context_is_asked_before_it_is_durable(inside: Inside, http: httpx.Client, gate: Gate) -> None:
     """The answer to POST does not wait for the disk; the flag flips when the files and the name are on it."""
     record = made(http, "book", text(600, 1))
-    assert gate.begun.wait(30) and not gate.open.is_set()
+    assert gate.begun.wait(WAIT_SECONDS) and not gate.open.is_set()
     assert record["durable"] is False and record["tokens"] == 600 and state(http, "book") == record
     assert record in http.get("/v1/contexts").json()["data"]
     assert "tiny@book" in [one["id"] for one in http.get("/v1/models").json()["data"]]
@@ -132,7 +126,7 @@ def test_a_context_is_asked_before_it_is_durable(inside: Inside, http: httpx.Cli
     before = [asked(http, text(9, 2), model="tiny@book") for _ in range(2)]
     assert [cached(one) for one in before] == [600, 600] and not gate.open.is_set()
     gate.open.set()
-    wait_for(lambda: state(http, "book")["durable"])
+    wait_until(lambda: state(http, "book")["durable"])
     done = state(http, "book")
     assert done["bytes"] > 0 and "error" not in done and http.get("/v1/contexts").json()["data"] == [done]
     assert metric(http, "context_saves_running") == 0
@@ -152,13 +146,13 @@ def test_a_write_waits_while_questions_are_read(inside: Inside, http: httpx.Clie
     uploads.start()
     try:
         made(http, "book", text(600, 1))
-        assert gate.begun.wait(30)
+        assert gate.begun.wait(WAIT_SECONDS)
         time.sleep(background_saves.QUESTION_SECONDS / 2)
         assert not state(http, "book")["durable"]
     finally:
         over.set()
         uploads.join()
-    wait_for(lambda: state(http, "book")["durable"])
+    wait_until(lambda: state(http, "book")["durable"])
 
 
 def test_what_a_later_process_opens_is_the_same(tmp_path: Path, gate: Gate) -> None:
@@ -175,7 +169,7 @@ def test_what_a_later_process_opens_is_the_same(tmp_path: Path, gate: Gate) -> N
             answers += [asked(http, text(9, 2), model=f"tiny@{name}") for name in ("book", "more")]
             if not gate.open.is_set():
                 gate.open.set()
-                wait_for(lambda: all(state(http, name)["durable"] for name in ("book", "more")))
+                wait_until(lambda: all(state(http, name)["durable"] for name in ("book", "more")))
                 assert http.post("/v1/contexts/book/fork", json={"name": "copy"}).json()["durable"]
         inside.end()
     assert [one["choices"] for one in answers[:2]] == [one["choices"] for one in answers[2:]]
@@ -189,7 +183,7 @@ def test_removing_it_cancels_the_write(tmp_path: Path, inside: Inside, http: htt
     for number in range(2):
         made(http, f"book{number}", text(600, number))
     gate.open.set()
-    assert gate.begun.wait(30)
+    assert gate.begun.wait(WAIT_SECONDS)
     for number in (1, 0):
         assert http.delete(f"/v1/contexts/book{number}").json()["deleted"] is True
         assert http.get(f"/v1/contexts/book{number}").status_code == 404
@@ -199,7 +193,7 @@ def test_removing_it_cancels_the_write(tmp_path: Path, inside: Inside, http: htt
     assert reply.status_code == 404
     gate.seconds = 0
     made(http, "book0", text(500, 7))
-    wait_for(lambda: state(http, "book0")["durable"])
+    wait_until(lambda: state(http, "book0")["durable"])
     assert cached(asked(http, "5 6", model="tiny@book0")) == 500
 
 
@@ -209,7 +203,7 @@ def test_a_name_that_is_saved_again(inside: Inside, http: httpx.Client, gate: Ga
     made(http, "book", text(500, 2))
     assert cached(asked(http, "5 6", model="tiny@book")) == 500
     gate.open.set()
-    wait_for(lambda: state(http, "book")["durable"])
+    wait_until(lambda: state(http, "book")["durable"])
     assert state(http, "book")["tokens"] == 500
     assert cached(asked(http, "5 6", model="tiny@book")) == 500
 
@@ -221,7 +215,7 @@ def test_a_full_disk_is_told(
     gate.full = True
     gate.open.set()
     made(http, "book", text(600, 1))
-    wait_for(lambda: "error" in state(http, "book"))
+    wait_until(lambda: "error" in state(http, "book"))
     found = state(http, "book")
     assert found["durable"] is False and "no room" in found["error"]
     assert metric(http, "context_save_failures_total") == 1 and metric(http, "context_saves_running") == 0
@@ -230,13 +224,13 @@ def test_a_full_disk_is_told(
     assert not files_of(tmp_path / "store")
     tree = inside.engine._tree
     assert tree is not None
-    wait_for(lambda: inside.engine.stats["rows"] == 0)
+    wait_until(lambda: inside.engine.stats["rows"] == 0)
     tree.evict(tree.sizes)
     reply = http.post("/v1/completions", json={"model": "tiny@book", "prompt": "5 6 7"})
     assert reply.status_code == 404 and "save its text again" in reply.json()["error"]["message"]
     gate.full = False
     made(http, "book", text(600, 1))
-    wait_for(lambda: state(http, "book")["durable"])
+    wait_until(lambda: state(http, "book")["durable"])
     assert "error" not in state(http, "book")
 
 
@@ -262,7 +256,7 @@ def test_a_save_waits_for_gpu_memory(
     monkeypatch.setattr(layers, "brought", scarce("brought", layers.brought))
     monkeypatch.setattr(threads, "reclaim", lambda *, device: freed.append(device))
     made(http, "book", text(600, 1))
-    wait_for(lambda: state(http, "book")["durable"])
+    wait_until(lambda: state(http, "book")["durable"])
     assert failing == {"view": 0, "brought": 0} and freed == [threads.OOM_BYTES] * 5
     assert metric(http, "context_save_failures_total") == 0 and "failed" not in caplog.text
     store = ContextStore(tmp_path / "store")
@@ -283,12 +277,12 @@ def test_a_gpu_that_stays_full(inside: Inside, http: httpx.Client, gate: Gate, m
     monkeypatch.setattr(layers, "brought", full)
     monkeypatch.setattr(threads, "OOM_WAITS", (0.0, 0.0))
     made(http, "book", text(600, 1))
-    wait_for(lambda: "error" in state(http, "book"))
+    wait_until(lambda: "error" in state(http, "book"))
     assert "out of memory" in state(http, "book")["error"] and metric(http, "context_save_failures_total") == 1
     monkeypatch.setattr(threads, "OOM_WAITS", (1000.0,))
     asked_for.clear()
     made(http, "other", text(600, 2))
-    assert asked_for.wait(30)
+    assert asked_for.wait(WAIT_SECONDS)
     began = time.monotonic()
     assert http.delete("/v1/contexts/other").status_code == 200
     assert time.monotonic() - began < background_saves.CANCEL_SECONDS / 2
@@ -314,7 +308,7 @@ def test_a_shutdown_waits_for_the_disk(tmp_path: Path, gate: Gate, caplog: pytes
     store = ContextStore(tmp_path / "store")
     assert store.resolve("book30").plain["tokens"] == 600
     assert len([one for one in caplog.records if "waiting until 1 saved contexts" in one.getMessage()]) == 2
-    wait_for(lambda: not [one for one in threading.enumerate() if one.name == "save-book0.3"])
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name == "save-book0.3"])
     with pytest.raises(UnknownContextError):
         store.resolve("book0.3")
 
@@ -322,13 +316,13 @@ def test_a_shutdown_waits_for_the_disk(tmp_path: Path, gate: Gate, caplog: pytes
 def test_answers_go_on_while_the_disk_is_slow(inside: Inside, http: httpx.Client, gate: Gate) -> None:
     """A removal that waits for a blocked write returns, and the write is given up when the disk goes on."""
     made(http, "book", text(600, 1))
-    assert gate.begun.wait(30)
+    assert gate.begun.wait(WAIT_SECONDS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background_saves, "CANCEL_SECONDS", 0.2)
         assert http.delete("/v1/contexts/book").status_code == 200
     assert http.get("/v1/contexts/book").status_code == 404 and cached(asked(http, "5 6 7")) == 0
     gate.open.set()
-    wait_for(lambda: not [one for one in threading.enumerate() if one.name == "save-book"])
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name == "save-book"])
     assert http.get("/v1/contexts/book").status_code == 404
 
 
@@ -340,7 +334,7 @@ def test_kill_9_before_it_is_durable(tmp_path: Path) -> None:
     with serving(*arguments, preloaded=True) as served, served.client() as http:
         made_of = http.post("/v1/contexts", json={"name": "kept", "text": "The sky is blue."})
         assert made_of.status_code == 200
-        wait_for(lambda: http.get("/v1/contexts/kept").json()["durable"])
+        wait_until(lambda: http.get("/v1/contexts/kept").json()["durable"])
         before = sorted(files_of(store))
         with contextlib.ExitStack() as stack:
             handle = OS_DISK.lock(store / "LOCK", wait_seconds=10)  # neither pins nor names can be written
@@ -357,12 +351,12 @@ def test_kill_9_before_it_is_durable(tmp_path: Path) -> None:
             running = processes(served.process.pid)
             for pid in reversed(running):
                 os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: not any(map(runs, running[1:])))
+            wait_until(lambda: not any(map(runs, running[1:])))
             stack.pop_all()
             OS_DISK.close(handle)
     assert set(files_of(store)) > set(before), "the write had begun"
     with serving(*arguments, preloaded=True) as served, served.client() as http:
         assert http.get("/v1/contexts/book").status_code == 404
         assert [one["id"] for one in http.get("/v1/contexts").json()["data"]] == ["kept"]
-        wait_for(lambda: sorted(files_of(store)) == before)
+        wait_until(lambda: sorted(files_of(store)) == before)
         assert any("removed" in one.get("message", "") for one in served.log)

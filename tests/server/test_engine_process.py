@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +34,7 @@ from retrieval_attn.server.settings import EngineSpec
 from retrieval_attn.server.worker import Worker
 from tests.preloaded import forked_processes, run_preloaded
 from tests.server.process import ANSWER, END_SECONDS, QUESTION, Served, document, runs, saved, serving
+from tests.waiting import WAIT_SECONDS, wait_until
 
 CHAT = "/v1/chat/completions"
 
@@ -53,11 +53,12 @@ def talk(**options: Any) -> dict[str, Any]:
 
 def pid_of(served: Served, number: int) -> int:
     """Of the process that was started as the so manyth."""
-    end = time.monotonic() + 90
-    while len(found := [int(line["engine_pid"]) for line in served.log if "engine_pid" in line]) <= number:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return found[number]
+
+    def pids() -> list[int]:
+        return [int(line["engine_pid"]) for line in served.log if "engine_pid" in line]
+
+    wait_until(lambda: len(pids()) > number, pause=0.05)
+    return pids()[number]
 
 
 @pytest.mark.slow
@@ -85,19 +86,13 @@ def test_it_answers_and_is_started_again_when_it_crashes(apart: Served, served: 
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
         assert "retrieval_attn:engine_up 0.0" in http.get("/metrics").text
         assert pid_of(apart, 1) != first
-        end = time.monotonic() + 10
-        while http.get("/health").status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: http.get("/health").status_code == 200, pause=0.05)
         found = http.post(CHAT, json={**talk(model="bundled@book"), "messages": talk()["messages"][1:]}).json()
         assert ANSWER in found["choices"][0]["message"]["content"]
         assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == record["tokens"]
         second = pid_of(apart, 1)
         apart.end(signal.SIGKILL)  # however the server ends, nothing is left that holds a GPU's memory
-        end = time.monotonic() + 30
-        while runs(second):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: not runs(second), pause=0.05)
 
 
 @pytest.mark.slow
@@ -111,7 +106,7 @@ def test_it_ends_when_answers_under_way_have(apart: Served) -> None:
         apart.process.send_signal(signal.SIGTERM)
         rest = list(events)
     assert rest[-1] == "data: [DONE]" and json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
-    assert apart.process.wait(30) == 0
+    assert apart.process.wait(END_SECONDS) == 0
 
 
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
@@ -178,7 +173,7 @@ def test_requests_to_an_engine_that_hangs_end_at_their_deadline(tmp_path: Path) 
         os.kill(engine, signal.SIGSTOP)
 
         def late(stream: bool) -> tuple[int, str]:
-            reply = http.post(CHAT, json=talk(max_tokens=60_000, ignore_eos=True, stream=stream), timeout=30)
+            reply = http.post(CHAT, json=talk(max_tokens=60_000, ignore_eos=True, stream=stream), timeout=END_SECONDS)
             return reply.status_code, reply.json()["error"]["code"]
 
         with ThreadPoolExecutor() as threads:
@@ -208,9 +203,9 @@ async def _hang(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     assert process is not None and engine.lost is None
     os.kill(process.child.pid, signal.SIGSTOP)
     with pytest.raises(errors.RetrievalAttentionError, match="lost.*status -9"):
-        await asyncio.wait_for(engine.keep("a", (5, 6, 7), None, ""), 30)
+        await asyncio.wait_for(engine.keep("a", (5, 6, 7), None, ""), WAIT_SECONDS)
     assert engine.lost is not None
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(WAIT_SECONDS):
         while engine.lost is not None:
             await asyncio.sleep(0.05)
     assert (await engine.stats())["rows"] == 0
@@ -229,7 +224,7 @@ class SlowEngine:
         self.is_listening = False
 
     def submit(self, _: Request) -> Any:
-        self.goes_on.wait(20)
+        self.goes_on.wait(WAIT_SECONDS)
         return SimpleNamespace(id="1", listen=self._listen, cancel=self._cancel)
 
     def _listen(self, _: Any) -> None:
@@ -256,10 +251,10 @@ def test_a_request_that_is_cancelled_before_it_is_submitted() -> None:
         ours.sendall(frames.frame_of({"do": "ping", "id": 0}))
         assert frames.receive_frame(ours) == {"id": 0, "ok": [4, 15]}  # behind the other two
         engine.goes_on.set()
-        assert engine.cancelled.wait(20)
+        assert engine.cancelled.wait(WAIT_SECONDS)
         assert frames.receive_frame(ours) == {"id": 4, "ok": "1"}
         ours.sendall(frames.frame_of({"do": "close", "drain": False}))
-        work.join(20)
+        work.join(WAIT_SECONDS)
         assert not work.is_alive()
 
 
@@ -276,7 +271,7 @@ def test_a_worker_is_told_once_that_all_graphs_are_captured() -> None:
             ours.sendall(frames.frame_of({"do": "ping", "id": 0}))
             assert frames.receive_frame(ours) == {"id": 0, "ok": warming}
         ours.sendall(frames.frame_of({"do": "close", "drain": False}))
-        work.join(20)
+        work.join(WAIT_SECONDS)
     assert told == ["warm"]
 
 

@@ -16,6 +16,7 @@ from retrieval_attn.sampling.sampler import Sampler
 from tests.engine.audit import check_engine
 from tests.engine.test_warm_up import Gate, wait_until_warm
 from tests.server.inside import Inside, body_of, sent
+from tests.waiting import wait_until
 
 TRIES = 120
 
@@ -85,9 +86,7 @@ def test_an_engine_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(Sampler, "__call__", lambda *given, **named: 1 // 0)
             lines = http.post("/v1/completions", content=body_of(5, stream=True), headers=headers).text.split("\n\n")
             assert "error" in json.loads(lines[-3].removeprefix("data: ")) and lines[-2] == "data: [DONE]"
-            end = time.monotonic() + 10
-            while http.get("/health").status_code != 503:
-                assert time.monotonic() < end
+            wait_until(lambda: bool(http.get("/health").status_code == 503))
             reply = http.post("/v1/completions", content=body_of(5), headers=headers)
             assert reply.status_code == 503 and reply.json()["error"]["code"] == "engine_lost"
             assert "division" not in lines[-3], "what a client is told has nothing of the inside"

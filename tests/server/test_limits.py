@@ -27,6 +27,7 @@ from retrieval_attn.server.connections import MAX_HEAD_BYTES, MAX_HEADERS
 from retrieval_attn.server.failure import ApiError
 from tests.server.inside import Inside, body_of, sent
 from tests.server.process import Served
+from tests.waiting import WAIT_SECONDS
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -51,7 +52,7 @@ def measured() -> Iterator[Served]:
         yield found
 
 
-def answer(sock: socket.socket, seconds: float = 20) -> tuple[int, dict[str, Any]]:
+def answer(sock: socket.socket, seconds: float = WAIT_SECONDS) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer on a connection that the server closes. Raises TimeoutError if it does not."""
     sock.settimeout(seconds)
     data = b""
@@ -61,7 +62,7 @@ def answer(sock: socket.socket, seconds: float = 20) -> tuple[int, dict[str, Any
     return int(head.split()[1]), json.loads(body)
 
 
-def refused(address: tuple[str, int], data: bytes, seconds: float = 20) -> int:
+def refused(address: tuple[str, int], data: bytes, seconds: float = WAIT_SECONDS) -> int:
     """Status of a refusal in OpenAI's form, behind which the connection is closed."""
     with socket.create_connection(address) as sock:
         sock.sendall(data)
@@ -389,7 +390,7 @@ class TestDeadlines:
             with sent(inside.address, body_of(3800, 1, stream=True, logprobs=20, n=4), receive_bytes=4096) as sock:
                 assert inside.wait_for(lambda found: bool(found) and all(one.flow.write_paused for one in found))
                 assert inside.wait_for(lambda found: not found)
-                sock.settimeout(5)
+                sock.settimeout(WAIT_SECONDS)
                 received = b""
                 while piece := sock.recv(1 << 16):  # what the kernel had already, then the end
                     received += piece
@@ -436,7 +437,7 @@ class TestStore:
         try:
             assert inside.service is not None
             store = inside.service.contexts._store
-            monkeypatch.setattr(store, "resolve", lambda name: released.wait(30))
+            monkeypatch.setattr(store, "resolve", lambda name: released.wait(WAIT_SECONDS))
             with inside.client() as http:
 
                 def ask() -> None:
@@ -450,7 +451,7 @@ class TestStore:
                 began = time.perf_counter()
                 assert http.post("/v1/completions", content=body_of(2), headers=JSON).status_code == 200
                 assert http.post("/tokenize", json={"prompt": "5 6"}).status_code == 200
-                assert time.perf_counter() - began < 10
+                assert time.perf_counter() - began < WAIT_SECONDS / 2
                 released.set()
                 for thread in threads:
                     thread.join()

@@ -18,7 +18,8 @@ import httpx
 import pytest
 
 from tests.preloaded import CLI, run_preloaded
-from tests.server.process import ANSWER, QUESTION, ROOT, Served, document, serving
+from tests.server.process import ANSWER, END_SECONDS, QUESTION, ROOT, Served, document, serving
+from tests.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 JSON_TYPE = "content-type: application/json"
@@ -41,11 +42,8 @@ def metric(http: httpx.Client, name: str) -> float:
     return sum(map(float, found))
 
 
-def wait_until(http: httpx.Client, name: str, value: float, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while metric(http, name) != value:
-        assert time.monotonic() < end, f"{name} is {metric(http, name)}, not {value}"
-        time.sleep(0.05)
+def wait_for(http: httpx.Client, name: str, value: float) -> None:
+    wait_until(lambda: metric(http, name) == value, lambda: f"{name} is {metric(http, name)}, not {value}", pause=0.05)
 
 
 def test_curl_streams(served: Served) -> None:
@@ -53,7 +51,9 @@ def test_curl_streams(served: Served) -> None:
     if curl is None:
         pytest.skip("curl is not installed")
     command = [curl, "-sNf", f"{served.url}{CHAT}", "-H", "content-type: application/json", "-d", "@-"]
-    done = subprocess.run(command, input=json.dumps(talk(stream=True)), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, input=json.dumps(talk(stream=True)), capture_output=True, text=True, timeout=END_SECONDS
+    )
     events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
     assert done.returncode == 0 and events[-1] == "[DONE]", done.stdout
     text = "".join(json.loads(one)["choices"][0]["delta"].get("content", "") for one in events[:-1])
@@ -80,10 +80,10 @@ def test_who_goes_away_ends_the_work(served: Served) -> None:
             with socket.create_connection((host, int(port))) as sock:
                 sock.sendall(head.encode() + body)
                 time.sleep(0.01 * (number % 12))
-        wait_until(http, "request_disconnected_total", gone + 30)
-        wait_until(http, "num_requests_running", 0)
-        wait_until(http, "num_requests_waiting", 0)
-        wait_until(http, "num_requests_without_token", 0)
+        wait_for(http, "request_disconnected_total", gone + 30)
+        wait_for(http, "num_requests_running", 0)
+        wait_for(http, "num_requests_waiting", 0)
+        wait_for(http, "num_requests_without_token", 0)
         assert ANSWER in http.post(CHAT, json=talk()).text
 
 
@@ -101,10 +101,8 @@ def test_logs_and_metrics(served: Served) -> None:
         reply = http.post(CHAT, json=talk(), headers={"x-request-id": "mine-7"})
         usage = reply.json()["usage"]
         # a request is counted, and then told to the log, behind its reply
-        end = time.monotonic() + 10
-        while not (lines := [line for line in served.log if line.get("request_id") == "mine-7"]):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: any(line.get("request_id") == "mine-7" for line in served.log))
+        lines = [line for line in served.log if line.get("request_id") == "mine-7"]
         assert metric(http, "generation_tokens_total") == before["generation_tokens_total"] + usage["completion_tokens"]
         assert metric(http, "e2e_request_latency_seconds_count") == before["e2e_request_latency_seconds_count"] + 1
         assert metric(http, "engine_up") == 1 and metric(http, "prefix_cache_hits_total") > 0
@@ -116,11 +114,11 @@ def test_logs_and_metrics(served: Served) -> None:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A server with keys and small limits."""
+    """A server with keys, and a small limit of bodies."""
     folder = tmp_path_factory.mktemp("keyed")
     keys = folder / "keys"
     keys.write_text(f"{ADMIN} root admin\n# who\n{USER} ann\n\n{OTHER}  # nameless\n", encoding="utf-8-sig")
-    limits = ("--max-body", "1MiB", "--max-queue", "2", "--max-num-seqs", "1", "--deadline", "4", "--warm-up", "0")
+    limits = ("--max-body", "1MiB", "--warm-up", "0")
     options = ("--api-key-file", str(keys), "--parse-special", *limits)
     with serving("--store", str(folder / "store"), *options, preloaded=True) as found:
         yield found
@@ -166,23 +164,27 @@ def test_a_body_that_is_too_large(keyed: Served) -> None:
             assert reply.status_code == 413 and "1,048,576" in reply.json()["error"]["message"]
 
 
-def test_who_waits_too_long_or_in_too_long_a_queue_is_told(keyed: Served) -> None:
+def test_who_waits_too_long_or_in_too_long_a_queue_is_told() -> None:
     """One row is taken by a long answer until its deadline; two wait, and the next is told to come again."""
     body = {**talk("Tell a story."), **LONG, "max_tokens": 60_000, "stream": True, "logit_bias": {}}
-    with keyed.client(USER) as http, http.stream("POST", CHAT, json=body) as first:
+    limits = ("--max-queue", "2", "--max-num-seqs", "1", "--deadline", "6", "--warm-up", "0")
+    with (
+        serving(*limits, preloaded=True) as served,
+        served.client() as http,
+        http.stream("POST", CHAT, json=body) as first,
+    ):
         events = (line for line in first.iter_lines() if line)
         assert "assistant" in next(events) and "content" in next(events)
         found: list[httpx.Response] = []
 
         def ask() -> None:
-            with keyed.client(OTHER) as other:
+            with served.client() as other:
                 found.append(other.post(CHAT, json={**talk(), "max_tokens": 60_000, "temperature": 2}))
 
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
-        with keyed.client(ADMIN) as admin:
-            wait_until(admin, "num_requests_without_token", 2, 3)
+        wait_for(http, "num_requests_without_token", 2)
         refused = http.post(CHAT, json=talk())
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "queue_full"
@@ -194,26 +196,32 @@ def test_who_waits_too_long_or_in_too_long_a_queue_is_told(keyed: Served) -> Non
     assert {reply.status_code for reply in found} <= {200, 504}
 
 
+def is_reachable(url: str) -> bool:
+    try:
+        httpx.get(url)
+    except httpx.TransportError:
+        return False
+    return True
+
+
 def test_it_ends_when_answers_under_way_have(keyed: Served) -> None:
     """SIGTERM: the stream goes on to its end, new requests find nobody, the exit status is 0. The last to ask it."""
     with keyed.client(USER) as http:
-        body = {**talk("Tell a story."), **LONG, "max_tokens": 300, "stream": True}
+        body = {**talk("Tell a story."), **LONG, "max_tokens": 100, "stream": True}
         with http.stream("POST", CHAT, json=body) as stream:
             events = (line for line in stream.iter_lines() if line)
             next(events), next(events)
             keyed.process.send_signal(signal.SIGTERM)
-            time.sleep(0.2)
-            with pytest.raises(httpx.TransportError):
-                httpx.get(f"{keyed.url}/health")
+            wait_until(lambda: not is_reachable(f"{keyed.url}/health"))
             rest = list(events)
         assert rest[-1] == "data: [DONE]" and json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
-        assert keyed.process.wait(30) == 0 and keyed.log[-1]["message"] == "shutdown complete"
+        assert keyed.process.wait(END_SECONDS) == 0 and keyed.log[-1]["message"] == "shutdown complete"
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     """Who is being answered is told, by the form that errors in streams have, and nothing of it is an error of ours."""
     body = {**talk("Tell a story."), **LONG, "max_tokens": 60_000, "stream": True}
-    arguments = ("--store", str(tmp_path), "--warm-up", "0")
+    arguments = ("--store", str(tmp_path), "--warm-up", "0", "--shutdown-timeout", str(10 * END_SECONDS))
     with (
         serving(*arguments, preloaded=True) as served,
         served.client() as http,
@@ -221,14 +229,12 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     ):
         events = (line for line in stream.iter_lines() if line)
         next(events), next(events)
-        began = time.monotonic()
         served.process.send_signal(signal.SIGINT)
-        while not any(line["message"].startswith("draining") for line in served.log):  # two at once may count as one
-            assert time.monotonic() - began < 15
-            time.sleep(0.01)
+        # two at once may count as one
+        wait_until(lambda: any(line["message"].startswith("draining") for line in served.log))
         served.process.send_signal(signal.SIGINT)
         rest = list(events)
-        assert served.process.wait(30) == 0 and time.monotonic() - began < 15
+        assert served.process.wait(END_SECONDS) == 0
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "cancelled" and rest[-1] == "data: [DONE]"
     assert not [line for line in served.log if line["level"] == "error"] and not served.other
 
@@ -245,11 +251,11 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 )
 def test_what_it_does_not_start_with(arguments: tuple[str, ...], words: str) -> None:
     """One line and exit status 2, before the model is loaded."""
-    done = run_preloaded([*CLI, "serve", "--port", "0", *arguments], timeout=60)
+    done = run_preloaded([*CLI, "serve", "--port", "0", *arguments], timeout=END_SECONDS)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_port_that_is_taken(served: Served) -> None:
     port = served.url.rsplit(":", 1)[1]
-    done = run_preloaded([*CLI, "serve", "--port", port], timeout=60)
+    done = run_preloaded([*CLI, "serve", "--port", port], timeout=END_SECONDS)
     assert done.returncode == 2 and "another --port" in done.stderr

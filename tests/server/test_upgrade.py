@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.server.inside import Inside
+from tests.waiting import WAIT_SECONDS
 
 OFFER = {
     "Connection": "Upgrade, HTTP2-Settings",
@@ -41,7 +42,7 @@ def answered(connection: http.client.HTTPConnection) -> tuple[int, dict[str, Any
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_the_body_of_a_request_that_offers_an_upgrade_is_read(inside: Inside, is_chunked: bool) -> None:
     """Several on one connection, and one without an offer after them."""
-    connection = http.client.HTTPConnection(*inside.address, timeout=30)
+    connection = http.client.HTTPConnection(*inside.address, timeout=WAIT_SECONDS)
     for headers in (OFFER, OFFER, {"Content-Type": "application/json"}, OFFER):
         pieces = iter([BODY[:9], BODY[9:]]) if is_chunked else BODY
         connection.request("POST", "/v1/completions", pieces, headers, encode_chunked=is_chunked)
@@ -62,7 +63,7 @@ def test_bytes_that_come_one_by_one_and_pipelined(inside: Inside) -> None:
     body = b'{"prompt": "5 6"}'
     many = request_of(body) * 3 + request_of(body, Connection="close, Upgrade")
     for step in (1, 7, len(many)):
-        with socket.create_connection(inside.address, timeout=30) as sock:
+        with socket.create_connection(inside.address, timeout=WAIT_SECONDS) as sock:
             for start in range(0, len(many), step):
                 sock.sendall(many[start : start + step])
             found = b"".join(iter(lambda: sock.recv(65536), b""))  # noqa: B023
@@ -77,7 +78,7 @@ def test_an_offer_hides_no_malformed_length(inside: Inside) -> None:
         ({"Content-Length": "-1"}, [400]),
         ({"Content-Length": str(len(inner))}, [400, 200]),  # no JSON; then the request after it
     ):
-        with socket.create_connection(inside.address, timeout=30) as sock:
+        with socket.create_connection(inside.address, timeout=WAIT_SECONDS) as sock:
             sock.sendall(request_of(inner, **headers) + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             found = b"".join(iter(lambda: sock.recv(65536), b""))  # noqa: B023
         assert [int(status) for status in re.findall(rb"HTTP/1.1 (\d{3}) ", found)] == statuses, found

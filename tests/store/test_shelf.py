@@ -18,6 +18,7 @@ from retrieval_attn.store.disk import file_system
 from retrieval_attn.store.mapped import give_up, resident_bytes
 from retrieval_attn.store.shelf import Done, Shelf
 from tests.store.cases import IDS, save
+from tests.waiting import WAIT_SECONDS
 
 ROOMY = 1 << 40
 
@@ -120,13 +121,13 @@ def test_a_newer_queue_replaces_an_older_one(store: ContextStore, monkeypatch: p
         def fetch(group: object, stop: object) -> int:
             fetched.append(group.digest)  # type: ignore[attr-defined]
             started.set()
-            assert go_on.wait(20)
+            assert go_on.wait(WAIT_SECONDS)
             return 1
 
         monkeypatch.setattr(shelf, "_fetch", fetch)
         monkeypatch.setattr("retrieval_attn.store.shelf.Group.resident_bytes", lambda group: 0)
         shelf.expect(["a", "b"])
-        assert started.wait(20)
+        assert started.wait(WAIT_SECONDS)
         shelf.expect(["c"])
         go_on.set()
         assert settled(shelf)

@@ -23,7 +23,7 @@ def _words(body: Body) -> list[str]:
 
 class TinyServer:
     """bodies: what it was asked, in order. behave: told the body, gives "" or what is to go wrong with it: a status as
-    "503", "cut" (half of the answer), "error" (an error chunk), "slow" (half a second before the first token).
+    "503", "cut" (half of the answer), "error" (an error chunk), "slow" (`slow_seconds` before the first token).
     metrics: text of its metrics.
     """
 
@@ -32,6 +32,7 @@ class TinyServer:
         self.behave, self.words_per_token = behave, words_per_token
         self.known: set[tuple[str, ...]] = set()
         self.metrics = ""
+        self.slow_seconds = 0.5
         self._ids: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -111,7 +112,7 @@ class TinyServer:
                 self.end_headers()
                 usage, count = tiny.usage(body), body["max_tokens"]
                 if trouble == "slow":
-                    time.sleep(0.5)
+                    time.sleep(tiny.slow_seconds)
                 self._choice({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
                 for number in range(count):
                     if number == count // 2 and trouble in ("cut", "error"):

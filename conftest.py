@@ -40,6 +40,8 @@ PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # Time limits per example say more about what else runs on the machine than about the code.
 hypothesis.settings.register_profile("shared-machine", deadline=None)
 hypothesis.settings.load_profile("shared-machine")
+SLOW_TESTS = 40
+"""Tests of median length that take as long as one that is marked `slow`."""
 LIBRARIES = ("torch", "transformers", "numpy", "numba", "faiss-cpu", "hypothesis", "pytest")
 
 
@@ -84,11 +86,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put files with slow tests first, so that no process ends with one alone; skip `cuda` tests without a device."""
+    """Put files that take long first, so that no process ends with one alone; skip `cuda` tests without a device."""
     import torch
 
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    runs = [item for item in items if torch.cuda.is_available() or not item.get_closest_marker("cuda")]
+    tests = Counter(item.path for item in runs)
+    slow = Counter(item.path for item in runs if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -(SLOW_TESTS * slow[item.path] + tests[item.path]))
     if torch.cuda.is_available():
         return
     reason = f"needs a CUDA device; torch {torch.__version__} sees none"

@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -52,20 +53,27 @@ class PreloadedProcess:
         constants: Mapping[str, float] | None = None,
         new_session: bool = False,
         finalizes: bool = False,
+        most_files: int = 0,
     ) -> None:
         """Start `python WORDS`, which begin with "-c" or "-m".
 
         environment: replaces the forking process's. files: file descriptors that become the standard input (0), output
         (1) and error output (2); they stay open here. A terminal as input becomes the controlling terminal.
         constants: values of module constants by their dotted names. new_session: lead a session and a process group.
-        finalizes: end the interpreter as a new one ends, for tests of what is left at its end.
+        finalizes: end the interpreter as a new one ends, for tests of what is left at its end. most_files: limit of
+        open files; 0: the system's.
         """
         context = _context()
         passed = {number: _Descriptor(file) for number, file in files.items()}
         self._process = context.Process(
             target=run_program,
             args=(list(words), dict(environment), os.fspath(cwd), dict(constants or {}), passed),
-            kwargs={"new_session": new_session, "finalizes": finalizes, "forkserver": _address()},
+            kwargs={
+                "new_session": new_session,
+                "finalizes": finalizes,
+                "forkserver": _address(),
+                "most_files": most_files,
+            },
         )
         self._process.start()
         assert self._process.pid is not None
@@ -225,6 +233,7 @@ def run_program(
     new_session: bool = False,
     finalizes: bool = False,
     forkserver: str = "",
+    most_files: int = 0,
 ) -> None:
     """Run `python WORDS` to its end, as a new interpreter would. forkserver: address of the forking process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -234,6 +243,8 @@ def run_program(
         _fork_engines(forkserver)
     for number, file in files.items():
         file.replace(number)
+    if most_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     if 0 in files:
         sys.stdin = os.fdopen(0, closefd=False)
         if os.isatty(0):

@@ -139,18 +139,15 @@ def starting(
     """Start a server as `serving` does, without waiting until it listens."""
     words = [*CLI, "serve", "--port", str(port), *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    assert preloaded or not constants, "constants of a new interpreter cannot be set"
-    assert not (preloaded and most_files), "a limit of open files needs a new interpreter"
+    assert preloaded or not (constants or most_files), "of a new interpreter neither can be set"
     process: subprocess.Popen[str] | PreloadedProcess
     reading, writing = os.pipe()
     with os.fdopen(reading, encoding="utf-8") as stderr:
         try:
             if preloaded:
-                process = PreloadedProcess(words, variables, ROOT, {2: writing}, constants)
+                process = PreloadedProcess(words, variables, ROOT, {2: writing}, constants, most_files=most_files)
             else:
                 command = [sys.executable, *words]
-                if most_files:
-                    command = ["/bin/sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh", *command]
                 process = subprocess.Popen(command, cwd=ROOT, env=variables, stderr=writing, text=True)
         finally:
             os.close(writing)

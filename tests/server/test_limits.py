@@ -178,7 +178,7 @@ def test_half_requests_do_not_use_up_files() -> None:
     """A server that may open few files keeps some for requests, whatever one address holds."""
     from tests.server.process import serving
 
-    with serving("--warm-up", "0", most_files=64) as served:
+    with serving("--warm-up", "0", most_files=64, preloaded=True) as served:
         host, port = httpx.URL(served.url).host, httpx.URL(served.url).port
         held = []
         for _ in range(80):

@@ -29,7 +29,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("scripted")
     scripts = SCRIPTS | {"spaced": SPACED}
     save_scripted_model(folder, FAMILIES["qwen3-thinking"], scripts, BEHIND)
-    with serving(str(folder), "--name", "tiny", "--store", str(folder / "store"), "--warm-up", "0") as served:
+    options = ("--name", "tiny", "--store", str(folder / "store"), "--warm-up", "0")
+    with serving(str(folder), *options, preloaded=True) as served:
         yield served
 
 

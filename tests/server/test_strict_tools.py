@@ -126,7 +126,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Of a model whose scripts have wrong arguments."""
     folder = tmp_path_factory.mktemp("strict")
     save_scripted_model(folder, FAMILIES["qwen3-thinking"], SCRIPTS, BEHIND)
-    with serving(str(folder), "--name", "tiny", "--store", str(folder / "store"), "--warm-up", "0") as served:
+    options = ("--name", "tiny", "--store", str(folder / "store"), "--warm-up", "0")
+    with serving(str(folder), *options, preloaded=True) as served:
         yield of(served)
 
 

@@ -39,6 +39,8 @@ LOOKS = 10
 LOOK_SECONDS = 12.0
 """Between two of them, and what the last requests take."""
 SHARED_BYTES = 2_000_000
+MAY_START = 3
+"""Threads of pools, which start when they first have work. A leak of a thread per request is far beyond."""
 MAY_GROW = 32 << 20
 """Bytes of the process: what a heap of small pieces may come to keep. A leak of a cache per request is far beyond."""
 
@@ -147,7 +149,7 @@ def grown(looks: list[Look]) -> list[str]:
     """What is more in the last fifth than in the second one, beyond what may be."""
     fifth = len(looks) // 5
     found = []
-    for name, room in zip(Look._fields, (MAY_GROW, 0, 0, 3_000, SHARED_BYTES), strict=True):
+    for name, room in zip(Look._fields, (MAY_GROW, MAY_START, 0, 3_000, SHARED_BYTES), strict=True):
         values = [getattr(look, name) for look in looks]
         before, after = max(values[fifth : 2 * fifth]), min(values[-fifth:])
         if after > before + room:

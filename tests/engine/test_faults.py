@@ -204,6 +204,6 @@ def test_what_grows_is_told(name: str) -> None:
     look = Look(10**9, 5, 6, 500_000, 10**6)
     steady = [look] * 20
     assert grown(steady) == []
-    room = {"rss": 33 << 20, "objects": 3_001, "shared": 10**7}.get(name, 1)
+    room = {"rss": 33 << 20, "threads": 4, "objects": 3_001, "shared": 10**7}.get(name, 1)
     (told,) = grown([*steady[:12], *[look._replace(**{name: getattr(look, name) + room})] * 8])
     assert told.startswith(f"{name}:")

@@ -294,13 +294,14 @@ def test_a_load_that_ends_early_ends_the_other_processes(
 def test_what_nobody_waits_for_ends_with_the_process(tmp_path: Path) -> None:
     """A model that is loaded and never used: no wait, no crash, no compiler that goes on."""
     code = f"""
+import time
 import retrieval_attn as ra
 from retrieval_attn.compile import jobs
 from retrieval_attn.runner import ready
 ready.early_jobs = lambda *arguments, **options: [jobs.CompileJob(*{tuple(LONG)!r})]
 ra.LLM({str(BUNDLED)!r}, device="cpu")
 (compilation,) = jobs._under_way
-while not compilation._workers: pass
+while not compilation._workers: time.sleep(0.01)
 print(compilation._workers[0].pid)
 """
     done = python(code, **{place.VARIABLE: str(tmp_path)})
@@ -353,7 +354,7 @@ def test_builders_of_codes_wait_for_their_own_job(own_folder: Path) -> None:
     device = IndexSpec.of("device")
     jobs = kernel_jobs(Format.BFLOAT16, device, 131072)
     assert [job.target.split(":")[1] for job in jobs[:3]] == ["code", "search", "build"]
-    with Compilation(jobs, progress=False, processes=2) as compilation:
+    with Compilation(jobs, progress=False, processes=1) as compilation:
         wait_for_builders(device)
         done, left = jobs[0], missing(jobs)
         assert done not in left and jobs[2] in left

@@ -78,7 +78,7 @@ def measures(*, tiny: bool = False, tests: Sequence[str] = ()) -> list[Measure]:
     return [
         Measure(
             "cuda_tests", "tools.card.tests",
-            ("--marker", "not cuda", "--processes", "1", "--seconds", "60", "tests/index/test_threads.py") if tiny
+            ("--marker", "not cuda", "--processes", "1", "--seconds", "60", "tests/store/test_tiers.py") if tiny
             else ("--seconds", str(TEST_SECONDS), *tests),
             "--out", "found.json",
             [

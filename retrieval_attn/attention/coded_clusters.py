@@ -26,6 +26,7 @@ from retrieval_attn.gpu.codes.search import CodeRange
 from retrieval_attn.gpu.codes.table import SharedTables
 from retrieval_attn.index.base import DeviceSearch
 from retrieval_attn.index.device import SPARE_TOKENS
+from retrieval_attn.index.threads import single_blas
 from retrieval_attn.offload.int8_rows import Int8RowMirror, ask_for_rows, rows_of
 from retrieval_attn.offload.staging import sent
 from retrieval_attn.offload.threads import ThreadPool
@@ -86,8 +87,9 @@ def join_ahead(path: SequenceKV) -> Future[None] | None:
     spans = [(segment_of(path, one), one.low, one.high) for one in coded]
 
     def join() -> None:
-        for segment, low, high in spans:
-            shared.join_ahead(segment, low, high, fmt)
+        with single_blas():
+            for segment, low, high in spans:
+                shared.join_ahead(segment, low, high, fmt)
 
     return _joiner().submit(join)
 

@@ -217,8 +217,9 @@ class KeyClusters:
             return held.ids
 
     def join_ahead(self, segment: Segment, low: int, high: int, fmt: Format) -> None:
-        """Have the tokens [low, high) of a frozen segment join clusters, as `members` does, without its lock meanwhile:
-        a step that asks for others does not wait.
+        """Have the tokens [low, high) of a frozen segment that come after those with a cluster join one.
+
+        As `members` does, without holding the lock meanwhile: a step that asks for other tokens does not wait.
         """
         with self._joining:
             held = self._of(segment)

@@ -35,6 +35,7 @@ from retrieval_attn.errors import (
 from retrieval_attn.model.image_embedding import PromptImages
 from retrieval_attn.model.rope import length_rope
 from retrieval_attn.model.weights import require_same, weight_state
+from retrieval_attn.offload.threads import foreground
 from retrieval_attn.prompt.text_stream import TextStream
 from retrieval_attn.runner.decode import PromptState
 from retrieval_attn.runner.drafts import Drafts
@@ -379,6 +380,7 @@ class RunningRequest:
         assert self._opening is not None and self._saved is not None
         opening, self._opening = self._opening, None
         cache, self._opened = opening.result()
+        foreground.note()
         cache.in_batch = True
         self._done, self.cached_tokens = 1, self._begun
         self._brought = self._begun
@@ -403,6 +405,7 @@ class RunningRequest:
         if found is None:
             return
         self.cache, self._opened = found
+        foreground.note()
         ends, held = self.sharing.ends, self.sharing.held_end
         self._done = bisect_right(ends, held)
         self._inside = held - (ends[self._done - 1] if self._done else 0)

@@ -352,9 +352,8 @@ class Arithmetic:
                 f"to {large_int8:,} and {small_int8:,}, where these fit. Retrieval pays for longer texts, for many "
                 "contexts that are kept at once, or for memory that something else needs.",
             )
-        if full.fits_int8 or full.fits_quantized:
-            smaller_weights = not full.fits_int8 and not self.shape.quantized
-            form = 'weights in 4 bits (quantization="int4") and KV in int8 do' if smaller_weights else "KV in int8 does"
+        if full.fits_int8 or (full.fits_quantized and not self.shape.quantized):
+            form = "KV in int8 does" if full.fits_int8 else 'weights in 4 bits (quantization="int4") and KV in int8 do'
             needed = full.bytes_int8 if full.fits_int8 else full.bytes_quantized
             return (
                 f"Full attention with this KV on the GPU does not fit ({show_bytes(full.bytes_16bit)} of {limit}), but "

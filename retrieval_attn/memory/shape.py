@@ -218,7 +218,7 @@ def load_config(source: Any) -> PreTrainedConfig:
 def _of_model(model: Any, dtype: Any) -> ModelShape:
     from retrieval_attn.memory.weights import copy_note
     from retrieval_attn.model.placement import is_host_table
-    from retrieval_attn.model.quantization import held_bytes, quantization_of, unpacked_bytes
+    from retrieval_attn.model.quantization import held_bytes, unpacked_bytes
 
     config = getattr(model, "config", None)
     if config is None:
@@ -234,7 +234,7 @@ def _of_model(model: Any, dtype: Any) -> ModelShape:
     table: Any = model.get_input_embeddings().weight
     on_host = table.nbytes if dtype is None and is_host_table(table) else 0
     shape = _shape(config, model, name, kind, width, parameters, held, note)
-    quantized = dtype is None and (copied > 0 or quantization_of(config) is not None)
+    quantized = dtype is None and held + on_host < parameters * width
     shape = replace(shape, host_table_bytes=on_host, quantized=quantized)
     return _with_tower(shape, config, model, config.name_or_path)
 

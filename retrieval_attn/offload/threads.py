@@ -119,7 +119,11 @@ class Activity:
     @property
     def is_recent(self) -> bool:
         """Whether there was some within BUSY_SECONDS."""
-        return time.monotonic() - self._last < BUSY_SECONDS
+        return self.was_within(BUSY_SECONDS)
+
+    def was_within(self, seconds: float) -> bool:
+        """Return whether there was some within the last `seconds`."""
+        return time.monotonic() - self._last < seconds
 
 
 foreground = Activity()

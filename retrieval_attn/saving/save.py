@@ -66,6 +66,8 @@ FIRST_SECONDS = 0.5
 """After opening: who opens a context to ask at once is not disturbed before the question comes."""
 QUESTION_SECONDS = 2.0
 """After the beginning of a question."""
+SHARED_SECONDS = 1.0
+"""After a decode step, or the beginning of a request's prefill: checksums are compared in a share of the time."""
 IDLE_FACTOR = 7
 """Idle time per time of comparing while sequences decode: an eighth of the memory's bandwidth is used at most."""
 
@@ -120,7 +122,7 @@ class DeferredVerify:
 
 
 class _Pause:
-    """A time until which nothing is done. While sequences decode, work takes a share of the time."""
+    """A time until which nothing is done. Within SHARED_SECONDS of a decode step work takes a share of the time."""
 
     def __init__(self) -> None:
         self._until, self._over = 0.0, threading.Event()
@@ -138,7 +140,7 @@ class _Pause:
         """Until it is over or `ended`, and while sequences decode IDLE_FACTOR times as long as the work since the last
         call took; whether it is ended.
         """
-        if foreground.is_recent:
+        if foreground.was_within(SHARED_SECONDS):
             self.until(IDLE_FACTOR * (time.monotonic() - self._resumed))
         while not ended.is_set() and not self._over.is_set() and (left := self._until - time.monotonic()) > 0:
             self._over.wait(min(left, LOOK_SECONDS))

@@ -77,7 +77,8 @@ class EngineThreads:
 
     def call(self, do: str, **arguments: Any) -> Future[Any]:
         """Call a command, see `EngineClient._call`."""
-        return (self._keepers if do == "keep" else self._threads).submit(self._called, do, arguments)
+        blocking = {"keep": self._keepers, "cancel_save": self._openers}  # the second waits for a write to end
+        return blocking.get(do, self._threads).submit(self._called, do, arguments)
 
     def _called(self, do: str, arguments: dict[str, Any]) -> Any:
         if do == "keep":

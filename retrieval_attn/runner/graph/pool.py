@@ -51,7 +51,8 @@ class BlockGraphs:
     """Graphs of one cache whose steps have several new tokens.
 
     graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was. plans:
-    how often one was planned. refused: whether one could not be captured, so that none is launched any more.
+    how often one was planned. refused: whether one could not be captured or lacked memory, so that none is launched
+    until the pool is cleared; after a failed capture none is launched then either.
     """
 
     def __init__(self) -> None:
@@ -85,6 +86,11 @@ class BlockGraphs:
         graph.undo()  # its windows grew without it
         self.launched = graph
         return graph.launch(tokens, positions)
+
+    @property
+    def capture_failed(self) -> bool:
+        """Whether a graph cannot be captured, whatever memory there is."""
+        return any(graph.decoder.capture_failure is not None for graph in self.graphs.values())
 
     def have_captured(self, kind: StepKind) -> bool:
         """Return whether there are graphs, all of them captured for steps of this kind."""
@@ -293,7 +299,7 @@ class GraphPool:
             position: of the newest token; a tensor is (1,) int64 on the model's device.
 
         Returns logits (n, vocabulary) float32, the same memory in every block of n tokens; None if it cannot be
-        captured, after which there is no room for blocks. Raises as `launch`, but for CaptureError.
+        captured or lacks memory, after which there is no room for blocks. Raises as `launch`, but for these two.
         """
         device = input_device(self.model)
         places = position + torch.arange(len(tokens), device=device)
@@ -302,7 +308,10 @@ class GraphPool:
             self._arrange_alone(cache).undo()  # its windows grow without it
             make = functools.partial(self._new_graph, cache, 1, len(tokens))
             given = torch.tensor(tokens, device=device)
-            with using_retrieval(self.model, self._prefill_chunk):  # a capture runs the model itself
+            graph = self.blocks.graphs.get(len(tokens))
+            is_captured = graph is not None and self._kind in graph.decoder.graphs
+            # a capture runs the model itself
+            with contextlib.nullcontext() if is_captured else using_retrieval(self.model, self._prefill_chunk):
                 return self.blocks.launch(make, self.rows[id(cache)], self._kind, given, places)
         except (CaptureError, torch.OutOfMemoryError) as error:
             log.warning("no more drafts: steps of %d tokens cannot be captured: %s", len(tokens), error)
@@ -408,6 +417,7 @@ class GraphPool:
             for graph in self.graphs.values():
                 graph.forget()
             self._graph, self._smaller = None, 0
+            self.blocks.refused = self.blocks.capture_failed  # what lacked memory may have some for the next text
 
     def _arrange_alone(self, cache: RetrievalCache) -> DecodeGraph:
         """Arrange one cache and return its graph of single tokens, which runs next. Raises as `launch`."""

@@ -408,10 +408,10 @@ def test_one_row_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [Request((ids(30 + number, number),), 8) for number in range(4)]
     calls = 0
 
-    def failing(model: Any, caches: Any, tokens: Any, positions: Any, clock: Any) -> torch.Tensor:
+    def failing(model: Any, caches: Any, *given: Any) -> torch.Tensor:
         nonlocal calls
         calls += calls > 0 or len(caches) > 1  # from the first step with two rows on
-        logits = step(model, caches, tokens, positions, clock)
+        logits = step(model, caches, *given)
         if calls == 1:
             raise RowsFailedError({1: RuntimeError("the search failed")}, logits)
         if calls == 3:

@@ -42,6 +42,17 @@ CONFIG = ra.Config(sink=4, window=32, retrieve=8, index="device", prefill_chunk=
 QUESTION = ids(5, 90)
 
 
+class _Inline:
+    def submit(self, work: Callable[[], None]) -> None:
+        work()
+
+
+@pytest.fixture(autouse=True)
+def _clusters_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a thread: their bytes are counted, and tests compare counts."""
+    monkeypatch.setattr(coded_clusters, "_joiner", _Inline)
+
+
 def read_text(llm: Any, tokens: int, seed: int) -> ra.Context:
     context = ra.Context(llm.model, llm.tokenizer, llm.config)
     context.read(list(ids(tokens, seed)))
@@ -86,7 +97,7 @@ def test_codes_go_and_come_back() -> None:
 def test_no_step_finds_clusters_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The keys of a text that leave a window have joined clusters before; those of the answer join theirs in steps."""
     joins: list[tuple[bool, bool]] = []
-    join, submitted = KeyClusters._join, list[Callable[[], None]]()
+    join = KeyClusters._join
 
     def joined(self: KeyClusters, segment: Any, start: int, stop: int, *args: Any) -> None:
         if start < stop:
@@ -94,17 +105,11 @@ def test_no_step_finds_clusters_of_a_text(monkeypatch: pytest.MonkeyPatch) -> No
             joins.append(("take_apart" in names, self.mean_values is not None))
         join(self, segment, start, stop, *args)
 
-    class Inline:
-        def submit(self, work: Callable[[], None]) -> None:
-            submitted.append(work)
-            work()
-
     monkeypatch.setattr(KeyClusters, "_join", joined)
-    monkeypatch.setattr(coded_clusters, "_joiner", Inline)
     with Engine(llm_of(CONFIG)) as engine:
         handle = engine.submit(Request((ids(700, 3), QUESTION), max_tokens=90, stop_ids=frozenset()))
         assert len(list(handle)) > 0
-    assert (True, True) not in joins and (True, False) in joins and submitted
+    assert (True, True) not in joins and (True, False) in joins
 
 
 def test_a_fork_waits_for_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:

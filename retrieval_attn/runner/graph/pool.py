@@ -92,6 +92,11 @@ class BlockGraphs:
         """Whether a graph cannot be captured, whatever memory there is."""
         return any(graph.decoder.capture_failure is not None for graph in self.graphs.values())
 
+    def is_captured(self, count: int, kind: StepKind) -> bool:
+        """Return whether the graph of `count` tokens is captured for steps of this kind."""
+        graph = self.graphs.get(count)
+        return graph is not None and kind in graph.decoder.graphs
+
     def have_captured(self, kind: StepKind) -> bool:
         """Return whether there are graphs, all of them captured for steps of this kind."""
         return bool(self.graphs) and all(kind in graph.decoder.graphs for graph in self.graphs.values())
@@ -308,9 +313,7 @@ class GraphPool:
             self._arrange_alone(cache).undo()  # its windows grow without it
             make = functools.partial(self._new_graph, cache, 1, len(tokens))
             given = torch.tensor(tokens, device=device)
-            graph = self.blocks.graphs.get(len(tokens))
-            is_captured = graph is not None and self._kind in graph.decoder.graphs
-            # a capture runs the model itself
+            is_captured = self.blocks.is_captured(len(tokens), self._kind)  # a capture runs the model itself
             with contextlib.nullcontext() if is_captured else using_retrieval(self.model, self._prefill_chunk):
                 return self.blocks.launch(make, self.rows[id(cache)], self._kind, given, places)
         except (CaptureError, torch.OutOfMemoryError) as error:

@@ -371,19 +371,17 @@ def seal(cache: RetrievalCache, *, coded: bool = True) -> None:
     coded: tokens in the window get codes before, where a device has those of others: a question pushes some out, and
     the host would have to attend to them in each step.
     """
-    ahead: list[SequenceKV] = []
     for layer in cache.layers:
         if isinstance(layer, RetrievalLayer) and layer.held is not None:
             layer.finish_index()
-            if coded and layer.index.spec.keeps_device_keys:
-                for host in layer.held.hosts:
-                    host.extend_index(len(host))
-                    ahead.append(host)
+            keeps_codes = coded and layer.index.spec.keeps_device_keys
+            for host in layer.held.hosts if keeps_codes else ():
+                host.extend_index(len(host))
             for segment in (one for host in layer.held.hosts for one in host.segments):
                 segment.freeze()
                 segment.sealed = True
-    for host in ahead:
-        join_ahead(host)
+            for host in layer.held.hosts if keeps_codes else ():
+                join_ahead(host)
 
 
 def own_tensors(cache: RetrievalCache) -> Iterator[Tensor]:

@@ -217,9 +217,9 @@ class KeyClusters:
             return held.ids
 
     def join_ahead(self, segment: Segment, low: int, high: int, fmt: Format) -> None:
-        """Have the tokens [low, high) of a frozen segment that come after those with a cluster join one.
+        """Assign clusters to those of a frozen segment's tokens [low, high) that follow the ones with a cluster.
 
-        As `members` does, without holding the lock meanwhile: a step that asks for other tokens does not wait.
+        The clusters are those of `members`; the lock is not held while they are found, so that no step waits for it.
         """
         with self._joining:
             held = self._of(segment)

@@ -396,7 +396,7 @@ class TestReading:
 class TestCost:
     @staticmethod
     def tick_seconds(waiting: int, owners: int) -> float:
-        """Median CPU seconds of a tick in which rows decode and nobody comes or leaves."""
+        """Median CPU seconds of a scheduler step in which rows decode and no request arrives or ends."""
         bench = Bench(rows=16, host_bytes=10**12)
         for number in range(waiting):
             bench.submit(f"j{number}", tokens=5_000, owner=str(number % owners), priority="batch")

@@ -285,7 +285,7 @@ def test_a_cache_that_is_gone_leaves_no_keys(threaded: None) -> None:
         gc.collect()
         return all(one() is None for one in segments)
 
-    wait_until(are_gone)  # a thread lets go of its last work right after that is done
+    wait_until(are_gone)  # a thread drops its work just after it reports the result
 
 
 def test_training_data_leaves_the_device_before_its_turn(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:

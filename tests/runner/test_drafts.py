@@ -336,7 +336,7 @@ def test_the_last_positions_of_a_model() -> None:
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}, {"repetition_penalty": 1.1}])
 def test_answers_of_contexts(options: dict[str, Any], loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy, sampled and penalized answers have the tokens that they have without drafts; forks and saves too."""
-    # as on an idle machine: another process beside a step had made drafts look dear
+    # fixed costs: with measured ones a loaded machine turns drafts off
     monkeypatch.setattr(BlockCosts, "extra", lambda self, rows, drafts: 0.1 * drafts)
     monkeypatch.setattr(BlockCosts, "spent", lambda self, seconds: 0.0)
     line = "def area(width, height): return width * height  # of a rectangle, in square metres\n"

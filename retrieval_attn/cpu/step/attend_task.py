@@ -1,11 +1,12 @@
 """The last task of a step for one query: join the candidates that were found, keep the best k, attend to them.
 
-Scores come from the search, so keys are not read again. What the words mean is laid out in `step`. Where the entry has
-clusters, what is not attended to is estimated. Of cluster c, `left` keys were not attended to. Each counts as much as
-the others do on average, u, and has the mean value of those that are left: so a cluster adds u * left to the sum of
-weights and u * (sum of its values - values of its attended keys) to the weighted sum. The last difference needs no
-reading: an attended key of weight e gets the weight e - u. Everything attended to, nothing is estimated; keys that are
-all equal give the mean of all values.
+The search has computed the scores, so keys are not read again. `step` documents the words of a table entry.
+
+Where an entry has clusters, keys that are not attended to are estimated. Of cluster c, `left` keys were not attended
+to. Each counts as much as the others do on average, u, and has the mean value of those that are left: so a cluster adds
+u * left to the sum of weights and u * (sum of its values - values of its attended keys) to the weighted sum. The last
+difference needs no reading: an attended key of weight e gets the weight e - u. If all keys are attended to, nothing is
+estimated; keys that are all equal give the mean of all values.
 
 u is the mean exponential of the scores of some keys of the cluster, its samples, as far as they are below all scores
 that were attended to: the others were attended to themselves. The score of the mean key counts as PRIOR samples more,

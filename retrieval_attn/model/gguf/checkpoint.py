@@ -443,7 +443,7 @@ class Weight:
             )
 
     def is_floating_point(self) -> bool:
-        """Return True: what is read is in a floating dtype, or stands for numbers that are."""
+        """Return True, as a floating-point tensor does: transformers keeps the dtype of other tensors."""
         return True
 
     def __getitem__(self, index: Any) -> Tensor:

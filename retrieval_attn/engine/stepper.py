@@ -269,7 +269,7 @@ class RowDrafts:
             return
         if stepped.choices:
             count = max(1, len(stepped.drawn.get(0, ())))
-            self._timed.end_replay(count, self._runner.captures, self._runner.blocks.plans)
+            self._timed.end_replay(count, self._runner.captures)
         else:
             self._timed.restart()
 
@@ -299,7 +299,7 @@ class RowDrafts:
             drafts.restart(time.perf_counter())  # other work may have run since the last step
         self._timed, self._overlapped = drafts, overlap
         most = min(self._runner.block_room(cache), left) - 1
-        block = drafts.timed_block(most, self._runner.blocks.planned)
+        block = drafts.timed_block(most, self._runner.blocks)
         if block.drafts and self._runner.is_ahead:
             drafts.wait()
             return DraftBlock([]), False

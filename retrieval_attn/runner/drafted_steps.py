@@ -176,21 +176,21 @@ class CapturedDrafts(DraftedSteps):
             self.drafts.restart()
         elif self._logits is None:
             super().confirm()
-            self.drafts.end_replay(1, self.pool.captures, self.pool.blocks.plans)
+            self.drafts.end_replay(1, self.pool.captures)
         elif self._confirmed:
             self.pool.commit_drafts(self._cache, 1)
             self._confirmed += 1
         else:
             self.pool.confirm()
             self._confirmed = 1
-            self.drafts.end_replay(len(self._logits), self.pool.captures, self.pool.blocks.plans)
+            self.drafts.end_replay(len(self._logits), self.pool.captures)
 
     def _proposed(self) -> DraftBlock:
         """Return the drafts that follow the newest token, or none."""
         if self.pool is None:
             return DraftBlock([])
         most = min(self._left, self.pool.block_room(self._cache)) - 1
-        return self.drafts.timed_block(most, self.pool.blocks.planned)
+        return self.drafts.timed_block(most, self.pool.blocks)
 
     def _drop_wrong(self, count: int) -> None:
         """Nothing counts them."""

@@ -14,7 +14,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 __all__ = [
-    "BLOCKS", "DRAFTED_TOKENS", "BlockCosts", "Draft", "DraftBlock", "DraftLength", "Drafter", "Drafts",
+    "BLOCKS", "DRAFTED_TOKENS", "BlockCosts", "BlockPlans", "Draft", "DraftBlock", "DraftLength", "Drafter", "Drafts",
     "LookupDrafter", "compile_lookup",
 ]  # fmt: skip
 
@@ -200,23 +200,29 @@ class BlockCosts:
         """Return whether the time of a step of one token is known."""
         return len(self._recent[1]) >= MEASURED
 
+    @property
+    def plain(self) -> float:
+        """The usual seconds of a step of one token; `has_plain` is True."""
+        return statistics.median(self._recent[1])
+
     def spent(self, seconds: float) -> float:
         """Return the time of a step beyond that of one token, in such steps; `has_plain` is True."""
-        return seconds / statistics.median(self._recent[1]) - 1.0
+        return seconds / self.plain - 1.0
 
     def extra(self, rows: int, drafts: int) -> float:
         """Return the time that drafts add to a step of `rows` tokens, in such steps.
 
-        The quickest of the last steps of a size counts: the first one of a sequence plans its host search.
+        The quickest of the last steps of a size counts: the first one may be delayed, and then the line is lower.
         """
         if not self._sums[0]:
             return EXTRA * drafts
-        plain, block = self._recent[rows], self._recent[rows + drafts]
-        if len(plain) >= MEASURED and len(block) > 1:
-            return max(LEAST_EXTRA * drafts, min(block) / statistics.median(plain) - 1.0)
         start, slope = self._line()
-        share = slope / (start + slope * rows)
-        return drafts * min(1.0, max(LEAST_EXTRA, share))
+        expected = drafts * min(1.0, slope / (start + slope * rows))
+        plain, block = self._recent[rows], self._recent[rows + drafts]
+        if len(plain) >= MEASURED and block:
+            measured = min(block) / statistics.median(plain) - 1.0
+            expected = measured if len(block) > 1 else min(measured, expected)
+        return max(LEAST_EXTRA * drafts, expected)
 
     def seconds(self, tokens: int) -> float:
         """Return the expected time of a step of `tokens` tokens; one was measured."""
@@ -241,14 +247,8 @@ SPENT_SHARE = 0.01
 """Time, as a share of that of all tokens, that may be spent in vain."""
 LOAN = 0.5
 """Steps of one token that may be spent in vain before the first token."""
-MOST_PLAN = 0.5
-"""Usual time, at most, in which the host plans a token of a block, in steps of one token."""
-TRUSTED = 3
-"""Drafts of an answer that must be right, and none wrong, before its blocks may cost what was not saved before."""
-DEBT = 2.0
-"""Steps of one token that such a block may cost beyond what was saved."""
-BLOCKS_AHEAD = 3
-"""Blocks of one size that use its plan, at least, where drafts are right."""
+AHEAD = 0.5
+"""Share of a step of one token in which the host plans the search of a block."""
 LONGEST_PAUSE = 128
 """Tokens without drafts after many blocks that did not pay."""
 
@@ -270,31 +270,24 @@ class DraftLength:
         self.balance += SPENT_SHARE
         self._pause -= self._pause > 0
 
-    def choose(
-        self, draft: Draft, most: int, extra: Callable[[int], float], once: Callable[[int], float] | None = None
-    ) -> int:
+    def choose(self, draft: Draft, most: int, extra: Callable[[int], float], surplus: float = 0.0) -> int:
         """Return the number of drafts to verify, at most `most`.
 
-        extra: see `BlockCosts.extra`, of a number. once: what the balance must allow in addition; None: nothing. Where
-        TRUSTED drafts were right and none wrong, a block of at most twice as many may cost DEBT more than the balance.
+        extra: see `BlockCosts.extra`, of a number. surplus: what the balance must allow in addition.
         """
         if self._pause:
             return 0
         hits, tries = self._known[_class_of(draft.certainty)]
         chance, best, gain = hits / tries, 0, 0.0
-        trusted = TRUSTED <= self.accepted == self.drafted
         for count in DRAFT_SIZES:
             cost = extra(count)
             if count > min(most, len(draft.tokens)):
                 break
-            first = 0.0 if once is None else once(count)
-            may_owe = trusted and count <= 2 * self.accepted + 1
-            if cost + first > self.balance + (DEBT if may_owe else 0.0):
+            if cost + surplus > self.balance:
                 continue
             expected = count * chance if chance > 0.999 else chance * (1 - chance**count) / (1 - chance)
-            gained = expected - cost - (first / BLOCKS_AHEAD if trusted else 0.0)
-            if gained > gain:
-                best, gain = count, gained
+            if expected - cost > gain:
+                best, gain = count, expected - cost
         return best
 
     def note(self, certainty: int, drafted: int, accepted: int, extra: float) -> None:
@@ -321,12 +314,27 @@ class DraftBlock(NamedTuple):
     extra: float = 0.0
 
 
+class BlockPlans(ABC):
+    """Which captured steps of several tokens can be launched at once."""
+
+    @abstractmethod
+    def is_ready(self, tokens: int) -> bool:
+        """Return whether a step of `tokens` tokens need not wait for the plan of its search."""
+
+    @abstractmethod
+    def plan_later(self, tokens: int, seconds: float) -> None:
+        """Plan such a step while others run, for at most about `seconds` in each of these."""
+
+
+def _extra_of_ready(plans: BlockPlans, extra: Callable[[int], float], drafts: int) -> float:
+    return extra(drafts) if plans.is_ready(1 + drafts) else math.inf
+
+
 class Drafts:
     """The drafts of one sequence: its drafter, and how many it verifies at once.
 
     costs: times of captured steps, from the last token of the step before, so that they contain idle time of the
-    device. Steps that drafts delayed are not among them: the delay is taken off the balance, and so is the time in
-    which the host plans the search of a block's size.
+    device. Steps that drafts delayed are not among them: the delay is taken off the balance.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -336,9 +344,8 @@ class Drafts:
         self._ended: float | None = None
         self._delayed = self._waits = False  # this step, the next one
         self._spent: float | None = None  # by the last block, in steps
-        self._planned = False  # the last block
-        self._counts = 0, 0  # captures and plans of the graphs when the last step ended
-        self._surplus = self._plan = 0.0  # expected steps: of a block beyond its extra, of a plan by the root of tokens
+        self._captures = 0  # of the graphs, when the last step ended
+        self._surplus = 0.0  # expected steps of a block beyond its extra
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append the newest tokens of the answer. tokens counts them."""
@@ -347,28 +354,23 @@ class Drafts:
         for _ in tokens:
             self.length.note_token()
 
-    def block(self, most: int, extra: Callable[[int], float], once: Callable[[int], float] | None = None) -> DraftBlock:
+    def block(self, most: int, extra: Callable[[int], float], plans: BlockPlans | None = None) -> DraftBlock:
         """Return what to verify in the next step: up to `most` drafts, or none.
 
-        extra: their cost by their number. once: see `DraftLength.choose`.
+        extra: their cost by their number. plans: of steps; those that are not ready are planned. None: all are ready.
         """
         draft = self._drafter.propose(min(most, DRAFT_SIZES[-1]))
-        count = self.length.choose(draft, most, extra, once) if draft.tokens else 0
+        count = self.length.choose(draft, most, extra, self._surplus) if draft.tokens else 0
+        if plans is not None and count and not plans.is_ready(1 + count):
+            plans.plan_later(1 + count, AHEAD * self.costs.plain)
+            count = self.length.choose(draft, count - 1, partial(_extra_of_ready, plans, extra), self._surplus)
         return DraftBlock(draft.tokens[:count], draft.certainty, extra(count)) if count else DraftBlock([])
 
-    def timed_block(self, most: int, planned: Collection[int]) -> DraftBlock:
-        """Return drafts for a step that `end_step` times; none until the time of a step of one token is known.
-
-        planned: tokens of the steps whose search is planned.
-        """
+    def timed_block(self, most: int, plans: BlockPlans) -> DraftBlock:
+        """Return drafts for a step that `end_step` times; none until the time of a step of one token is known."""
         if most < 1 or not self.costs.has_plain:
             return DraftBlock([])
-
-        def once(drafts: int) -> float:
-            count = 1 + drafts
-            return self._surplus + (0.0 if count in planned else self._plan * math.sqrt(count))
-
-        return self.block(most, partial(self.costs.extra, 1), once)
+        return self.block(most, partial(self.costs.extra, 1), plans)
 
     def wait(self) -> None:
         """Note that the step after the present one is not launched early, because drafts are expected."""
@@ -378,21 +380,18 @@ class Drafts:
         """Time the next step from now on, in seconds; None: do not time it, but the one after it."""
         self._ended = now
 
-    def end_replay(self, tokens: int, captures: int, plans: int) -> None:
+    def end_replay(self, tokens: int, captures: int) -> None:
         """Record the time of a captured step of `tokens` tokens whose first token was read, unless it was captured now.
 
-        captures, plans: counts of the step's graphs.
+        captures: count of the step's graphs.
         """
-        before, self._counts = self._counts, (captures, plans)
-        if captures != before[0]:
+        before, self._captures = self._captures, captures
+        if captures != before:
             self.restart()
-        self.end_step(tokens, time.perf_counter(), planned=plans != before[1])
+        self.end_step(tokens, time.perf_counter())
 
-    def end_step(self, tokens: int, now: float, *, planned: bool = False) -> None:
-        """Record the time of a step of `tokens` tokens when its first token is read; `note` records a block.
-
-        planned: its search was planned for it.
-        """
+    def end_step(self, tokens: int, now: float) -> None:
+        """Record the time of a step of `tokens` tokens when its first token is read; `note` records a block."""
         began, self._ended = self._ended, now
         delayed, self._delayed, self._waits = self._delayed, tokens > 1 or self._waits, False
         if began is None:
@@ -401,22 +400,15 @@ class Drafts:
             self.length.balance -= min(1.0, self.costs.spent(now - began))
             return
         if tokens > 1 and self.costs.has_plain:
-            self._spent, self._planned = self.costs.spent(now - began), planned
-        if not planned:
-            self.costs.note(tokens, now - began)
+            self._spent = self.costs.spent(now - began)
+        self.costs.note(tokens, now - began)
 
     def note(self, block: DraftBlock, accepted: int) -> None:
         """Take in how many of the drafts of a block were right."""
         if not block.drafts:
             return
-        count, extra = 1 + len(block.drafts), block.extra
+        extra = block.extra
         spent, self._spent = extra if self._spent is None else self._spent, None
-        spent = min(spent, OUTLIER * (1 + extra + self._planned * count * MOST_PLAN) - 1)
-        beyond = max(0.0, spent - extra)
-        if self._planned:
-            self._plan, self._planned = beyond / math.sqrt(count), False
-            self.length.balance -= beyond
-            spent -= beyond
-        else:
-            self._surplus = (self._surplus + beyond) / 2
+        spent = min(spent, OUTLIER * (1 + extra) - 1)
+        self._surplus = (self._surplus + max(0.0, spent - extra)) / 2
         self.length.note(block.certainty, len(block.drafts), accepted, spent)

@@ -105,7 +105,7 @@ def greedy_answers(model: Any, options: dict[str, Any], right: bool) -> tuple[An
     drafted = Answered(model, read, ids, 90, drafter=Script(alone.tokens, None if right else random.Random(5)))
     assert drafted.tokens == alone.tokens
     proposed, accepted = drafted.drafted
-    assert accepted == proposed > 40 if right else 10 < accepted < proposed
+    assert accepted == proposed > 30 if right else 10 < accepted < proposed  # after an eviction a plan comes first
     return alone, drafted
 
 
@@ -143,7 +143,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("right", [True, False])
 def test_greedy_answers(options: dict[str, Any], right: bool) -> None:
     alone, drafted = greedy_answers(build_model("llama"), options, right)
-    assert drafted.steps is not None and drafted.steps.replays < (50 if right else 75)
+    assert drafted.steps is not None and drafted.steps.replays < (60 if right else 75)
     require_equal(drafted.cache, alone.cache, 1e-4)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -228,6 +228,7 @@ class DecodeGraph:
         resources: HostResources,
         options: StepOptions = BATCHED,
         tokens: int = 1,
+        meanwhile: Callable[[Sequence[GraphSlot]], None] = lambda _: None,
     ) -> None:
         """The model is a weak reference.
 
@@ -236,10 +237,16 @@ class DecodeGraph:
             buffers: buffers of the slots.
             resources: host resources shared by all batch sizes.
             options: how steps are captured and launched.
+            meanwhile: called with the sequences of a step once it is launched, while it runs.
         """
         key = buffers.windows[0][0]
         self.size, self.tokens = len(key) * tokens, tokens
-        self._model, self._options, self.greedy = weakref.ref(model), options, options.greedy
+        self._model, self._options, self.greedy, self._meanwhile = (
+            weakref.ref(model),
+            options,
+            options.greedy,
+            meanwhile,
+        )
         states = StepStates(buffers.states, key.device, runtime)
         self.decoder = GraphDecoder(model, like, runtime, buffers.windows, resources, states, tokens)
         self.states: Sequence[RecordedState] = states.bind(like)
@@ -272,23 +279,18 @@ class DecodeGraph:
         """Slots of the batch, each once."""
         return list({id(row): row for row in self.rows if row is not None}.values())
 
-    def take(self, rows: Sequence[GraphSlot], kind: StepKind, changed: Collection[int]) -> None:
-        """Set the sequences of the next steps.
+    def take(self, rows: Sequence[GraphSlot], kind: StepKind, changed: Collection[int]) -> Iterator[None]:
+        """Set the sequences of the next steps, layer by layer: the iterator must be exhausted before the next launch.
 
-        Args:
-            rows: all sequences.
-            kind: kind of graph that they need.
-            changed: places with another sequence, or another range of retrieved keys, than before.
-
-        Raises CaptureError if their host searches cannot be planned together.
+        rows: all sequences. kind: of graph that they need. changed: places with another sequence, or another range of
+        retrieved keys, than before. Raises CaptureError if their host searches cannot be planned together.
         """
         self.rows = [None] * self.size
         for row in rows:
             self.rows[row.place * self.tokens : row.places.stop * self.tokens] = [row] * (row.width * self.tokens)
             row.use(self.decoder.slots, self.tokens)
-        everywhere = range(self.size)
-        places = everywhere if kind.retrieves and not self.kind.retrieves else changed
-        padded = everywhere if kind.padded and not self.kind.padded else changed
+        places = range(self.size) if kind.retrieves and not self.kind.retrieves else changed
+        padded = range(self.size) if kind.padded and not self.kind.padded else changed
         self.kind, self._uploaded = kind, False
         self._moved.update(changed)
         if kind.padded:
@@ -297,10 +299,10 @@ class DecodeGraph:
             for row in rows:
                 row.awaited.watch(row.paths)
             self._by_host = any(row.awaited.are_pending for row in rows)
-            self._plan_hosts(places)
+            yield from self._plan_hosts(places)
             if self.decoder.reads_differ:
                 self._by_host = True
-                self._plan_hosts(places)
+                yield from self._plan_hosts(places)
             self.decoder.upload_tables()
             self._update_kind()
         if kind.prefix_depth:
@@ -309,10 +311,11 @@ class DecodeGraph:
             self.decoder.write_pages(prefixes, paged, kind.prefix_depth)
         self.cache.batch.columns = max((row.cache.batch.columns for row in rows if row.cache is not None), default=0)
 
-    def _plan_hosts(self, places: Collection[int]) -> None:
-        """Plan the host's part of all layers for the sequences at these places. Raises CaptureError."""
+    def _plan_hosts(self, places: Collection[int]) -> Iterator[None]:
+        """Plan the host's part of each layer for the sequences at these places. Raises CaptureError."""
         members = _members(self.rows, places, self.tokens)
         for number, slot in enumerate(self.decoder.slots):
+            yield
             _plan(number, slot.hosts, self._asks[number], members, by_host=self._by_host)
 
     def _upload_padding(self, places: Collection[int]) -> None:
@@ -377,9 +380,8 @@ class DecodeGraph:
 
         Raises as `step`. The logits are the same memory in all steps of a kind.
         """
-        found = self._launch(StepTokens(token, position)).graph.logits
         self.decoder.replays += 1
-        return found
+        return self._launch(StepTokens(token, position)).graph.logits
 
     def launch_ahead(self) -> bool:
         """Launch the step after the one in flight, with the tokens that it chooses, before it is confirmed.
@@ -417,9 +419,8 @@ class DecodeGraph:
         """Return whether a step of exactly the sequences at these places can be launched early."""
         if self._options.undo_steps < 2 and (self.kind.needs_host or self.states):
             return False
-        if sum(row is not None for row in self.rows) != len(places):
-            return False
-        return all(can_overlap(row, under_way) for row in self.sequences)
+        taken = sum(row is not None for row in self.rows)
+        return taken == len(places) and all(can_overlap(row, under_way) for row in self.sequences)
 
     def _launch_overlapped(self, inputs: Inputs, draws: Mapping[int, SamplingParams]) -> LaunchedStep | None:
         """Launch the step after the one with these inputs. Returns None if it must wait for its end."""
@@ -450,7 +451,12 @@ class DecodeGraph:
             self.upload_spans()
         placed = not isinstance(given, StepTokens) and {place: self._next.get(place) for place in inputs} == inputs
         if not self.is_captured:
-            placed, captured = False, self._capture(*_columns(given, self.size))
+            placed = False
+            try:
+                captured = capture(self, *_columns(given, self.size))
+            except CaptureError as error:
+                decoder.capture_failure = str(error)
+                raise
             decoder.captures += 1
             self._update_kind()  # the host's parts were made: only now it is known who reads
             decoder.graphs[self.kind] = captured
@@ -476,14 +482,8 @@ class DecodeGraph:
         step.over = None if self.greedy else decoder.runtime.mark()
         self._read_host(step)
         copy_ahead_share(self.sequences)
+        self._meanwhile(self.sequences)
         return step
-
-    def _capture(self, token: Tensor, position: Tensor) -> CapturedStep:
-        try:
-            return capture(self, token, position)
-        except CaptureError as error:
-            self.decoder.capture_failure = str(error)
-            raise
 
     def _read_host(self, step: LaunchedStep) -> None:
         """Keep the host's report of the last replay: the next one overwrites it."""

@@ -368,10 +368,14 @@ class HostStep:
         self._tally.zero_()
         return sums[:, 0], round(float(sums[0, 1]))
 
-    def tally_of(self, row: int) -> Tensor:
-        """Return the estimates of a row of the batch, (q_heads, 2), a view: see `HostResult`."""
-        first = (row - self.rows.start) * self._q_heads
-        return self._tally[first : first + self._q_heads]
+    def places_in(self, start: int, stop: int) -> range:
+        """Return the rows of the batch from `start` to `stop` that it has."""
+        return range(max(start, self.rows.start), min(stop, self.rows.stop))
+
+    def tally_of(self, rows: range) -> Tensor:
+        """Return the estimates of rows of the batch, (rows, q_heads, 2), a view: see `HostResult`."""
+        first = rows.start - self.rows.start
+        return self._tally.view(-1, self._q_heads, 2)[first : first + len(rows)]
 
     def forget(self, row: int | None = None) -> None:
         """Drop what the step and the search hold of a cache, or of what one of these rows has, until the next plan."""

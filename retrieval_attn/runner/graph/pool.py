@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from retrieval_attn.gpu.capture.exchange import Runtime
 from retrieval_attn.gpu.codes.search import size_class
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.runner.attention import using_retrieval
+from retrieval_attn.runner.drafts import BlockPlans
 from retrieval_attn.runner.graph.decode_graph import ALONE, BATCHED, DecodeGraph, StepOptions
 from retrieval_attn.runner.graph.decoder import StepKind, attending
 from retrieval_attn.runner.graph.host import HostResources, code_shape
@@ -47,32 +48,69 @@ SHRINK_AFTER = 32
 """Steps for which a smaller graph must suffice before it is used, because batch sizes fluctuate."""
 
 
-class BlockGraphs:
+def exhaust(layers: Iterator[None]) -> None:
+    """Plan all layers at once, see `DecodeGraph.take`."""
+    for _ in layers:
+        pass
+
+
+class BlockGraphs(BlockPlans):
     """Graphs of one cache whose steps have several new tokens.
 
-    graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was. plans:
-    how often one was planned. refused: whether one could not be captured or lacked memory, so that none is launched
-    until the pool is cleared; after a failed capture none is launched then either.
+    graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was. refused:
+    whether one could not be captured or lacked memory, so that none is launched until the pool is cleared; after a
+    failed capture none is launched then either. kind: that the sequence needs.
     """
 
     def __init__(self) -> None:
+        self.kind = StepKind(False, False, 0)
         self.graphs: dict[int, DecodeGraph] = {}
         self.launched: DecodeGraph | None = None
-        self.plans, self.refused = 0, False
+        self.refused = False
         self._unplanned: set[int] = set()  # numbers of tokens
+        self._wanted: tuple[int, float] | None = None  # tokens of the step that is planned while others run, seconds
+        self._layers: Iterator[None] | None = None  # of that step, from the next one to be planned on
 
-    @property
-    def planned(self) -> set[int]:
-        """Numbers of tokens whose next step needs no plan."""
-        return self.graphs.keys() - self._unplanned
+    def is_ready(self, tokens: int) -> bool:
+        """See `BlockPlans`. A step that is not captured yet is planned as it is captured."""
+        return tokens not in self._unplanned
+
+    def plan_later(self, tokens: int, seconds: float) -> None:
+        """See `BlockPlans`, by `plan`."""
+        if self._wanted is None or self._wanted[0] != tokens:
+            self._layers = None
+        self._wanted = tokens, seconds
+
+    @ordinary_tensors
+    def plan(self, rows: Sequence[GraphSlot]) -> None:
+        """Plan some layers of the step that is wanted, while another one of these sequences runs."""
+        if self._wanted is None or len(rows) != 1:
+            return
+        count, seconds = self._wanted
+        end, graph = time.perf_counter() + seconds, self.graphs[count]
+        try:
+            if self._layers is None:
+                self._layers = graph.take(rows, self.kind, range(count))
+            for _ in self._layers:
+                if time.perf_counter() >= end:
+                    return
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            self.refuse(count, error)
+            return
+        self._unplanned.discard(count)
+        self._wanted = self._layers = None
+
+    def refuse(self, tokens: int, error: Exception) -> None:
+        """Launch no more blocks, because one of `tokens` tokens failed."""
+        log.warning("no more drafts: steps of %d tokens cannot be captured: %s", tokens, error)
+        self.refused, self._wanted, self._layers = True, None, None
 
     def invalidate(self) -> None:
         """Plan each again before its next launch: the sequence changed."""
         self._unplanned = set(self.graphs)
+        self._wanted = self._layers = None
 
-    def launch(
-        self, make: Callable[[], DecodeGraph], row: GraphSlot, kind: StepKind, tokens: Tensor, positions: Tensor
-    ) -> Tensor:
+    def launch(self, make: Callable[[], DecodeGraph], row: GraphSlot, tokens: Tensor, positions: Tensor) -> Tensor:
         """Launch a step, as `DecodeGraph.launch`. make: makes the graph of that many tokens, without a plan."""
         count = len(tokens)
         if count not in self.graphs:
@@ -80,22 +118,24 @@ class BlockGraphs:
             self._unplanned.add(count)
         graph = self.graphs[count]
         if count in self._unplanned:
-            graph.take([row], kind, range(count))
+            exhaust(graph.take([row], self.kind, range(count)))
             self._unplanned.discard(count)
-            self.plans += 1
+            self._layers = None
         graph.undo()  # its windows grew without it
         self.launched = graph
-        return graph.launch(tokens, positions)
+        logits = graph.launch(tokens, positions)
+        self.plan([row])
+        return logits
 
     @property
     def capture_failed(self) -> bool:
         """Whether a graph cannot be captured, whatever memory there is."""
         return any(graph.decoder.capture_failure is not None for graph in self.graphs.values())
 
-    def is_captured(self, count: int, kind: StepKind) -> bool:
-        """Return whether the graph of `count` tokens is captured for steps of this kind."""
+    def is_captured(self, count: int) -> bool:
+        """Return whether the graph of `count` tokens is captured."""
         graph = self.graphs.get(count)
-        return graph is not None and kind in graph.decoder.graphs
+        return graph is not None and self.kind in graph.decoder.graphs
 
     def have_captured(self, kind: StepKind) -> bool:
         """Return whether there are graphs, all of them captured for steps of this kind."""
@@ -154,7 +194,6 @@ class GraphPool:
         self._changed: set[int] = set()
         self._smaller = 0  # steps in a row that a smaller graph would have served
         self._max_coded_keys, self._levels = 0, 0
-        self._kind = StepKind(False, False, 0)  # that the sequences need
         self.pages: PagedLayers | None = None
 
     def arrange(
@@ -313,12 +352,11 @@ class GraphPool:
             self._arrange_alone(cache).undo()  # its windows grow without it
             make = functools.partial(self._new_graph, cache, 1, len(tokens))
             given = torch.tensor(tokens, device=device)
-            is_captured = self.blocks.is_captured(len(tokens), self._kind)  # a capture runs the model itself
+            is_captured = self.blocks.is_captured(len(tokens))  # a capture runs the model itself
             with contextlib.nullcontext() if is_captured else using_retrieval(self.model, self._prefill_chunk):
-                return self.blocks.launch(make, self.rows[id(cache)], self._kind, given, places)
+                return self.blocks.launch(make, self.rows[id(cache)], given, places)
         except (CaptureError, torch.OutOfMemoryError) as error:
-            log.warning("no more drafts: steps of %d tokens cannot be captured: %s", len(tokens), error)
-            self.blocks.refused = True
+            self.blocks.refuse(len(tokens), error)
             return None
 
     def block_room(self, cache: RetrievalCache) -> int:
@@ -461,7 +499,8 @@ class GraphPool:
 
     def _new_graph(self, like: RetrievalCache, size: int, tokens: int = 1) -> DecodeGraph:
         own = self.buffers.rows(0, size)
-        return DecodeGraph(self.model, like, self._runtime, own, self._resources, self._options, tokens)
+        alone = () if tokens > 1 else (self.blocks.plan,)
+        return DecodeGraph(self.model, like, self._runtime, own, self._resources, self._options, tokens, *alone)
 
     def _free_place(self, size: int, width: int = 1) -> int:
         """Return free slots, in the half with fewer sequences: host and device work on one half each."""
@@ -483,9 +522,10 @@ class GraphPool:
         padded = any(row.padded for row in rows)
         kind = StepKind(retrieves, padded, self._max_coded_keys if retrieves else 0, self._levels if levels else 0)
         changed, self._changed = {place for place in self._changed if place < graph.size}, set(range(graph.size))
-        graph.take(rows, kind, changed)
-        self._changed, self._kind = set(), kind
+        exhaust(graph.take(rows, kind, changed))
+        self._changed = set()
         self.blocks.invalidate()
+        self.blocks.kind = kind
 
     @property
     def model(self) -> PreTrainedModel:

@@ -278,10 +278,14 @@ class GraphSlot:
 
     def use(self, slots: Sequence[LayerSlot], tokens: int = 1) -> None:
         """Let the host steps of these layer slots estimate the tail of this sequence in steps of `tokens` tokens."""
-        if self._slots.get(tokens) is not slots:
+        before = self._slots.get(tokens)
+        if before is slots:
+            return
+        if before is not None:
             self.add_tail()
-            self._slots[tokens] = slots
-            self._forget_tail()
+        self._slots[tokens] = slots
+        if tallies := [tally for _, tally in self._tallies(tokens)]:
+            torch._foreach_zero_(tallies)
 
     def commit(self, count: int = 1) -> None:
         """Count tokens of a completed step."""
@@ -334,26 +338,23 @@ class GraphSlot:
             return
         found = torch.cat([tally.flatten() for _, tally in tallies]).cpu()
         torch._foreach_zero_([tally for _, tally in tallies])
-        for (layer, _), own in zip(tallies, found.split([tally.numel() for _, tally in tallies]), strict=True):
+        parts = found.split([tally.numel() for _, tally in tallies])
+        for (layer, tally), own in zip(tallies, parts, strict=True):
             retrieved = any(stop > start for start, stop in held_by(layer).ranges)
             if retrieved and all(host.clusters is not None for host in layer.hosts):
-                layer.tail.add_sums(own.view(-1, 2)[:, 0], round(float(own[1])))
+                sums = own.view(tally.shape).sum(dim=0)
+                layer.tail.add_sums(sums[:, 0], round(float(sums[0, 1])))
 
-    def _forget_tail(self) -> None:
-        tallies = [tally for _, tally in self._tallies()]
-        if tallies:
-            torch._foreach_zero_(tallies)
-
-    def _tallies(self) -> list[tuple[RetrievalLayer, Tensor]]:
-        """Return the estimate buffers of each sequence with their layers."""
+    def _tallies(self, tokens: int | None = None) -> list[tuple[RetrievalLayer, Tensor]]:
+        """Return the estimate buffers of each sequence with their layers. tokens: of their steps; None: of any."""
         return [
-            (layer, host.tally_of(place))
-            for tokens, slots in self._slots.items()
+            (layer, host.tally_of(places))
+            for count, slots in self._slots.items()
+            if tokens in (None, count)
             for slot, layer in zip(slots, self.layers, strict=False)
             if layer.window is not None
-            for place in range(self.place * tokens, self.places.stop * tokens)
             for host in slot.hosts
-            if host.rows.start <= place < host.rows.stop
+            if (places := host.places_in(self.place * count, self.places.stop * count))
         ]
 
     def _bind_window(self, layer: Any, view: Buffers, later: TensorCopies | None = None) -> None:

@@ -200,14 +200,9 @@ class BlockCosts:
         """Return whether the time of a step of one token is known."""
         return len(self._recent[1]) >= MEASURED
 
-    @property
-    def plain(self) -> float:
-        """The usual seconds of a step of one token; `has_plain` is True."""
-        return statistics.median(self._recent[1])
-
     def spent(self, seconds: float) -> float:
         """Return the time of a step beyond that of one token, in such steps; `has_plain` is True."""
-        return seconds / self.plain - 1.0
+        return seconds / statistics.median(self._recent[1]) - 1.0
 
     def extra(self, rows: int, drafts: int) -> float:
         """Return the time that drafts add to a step of `rows` tokens, in such steps.
@@ -248,7 +243,7 @@ SPENT_SHARE = 0.01
 LOAN = 0.5
 """Steps of one token that may be spent in vain before the first token."""
 AHEAD = 0.5
-"""Share of a step of one token in which the host plans the search of a block."""
+"""Share of a step in which the host plans the search of a larger block."""
 LONGEST_PAUSE = 128
 """Tokens without drafts after many blocks that did not pay."""
 
@@ -362,8 +357,9 @@ class Drafts:
         draft = self._drafter.propose(min(most, DRAFT_SIZES[-1]))
         count = self.length.choose(draft, most, extra, self._surplus) if draft.tokens else 0
         if plans is not None and count and not plans.is_ready(1 + count):
-            plans.plan_later(1 + count, AHEAD * self.costs.plain)
+            wanted = 1 + count
             count = self.length.choose(draft, count - 1, partial(_extra_of_ready, plans, extra), self._surplus)
+            plans.plan_later(wanted, AHEAD * self.costs.seconds(1 + count))
         return DraftBlock(draft.tokens[:count], draft.certainty, extra(count)) if count else DraftBlock([])
 
     def timed_block(self, most: int, plans: BlockPlans) -> DraftBlock:

@@ -22,7 +22,7 @@ from retrieval_attn.runner.drafted_steps import steps_eagerly
 from retrieval_attn.runner.drafts import DRAFTED_TOKENS, BlockCosts, DraftBlock, Drafts, LookupDrafter
 from retrieval_attn.runner.graph.sequence_slot import StepClock
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
-from retrieval_attn.runner.rows import can_draft, tokens_before_spill
+from retrieval_attn.runner.rows import drafts_by_lookup, tokens_before_spill
 from retrieval_attn.sampling.sampler import SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
@@ -141,7 +141,14 @@ class Stepper:
 
     @torch.no_grad()
     def rehearse(
-        self, cache: RetrievalCache, logits: Tensor, rows: int, draws: Sequence[SamplingParams], tokens: int = 0
+        self,
+        cache: RetrievalCache,
+        logits: Tensor,
+        rows: int,
+        draws: Sequence[SamplingParams],
+        tokens: int = 0,
+        *,
+        drafts: bool = False,
     ) -> None:
         """Compile kernels and capture graphs of steps of `rows` sequences like `cache`.
 
@@ -151,6 +158,7 @@ class Stepper:
             rows: sequences in the step.
             draws: sampling parameters; one step runs for each.
             tokens: longest sequence that graphs shall serve.
+            drafts: capture the steps of one sequence with drafts, too.
 
         Raises the errors of a step.
         """
@@ -164,7 +172,7 @@ class Stepper:
                 stepped = self._runner.advance(forks, [(0, position)] * rows, [draw] * rows)
                 for error in stepped.errors.values():
                     raise error
-            if rows == 1 and cache.config.drafts and can_draft(forks[0]):
+            if drafts:
                 self._runner.capture_blocks(forks[0], draws)
         finally:
             self._runner.clear()
@@ -315,7 +323,7 @@ class RowDrafts:
 def _drafts_of(row: RunningRequest) -> Drafts | None:
     """Return the drafts of a row, made at the first call; None: its options or its cache allow none."""
     cache = row.cache
-    if row.drafts is None and cache is not None and cache.config.drafts and can_draft(cache):
+    if row.drafts is None and cache is not None and drafts_by_lookup(cache):
         row.drafts = Drafts(LookupDrafter(row.prompt))
     return row.drafts
 

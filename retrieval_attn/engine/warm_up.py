@@ -28,6 +28,7 @@ from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, EngineFullError
 from retrieval_attn.gpu.memory import lower_cap_for_graphs
 from retrieval_attn.runner.graph.host_row_gather import Reads
+from retrieval_attn.runner.rows import drafts_by_lookup, wants_drafts
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
 __all__ = ["DRAWS", "WarmUp", "WarmUpProgress", "WarmUps"]
@@ -93,8 +94,10 @@ class WarmUp(NamedTuple):
         ways = [(read, pool) for read in reads for pool in pools]
         alone = [Piece(read, pool, 1) for read, pool in ways]
         first = [piece for piece in alone if piece.read != Reads.BOTH]
+        drafts = wants_drafts(config, loop.model.device)
+        drafted = [piece._replace(drafts=True) for piece in alone if drafts]
         batches = [Piece(*way, size) for way, size in itertools.product(ways, sizes) if size > 1]
-        return first, [*alone[len(first) :], *batches]
+        return first, [*alone[len(first) :], *drafted, *batches]
 
     def _cache(self, loop: AnswerLoop, config: Config) -> RetrievalCache:
         """An empty one, whose index is that of the longest row that is expected."""
@@ -147,16 +150,18 @@ class Piece(NamedTuple):
         read: reader of retrieved rows; None: nothing is retrieved.
         exact: pages that hold the start of the text; None: it has none.
         rows: sequences in the step.
+        drafts: capture the steps with drafts, if the sequence may have some.
     """
 
     read: Reads | None
     exact: PagedKVPool | None
     rows: int
+    drafts: bool = False
 
     def __str__(self) -> str:
         """Return its name in logs."""
         read = "none" if self.read is None else self.read.name.lower()
-        return f"{read}{'' if self.exact is None else ', pages'} x {self.rows}"
+        return f"{read}{'' if self.exact is None else ', pages'} x {self.rows}{' with drafts' if self.drafts else ''}"
 
 
 class _Run:
@@ -182,7 +187,9 @@ class _Run:
             self.text = None  # freed before the next one is read
             self.text, self._text_of = self.warm_up.read(loop, config, piece.exact, piece.read), piece[:2]
         read = time.perf_counter()
-        stepper.rehearse(*self.text, piece.rows, self.warm_up.draws, self.warm_up.tokens or 0)
+        draws, tokens = self.warm_up.draws, self.warm_up.tokens or 0
+        if not piece.drafts or drafts_by_lookup(self.text[0]):
+            stepper.rehearse(*self.text, piece.rows, draws, tokens, drafts=piece.drafts)
         self._spent.append(f"{piece} {read - began:.1f} + {time.perf_counter() - read:.1f}")
         self.pieces.popleft()
         self.done += 1

@@ -211,13 +211,14 @@ class BlockCosts:
         """
         if not self._sums[0]:
             return EXTRA * drafts
-        start, slope = self._line()
-        expected = drafts * min(1.0, slope / (start + slope * rows))
         plain, block = self._recent[rows], self._recent[rows + drafts]
-        if len(plain) >= MEASURED and block:
-            measured = min(block) / statistics.median(plain) - 1.0
-            expected = measured if len(block) > 1 else min(measured, expected)
-        return max(LEAST_EXTRA * drafts, expected)
+        is_known = len(plain) >= MEASURED and len(block) > 0
+        measured = min(block) / statistics.median(plain) - 1.0 if is_known else math.inf
+        if is_known and len(block) > 1:
+            return max(LEAST_EXTRA * drafts, measured)
+        start, slope = self._line()
+        expected = drafts * min(1.0, max(LEAST_EXTRA, slope / (start + slope * rows)))
+        return max(LEAST_EXTRA * drafts, min(expected, measured))
 
     def seconds(self, tokens: int) -> float:
         """Return the expected time of a step of `tokens` tokens; one was measured."""

@@ -154,12 +154,12 @@ class Gate:
         self.reached, self._opened = threading.Event(), threading.Event()
         rehearse, decode = Stepper.rehearse, Stepper.decode
 
-        def rehearsed(stepper: Stepper, cache: Any, logits: Any, rows: int, *args: Any) -> None:
+        def rehearsed(stepper: Stepper, cache: Any, logits: Any, rows: int, *args: Any, **options: Any) -> None:
             if rows == 2 and not self._opened.is_set():
                 self.reached.set()
                 assert self._opened.wait(WAIT_SECONDS)
             self.events.append(rows)
-            rehearse(stepper, cache, logits, rows, *args)
+            rehearse(stepper, cache, logits, rows, *args, **options)
 
         def decoded(stepper: Stepper, rows: Any, *args: Any) -> Any:
             if rows:
@@ -246,7 +246,7 @@ def test_an_error_in_the_background_is_logged(
     monkeypatch.setattr(warm_up, "IDLE_SECONDS", 0.0)
     rehearse = Stepper.rehearse
 
-    def fail(stepper: Stepper, cache: Any, logits: Any, rows: int, *args: Any) -> None:
+    def fail(stepper: Stepper, cache: Any, logits: Any, rows: int, *args: Any, **__: Any) -> None:
         if rows > 1:
             raise MemoryError("no room")
         rehearse(stepper, cache, logits, rows, *args)

@@ -74,9 +74,10 @@ class Config:
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
     drafts: whether decode steps verify several tokens at once that the text may quote from earlier ones (prompt
-        lookup), 2 to 5 times as fast where it does. "auto": on a GPU. The text is the same but where two tokens are
-        equally likely: logits are sums in an order that depends on measured times. An engine's steps of several
-        sequences on a GPU take one token of each.
+        lookup), 2 to 5 times as fast where it does. "auto": an engine's steps of one sequence on a GPU, which its
+        warm-up captures; True: those of a `Context`, too, whose first read takes 5 s more on a GPU, and on a CPU. The
+        text is the same but where two tokens are equally likely: logits are sums in an order that depends on measured
+        times. An engine's steps of several sequences on a GPU take one token of each.
     threads: CPU threads of search and host attention; None uses all that numba sees.
     """
 

@@ -22,7 +22,7 @@ from retrieval_attn.runner.drafted_steps import steps_eagerly
 from retrieval_attn.runner.drafts import DRAFTED_TOKENS, BlockCosts, DraftBlock, Drafts, LookupDrafter
 from retrieval_attn.runner.graph.sequence_slot import StepClock
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
-from retrieval_attn.runner.rows import drafts_by_lookup, tokens_before_spill
+from retrieval_attn.runner.rows import can_draft, tokens_before_spill
 from retrieval_attn.sampling.sampler import SampledToken, Sampler
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
@@ -255,6 +255,8 @@ class RowDrafts:
             is_eager = cache is not None and self._steps_eagerly(cache.config.graph)
             if cache is None or not (is_eager or (is_alone and row.matcher is None and row.history is None)):
                 continue
+            if is_eager and cache.config.drafts is not True:
+                continue
             drafts, left = _drafts_of(row), row.request.max_tokens - len(row.tokens)
             if drafts is None:
                 continue
@@ -323,7 +325,7 @@ class RowDrafts:
 def _drafts_of(row: RunningRequest) -> Drafts | None:
     """Return the drafts of a row, made at the first call; None: its options or its cache allow none."""
     cache = row.cache
-    if row.drafts is None and cache is not None and drafts_by_lookup(cache):
+    if row.drafts is None and cache is not None and cache.config.drafts and can_draft(cache):
         row.drafts = Drafts(LookupDrafter(row.prompt))
     return row.drafts
 

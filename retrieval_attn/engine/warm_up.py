@@ -28,7 +28,7 @@ from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, EngineFullError
 from retrieval_attn.gpu.memory import lower_cap_for_graphs
 from retrieval_attn.runner.graph.host_row_gather import Reads
-from retrieval_attn.runner.rows import drafts_by_lookup, wants_drafts
+from retrieval_attn.runner.rows import can_draft
 from retrieval_attn.sampling.sampling_params import SamplingParams
 
 __all__ = ["DRAWS", "WarmUp", "WarmUpProgress", "WarmUps"]
@@ -94,7 +94,7 @@ class WarmUp(NamedTuple):
         ways = [(read, pool) for read in reads for pool in pools]
         alone = [Piece(read, pool, 1) for read, pool in ways]
         first = [piece for piece in alone if piece.read != Reads.BOTH]
-        drafts = wants_drafts(config, loop.model.device)
+        drafts = config.drafts is True or (config.drafts == "auto" and loop.model.device.type == "cuda")
         drafted = [piece._replace(drafts=True) for piece in alone if drafts]
         batches = [Piece(*way, size) for way, size in itertools.product(ways, sizes) if size > 1]
         return first, [*alone[len(first) :], *drafted, *batches]
@@ -188,7 +188,7 @@ class _Run:
             self.text, self._text_of = self.warm_up.read(loop, config, piece.exact, piece.read), piece[:2]
         read = time.perf_counter()
         draws, tokens = self.warm_up.draws, self.warm_up.tokens or 0
-        if not piece.drafts or drafts_by_lookup(self.text[0]):
+        if not piece.drafts or can_draft(self.text[0]):
             stepper.rehearse(*self.text, piece.rows, draws, tokens, drafts=piece.drafts)
         self._spent.append(f"{piece} {read - began:.1f} + {time.perf_counter() - read:.1f}")
         self.pieces.popleft()

@@ -18,7 +18,7 @@ from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.decode import DecodeSteps, TokenCopy
 from retrieval_attn.runner.drafts import BlockCosts, DraftBlock, Drafts, LookupDrafter
 from retrieval_attn.runner.graph.support import runtime_for
-from retrieval_attn.runner.rows import drafts_by_lookup, step, tokens_before_spill
+from retrieval_attn.runner.rows import can_draft, step, tokens_before_spill
 
 __all__ = ["CapturedDrafts", "DraftedSteps", "drafted_steps", "steps_eagerly"]
 
@@ -201,7 +201,7 @@ def drafted_steps(model: PreTrainedModel, cache: RetrievalCache, ids: Tensor, to
 
     tokens: the most that are generated.
     """
-    if len(ids) != 1 or not drafts_by_lookup(cache):
+    if cache.config.drafts is not True or len(ids) != 1 or not can_draft(cache):
         return None
     graph = cache.config.graph
     if steps_eagerly(model, graph):

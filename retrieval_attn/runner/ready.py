@@ -76,7 +76,7 @@ from retrieval_attn.runner.graph.host_row_gather import device_reads
 from retrieval_attn.runner.graph.pool import GraphPool, acquire, release, waits_for
 from retrieval_attn.runner.graph.slot import ordinary_tensors, window_of
 from retrieval_attn.runner.graph.support import runtime_for
-from retrieval_attn.runner.rows import drafts_by_lookup, wants_drafts
+from retrieval_attn.runner.rows import can_draft
 
 THREADS = 3
 """Pieces of work at the same time. Compiling, and loading, run outside Python's lock for the most part."""
@@ -142,7 +142,7 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
         retrieve_all=config.retrieve == "all",
         serves_graphs=serves_graphs,
     )
-    if wants_drafts(config, input_device(model)):
+    if config.drafts is True or (config.drafts and serves_graphs):
         jobs.append(CompileJob(f"{drafts.__name__}:{drafts.compile_lookup.__name__}"))
     return Compilation(jobs, progress=progress)
 
@@ -325,7 +325,7 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
         return
     try:
         runtime = runtime_for(model)
-        blocks = BLOCKS if drafts_by_lookup(cache) else ()
+        blocks = BLOCKS if cache.config.drafts is True and can_draft(cache) else ()
         if runtime is None or waits_for(model, cache, runtime, bool(blocks)):
             return
         pool = acquire(model, cache, runtime)

@@ -27,7 +27,6 @@ from retrieval_attn.attention.layer import CacheLayer, PendingLayer
 from retrieval_attn.attention.reread import goes_on
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.state import StateLayer
-from retrieval_attn.config import Config
 from retrieval_attn.errors import BackendError, CacheMismatchError, ShapeError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Partial, Scoring
 from retrieval_attn.index.threads import use_threads
@@ -171,17 +170,6 @@ def can_draft(cache: RetrievalCache) -> bool:
     plain = all(isinstance(layer, CacheLayer) and layer.on_attention is None for layer in cache.layers)
     plain = plain and cache.batch.valid is None
     return plain and cache.rope is None and len(cache.batch.sequences) == 1
-
-
-def wants_drafts(config: Config, device: torch.device) -> bool:
-    """Return whether steps on a device verify drafts where they can, see `Config.drafts`."""
-    return config.drafts is True or (config.drafts == "auto" and device.type == "cuda")
-
-
-def drafts_by_lookup(cache: RetrievalCache) -> bool:
-    """Return whether steps of a cache verify drafts."""
-    held = (layer.held for layer in cache.layers if isinstance(layer, RetrievalLayer))
-    return can_draft(cache) and any(one is not None and wants_drafts(cache.config, one.device) for one in held)
 
 
 def tokens_before_spill(cache: RetrievalCache) -> int:

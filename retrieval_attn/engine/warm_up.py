@@ -94,8 +94,7 @@ class WarmUp(NamedTuple):
         ways = [(read, pool) for read in reads for pool in pools]
         alone = [Piece(read, pool, 1) for read, pool in ways]
         first = [piece for piece in alone if piece.read != Reads.BOTH]
-        drafts = config.drafts is True or (config.drafts == "auto" and loop.model.device.type == "cuda")
-        drafted = [piece._replace(drafts=True) for piece in alone if drafts]
+        drafted = [piece._replace(drafts=True) for piece in alone if config.drafts]
         batches = [Piece(*way, size) for way, size in itertools.product(ways, sizes) if size > 1]
         return first, [*alone[len(first) :], *drafted, *batches]
 

@@ -62,9 +62,7 @@ class BlockGraphs(BlockPlans):
     failed capture none is launched then either. kind: that the sequence needs.
     """
 
-    def __init__(self, *, captures: bool = True) -> None:
-        """captures: whether drafts may wait for a capture, about a second; else `launch` captures them beforehand."""
-        self._captures = captures
+    def __init__(self) -> None:
         self.kind = StepKind(False, False, 0)
         self.graphs: dict[int, DecodeGraph] = {}
         self.launched: DecodeGraph | None = None
@@ -75,14 +73,10 @@ class BlockGraphs(BlockPlans):
 
     def is_ready(self, tokens: int) -> bool:
         """See `BlockPlans`. A step that is not captured yet is planned as it is captured."""
-        if tokens in self._unplanned:
-            return False
-        return self._captures or (tokens in self.graphs and self.graphs[tokens].is_captured)
+        return tokens not in self._unplanned
 
     def plan_later(self, tokens: int, seconds: float) -> None:
         """See `BlockPlans`, by `plan`."""
-        if tokens not in self._unplanned:
-            return
         if self._wanted is None or self._wanted[0] != tokens:
             self._layers = None
         self._wanted = tokens, seconds
@@ -192,7 +186,7 @@ class GraphPool:
         self.key, self._options = key, options
         self.buffers = buffers
         self.graphs: dict[int, DecodeGraph] = {}
-        self.blocks = BlockGraphs(captures=like.config.drafts is True)
+        self.blocks = BlockGraphs()
         self.rows: dict[int, GraphSlot] = {}
         self._most, self._resources = most, HostResources(runtime, default_pool())
         self._costs = StepCosts(len(attending(like)))

@@ -109,7 +109,8 @@ class QueuedPrompt(NamedTuple):
 class Admission:
     """Bounds of the request queue. Used in one event loop.
 
-    A prefix that several queued prompts begin with is prefilled once, and its tokens are counted once.
+    A prefix that several queued prompts begin with is prefilled once, and its tokens are counted once. A prompt of
+    which little else is to be read waits for that prefill in any case, and is not refused because of it.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class Admission:
         longest = max(len(prompt.ids) for prompt in prompts)
         seconds = self.expected_seconds(longest)
         counts = [self._unread_tokens(prompt, prompts[:number]) for number, prompt in enumerate(prompts)]
-        many = self.requests + len(prompts) > self._most_requests
-        if self.requests and (many or self.tokens + sum(counts) > self._most_tokens or seconds > self._most_seconds):
+        joins = longest > SHORT_TOKENS >= sum(counts)
+        many = self.requests + len(prompts) > self._most_requests or self.tokens + sum(counts) > self._most_tokens
+        if self.requests and (many or (seconds > self._most_seconds and not joins)):
             retry = max(1, math.ceil(min(MAX_RETRY_SECONDS, seconds)))
             raise ApiError(
                 503,

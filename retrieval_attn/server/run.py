@@ -151,9 +151,24 @@ def http_config(app: ASGIApp, settings: Settings, metrics: Callable[[], Metrics 
 
 
 async def measure_pace(client: EngineClient, admission: Admission, vocabulary: int, tokens: int) -> None:
-    """Time a prefill of random tokens, which requests overtake: by it waits are estimated until some were served."""
+    """Time prefills of random tokens, which requests overtake: by them waits are estimated until some were served.
+
+    A token of a long prompt takes what those of the longer prefill take beyond the shorter one: on a GPU the first
+    ones take ten times as long, because each layer has fixed costs.
+    """
     admission.expect(0.0)
-    ids = tuple(random.Random(0).choices(range(vocabulary), k=tokens))
+    few = max(1, tokens // 8)
+    try:
+        short, long = [await _prefill_seconds(client, vocabulary, count) for count in (few, tokens)]
+    except Exception as error:  # of whatever kind: waits are estimated without it
+        log.warning("the time of a prefill was not measured: %s", error)
+        return
+    admission.expect((long - short) / (tokens - few) if long > short and tokens > few else long / tokens)
+
+
+async def _prefill_seconds(client: EngineClient, vocabulary: int, tokens: int) -> float:
+    """Return the seconds of a prefill of random tokens. Raises the error of the request."""
+    ids = tuple(random.Random(tokens).choices(range(vocabulary), k=tokens))
     ended: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
 
     def put(item: Item) -> None:
@@ -161,18 +176,14 @@ async def measure_pace(client: EngineClient, admission: Admission, vocabulary: i
             ended.set_result(item)
 
     began = time.perf_counter()
+    submitted = await client.submit(Request((ids,), 1, namespace="pace", priority="batch"), put)
     try:
-        submitted = await client.submit(Request((ids,), 1, namespace="pace", priority="batch"), put)
-        try:
-            error = (await ended).error
-        finally:
-            submitted.cancel()
-    except RetrievalAttentionError as refusal:
-        error = refusal
-    if error is None:
-        admission.expect((time.perf_counter() - began) / tokens)
-    else:
-        log.warning("the time of a prefill was not measured: %s", error)
+        error = (await ended).error
+    finally:
+        submitted.cancel()
+    if error is not None:
+        raise error
+    return time.perf_counter() - began
 
 
 class _Server(uvicorn.Server):

@@ -175,10 +175,26 @@ def test_a_common_prefix_is_counted_once() -> None:
     assert line.admission.expected_seconds(100_012) == pytest.approx(14, rel=0.01)
     line.admission.enter(prompt(100_012, of=document, scope="another"))
     assert line.refused(tokens=100_012) == 29
+    queued += line.admission.enter(prompt(100_012, of=document))  # the wait is of a prefill that serves it, too
     line.clock.seconds += 14
     for one in queued:
         assert one.leave(served=True)
     assert (line.admission.requests, line.admission.tokens) == (1, 100_012)
+
+
+def test_who_joins_a_long_prefill_is_not_refused() -> None:
+    """A fresh server expected 80 s for a document that takes 12: seven of eight clients that asked about it got 503.
+    A prompt that has much else to be read is refused, and so are too many requests.
+    """
+    line = Line(seconds=60, requests=8, token_seconds=8e-4)
+    document = prompt(100_000)
+    for _ in range(7):
+        line.admission.enter(prompt(100_012, of=document))
+    with pytest.raises(ApiError):
+        line.admission.enter(prompt(100_000 + 2 * SHORT_TOKENS, of=document))
+    line.admission.enter(prompt(100_012, of=document))
+    with pytest.raises(ApiError):
+        line.admission.enter(prompt(100_012, of=document))
 
 
 def test_a_prefix_whose_reader_goes_away_is_read_by_another_one() -> None:

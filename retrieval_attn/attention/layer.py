@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy as shallow_copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, Self
@@ -376,6 +377,8 @@ class LayeredCache(Cache):
     """
 
     config: Config
+    window_lock: AbstractContextManager[object] = nullcontext()
+    """Held while windows move to other buffers: their keys are copied a moment later."""
     on_layer: Callable[[], object] | None = None
     on_chunk: Callable[[int], int] | None = None
     on_end: Callable[[bool], object] | None = None

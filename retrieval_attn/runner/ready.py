@@ -328,11 +328,12 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
         blocks = BLOCKS if cache.config.drafts and can_draft(cache) else ()
         if runtime is None or waits_for(model, cache, runtime, bool(blocks)):
             return
-        pool = acquire(model, cache, runtime)
-        try:
-            _rehearse(pool, cache, blocks)
-        finally:
-            release(model, pool)
+        with cache.window_lock:
+            pool = acquire(model, cache, runtime)
+            try:
+                _rehearse(pool, cache, blocks)
+            finally:
+                release(model, pool)
     except (CaptureError, BackendError, ContextLengthError, torch.OutOfMemoryError) as error:
         logger.info("no step was captured while reading: %s", error)
 

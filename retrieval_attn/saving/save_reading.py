@@ -60,7 +60,7 @@ class ReadingSave:
         self._read = self._written = 0
         self._marks: dict[int, PathMark] = {}
         self._turn = threading.Lock()
-        """Held while a layer's state is copied: its arrays do not change then."""
+        """Held while a layer's state is copied: its arrays do not change then, and its window does not move."""
         self._complete, self._stop = threading.Event(), threading.Event()
         self._plain: dict[str, Any] = {}
         self._kept: SavedLineage | None = None
@@ -76,7 +76,7 @@ class ReadingSave:
                 before()
             self._read += 1
 
-        self._cache.on_layer = on_layer
+        self._cache.on_layer, self._cache.window_lock = on_layer, self._turn
         self.saved.start(self._run)
         try:
             yield
@@ -85,7 +85,7 @@ class ReadingSave:
             self.saved.join()
             raise
         finally:
-            self._cache.on_layer = before
+            self._cache.on_layer, self._cache.window_lock = before, contextlib.nullcontext()
 
     def finish(self, kept: SavedLineage, plain: Mapping[str, Any], *, wait: bool, progress: bool) -> None:
         """Complete the save: publish the name once the text is on the disk. plain: kept with the name.

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 import retrieval_attn as ra
 from retrieval_attn import answer_loop, cli
+from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.cpu.store import segments_of
 from retrieval_attn.errors import (
     ConfigError,
@@ -26,7 +28,8 @@ from retrieval_attn.errors import (
     StoreMismatchError,
     UnknownContextError,
 )
-from retrieval_attn.saving import save
+from retrieval_attn.gpu.attention.window import TensorCopies
+from retrieval_attn.saving import save, save_reading
 from retrieval_attn.saving.layers import MappedBytes, mapped_bytes
 from retrieval_attn.store import OS_DISK, ContextStore
 from retrieval_attn.store.disk import Disk
@@ -148,6 +151,36 @@ def test_a_read_need_not_wait_for_the_disk(
     assert saving.wait().digest == store.resolve("later").digest and saving.new_tokens == fork.num_tokens
     assert answers(opened(loaded, store, "later")) == expected == answers(fork)
     assert 0 < context.save("longer", store=store).new_tokens < 20
+
+
+def test_no_layer_is_saved_while_its_window_moves(
+    loaded: Loaded, tmp_path: Path, emulated_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read ends with a captured step, whose buffers hold a window before its keys are copied there: a thread that
+    wrote the last layers then saved what had been in these buffers.
+    """
+    run, write_layer, moving = TensorCopies.run, save_reading.write_layer, threading.Event()
+
+    def slow_copies(self: TensorCopies) -> None:
+        moving.set()
+        time.sleep(0.5)
+        run(self)
+
+    def late_layer(*args: Any) -> int:
+        moving.wait(WAIT_SECONDS)  # the first layer is being written until then
+        return write_layer(*args)
+
+    monkeypatch.setattr(TensorCopies, "run", slow_copies)
+    monkeypatch.setattr(save_reading, "write_layer", late_layer)
+    config = ra.Config(sink=16, window=48, retrieve=20, index="flat", prefill_chunk=256)
+    context = ra.Context(*loaded, config).read(needle_text(3_000), progress=False, save="moved", store=tmp_path)
+    assert moving.is_set()
+    opened = ra.Context(*loaded, config).open("moved", store=tmp_path, progress=False)
+    for one, other in zip(opened.cache.layers, context.cache.layers, strict=True):
+        if isinstance(one, RetrievalLayer) and isinstance(other, RetrievalLayer):
+            assert one.held is not None and other.held is not None
+            for found, wanted in zip(one.held.edge()[1], other.held.edge()[1], strict=True):
+                assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("where", ["finish_prefill", "make_ready"])

@@ -277,7 +277,7 @@ class RowDrafts:
             return
         if stepped.choices:
             count = max(1, len(stepped.drawn.get(0, ())))
-            self._timed.end_replay(count, self._runner.captures)
+            self._timed.end_replay(count, self._runner.captures, self._runner.blocks.take_delay())
         else:
             self._timed.restart()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retrieval_attn.config import Config
 from retrieval_attn.memory.shape import ModelShape
@@ -112,6 +113,12 @@ class DeviceSize:
     layout: DeviceLayout = DeviceLayout()
     with_images: bool = False
 
+    def changed(self, **fields: Any) -> DeviceSize:
+        """Return a copy with another context or layout: what does not depend on these is not computed again."""
+        other = replace(self, **fields)
+        vars(other).update({name: vars(self)[name] for name in _OF_THE_INDEX if name in vars(self)})
+        return other
+
     def fitting(self, limit: int) -> DeviceSize:
         """Return a copy with the first layout that reads within `limit` bytes, the last layout if none does."""
         sizes = choices(self)
@@ -133,7 +140,7 @@ class DeviceSize:
 
         An image is embedded before the prefill of its part of a prompt.
         """
-        held = self.coded_token_bytes + cluster_bytes(self)[0]
+        held = self.coded_token_bytes + self.clusters[0]
         prefill = self.context * (self.token_bytes - held) + self.chunks.bytes(chunk)
         return max(0, self.image_bytes - prefill)
 
@@ -143,7 +150,7 @@ class DeviceSize:
         tower = self.shape.tower if self.with_images else None
         return 0 if tower is None else tower.image_bytes(self.context)
 
-    @property
+    @cached_property
     def chunks(self) -> ChunkSize:
         """Memory of the chunks of the prompt."""
         held = self.context * self.batch * self.shape.kv_layer_bytes
@@ -160,7 +167,7 @@ class DeviceSize:
         """Layers whose keys and values the device holds at once."""
         return min(self.layout.kv_layers, max(1, self.shape.full_layers))
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes per token of context in prefill: hidden state, KV of a layer and of the one before it that is being
         copied to the host, cosines and sines, codes, and a cluster for each of these.
@@ -168,7 +175,7 @@ class DeviceSize:
         shape = self.shape
         hidden = 0 if self.layout.hidden_on_host else self.hidden_token_bytes
         kv = self.batch * self.kv_layers * shape.kv_layer_bytes
-        return hidden + kv + self.coded_token_bytes + cluster_bytes(self)[0] + self.codes.building + rotary_bytes(self)
+        return hidden + kv + self.coded_token_bytes + self.clusters[0] + self.codes.building + rotary_bytes(self)
 
     @cached_property
     def codes(self) -> DeviceBytes:
@@ -202,6 +209,11 @@ class DeviceSize:
         layers = self.shape.full_layers
         held = layers * self.codes.held + min(layers, STAGED_LAYERS) * self.codes.staged
         return self.batch * self.shape.kv_heads * held
+
+    @cached_property
+    def clusters(self) -> tuple[int, int]:
+        """See `cluster_bytes`."""
+        return cluster_bytes(self)
 
     @property
     def spare_codes(self) -> int:
@@ -243,12 +255,16 @@ class DeviceSize:
         """Bytes while generating that do not depend on the context."""
         held = self.shape.weight_bytes + self.window_bytes + self.sliding_bytes
         held += sum(state_bytes(self))
-        return held + self.spare_codes + cluster_bytes(self)[1] + self.logits_bytes + DEVICE_RESERVE
+        return held + self.spare_codes + self.clusters[1] + self.logits_bytes + DEVICE_RESERVE
 
     @property
     def decode_bytes(self) -> int:
         """Bytes while generating."""
-        return self.fixed_bytes + self.context * (self.coded_token_bytes + cluster_bytes(self)[0])
+        return self.fixed_bytes + self.context * (self.coded_token_bytes + self.clusters[0])
+
+
+_OF_THE_INDEX = ("_index", "codes", "coded", "coded_token_bytes", "_codes_of_token", "clusters")
+"""What a `DeviceSize` computes from its model, options and batch alone."""
 
 
 def rotary_bytes(size: DeviceSize) -> int:
@@ -280,6 +296,7 @@ def cluster_bytes(size: DeviceSize) -> tuple[int, int]:
     return heads, heads * each + mass_bytes(rows, shape.kv_heads, shape.q_heads)
 
 
+@functools.cache
 def mass_bytes(rows: int, kv_heads: int, q_heads: int) -> int:
     """Return the maximum bytes that programs sum for `rows` rows of a batch in one layer; layers take turns."""
     from retrieval_attn.cpu.clusters import MAX_CLUSTERS
@@ -292,14 +309,14 @@ def mass_bytes(rows: int, kv_heads: int, q_heads: int) -> int:
 def choices(size: DeviceSize) -> tuple[DeviceSize, ...]:
     """Return `size` in each layout that its model allows, fastest first."""
     possible = [layout for layout in LAYOUTS if size.shape.hidden_movable or not layout.hidden_on_host]
-    return tuple(replace(size, layout=layout) for layout in possible)
+    return tuple(size.changed(layout=layout) for layout in possible)
 
 
 def most_context(size: DeviceSize, limit: int, chunk: int) -> int:
     """Tokens of context that can be read within `limit` bytes, in chunks of `chunk` tokens; 0: none."""
 
     def needed(tokens: int) -> int:
-        held = replace(size, context=tokens)
+        held = size.changed(context=tokens)
         read = held.fixed_bytes + tokens * size.token_bytes + held.chunks.bytes(chunk)
         return read + held.image_excess(chunk)
 

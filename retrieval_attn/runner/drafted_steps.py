@@ -176,14 +176,14 @@ class CapturedDrafts(DraftedSteps):
             self.drafts.restart()
         elif self._logits is None:
             super().confirm()
-            self.drafts.end_replay(1, self.pool.captures)
+            self.drafts.end_replay(1, self.pool.captures, self.pool.blocks.take_delay())
         elif self._confirmed:
             self.pool.commit_drafts(self._cache, 1)
             self._confirmed += 1
         else:
             self.pool.confirm()
             self._confirmed = 1
-            self.drafts.end_replay(len(self._logits), self.pool.captures)
+            self.drafts.end_replay(len(self._logits), self.pool.captures, self.pool.blocks.take_delay())
 
     def _proposed(self) -> DraftBlock:
         """Return the drafts that follow the newest token, or none."""

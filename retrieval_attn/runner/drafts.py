@@ -319,7 +319,7 @@ class BlockPlans(ABC):
 
     @abstractmethod
     def plan_later(self, tokens: int, seconds: float) -> None:
-        """Plan such a step while others run, for at most about `seconds` in each of these."""
+        """Plan such a step along with others, for at most about `seconds` in each of these."""
 
 
 def _extra_of_ready(plans: BlockPlans, extra: Callable[[int], float], drafts: int) -> float:
@@ -377,11 +377,13 @@ class Drafts:
         """Time the next step from now on, in seconds; None: do not time it, but the one after it."""
         self._ended = now
 
-    def end_replay(self, tokens: int, captures: int) -> None:
+    def end_replay(self, tokens: int, captures: int, delay: float) -> None:
         """Record the time of a captured step of `tokens` tokens whose first token was read, unless it was captured now.
 
-        captures: count of the step's graphs.
+        captures: count of the step's graphs. delay: seconds of plans in it.
         """
+        if self._ended is not None:
+            self._ended += delay
         before, self._captures = self._captures, captures
         if captures != before:
             self.restart()

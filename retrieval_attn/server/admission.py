@@ -51,6 +51,11 @@ class Pace:
             self._served.append((self._busy, tokens))
             self._served_tokens += tokens
 
+    def seconds_beside(self, tokens: int) -> float:
+        """Until all that wait are served, without what one of them takes that reads `tokens` tokens."""
+        seconds = self.seconds()
+        return seconds if not tokens or math.isinf(seconds) else seconds * (1 - tokens / self._tokens)
+
     def seconds(self) -> float:
         """Until all that wait are served.
 
@@ -109,8 +114,8 @@ class QueuedPrompt(NamedTuple):
 class Admission:
     """Bounds of the request queue. Used in one event loop.
 
-    A prefix that several queued prompts begin with is prefilled once, and its tokens are counted once. A prompt of
-    which little else is to be read waits for that prefill in any case, and is not refused because of it.
+    A prefix that several queued prompts begin with is prefilled once, and its tokens are counted once. A long prompt is
+    not refused because of the prefill that reads its prefix: it waits for that in any case.
     """
 
     def __init__(
@@ -125,10 +130,11 @@ class Admission:
         self._paces = {is_long: Pace(now) for is_long in (False, True)}
         self._queued: dict[Hashable, list[QueuedRequest]] = {}  # by key, those that may share a prefill
 
-    def expect(self, token_seconds: float) -> None:
-        """Estimate waits by these prefill seconds per token until requests were served; 0: accept all meanwhile."""
-        for pace in self._paces.values():
-            pace.token_seconds = token_seconds
+    def expect(self, short: float, long: float) -> None:
+        """Estimate waits by these prefill seconds per token of short and long prompts until requests were served; 0:
+        accept all meanwhile.
+        """
+        self._paces[False].token_seconds, self._paces[True].token_seconds = short, long
 
     def expected_seconds(self, tokens: int) -> float:
         """Return the seconds until all queued requests of this length class have their first token."""
@@ -136,12 +142,12 @@ class Admission:
 
     def enter(self, *prompts: QueuedPrompt) -> list[QueuedRequest]:
         """Queue the prompts of a request's choices, all or none. Raises ApiError: 503, with Retry-After."""
-        longest = max(len(prompt.ids) for prompt in prompts)
-        seconds = self.expected_seconds(longest)
+        first = max(prompts, key=lambda prompt: len(prompt.ids))
+        longest, pace = len(first.ids), self._paces[len(first.ids) > SHORT_TOKENS]
+        seconds = pace.seconds_beside(self._joined_tokens(first, pace) if longest > SHORT_TOKENS else 0)
         counts = [self._unread_tokens(prompt, prompts[:number]) for number, prompt in enumerate(prompts)]
-        joins = longest > SHORT_TOKENS >= sum(counts)
-        many = self.requests + len(prompts) > self._most_requests or self.tokens + sum(counts) > self._most_tokens
-        if self.requests and (many or (seconds > self._most_seconds and not joins)):
+        many = self.requests + len(prompts) > self._most_requests
+        if self.requests and (many or self.tokens + sum(counts) > self._most_tokens or seconds > self._most_seconds):
             retry = max(1, math.ceil(min(MAX_RETRY_SECONDS, seconds)))
             raise ApiError(
                 503,
@@ -151,7 +157,6 @@ class Admission:
                 code="queue_full",
                 retry_after=retry,
             )
-        pace = self._paces[longest > SHORT_TOKENS]
         queued = [QueuedRequest(self, pace, *each) for each in zip(prompts, counts, strict=True)]
         for one in queued:
             self.requests += 1
@@ -179,6 +184,13 @@ class Admission:
                 self.tokens += more
                 others[-number].add_tokens(more)
 
+    def _joined_tokens(self, prompt: QueuedPrompt, pace: Pace) -> int:
+        """Return the tokens that the queued request reads whose prompt has most in common with this one; 0: none."""
+        others = (
+            [one for one in self._queued.get(prompt.key, ()) if one.pace is pace] if prompt.scope is not None else []
+        )
+        return max(((common(prompt.ids, one.prompt.ids), one.tokens) for one in others), default=(0, 0))[1]
+
     def _unread_tokens(self, prompt: QueuedPrompt, before: Iterable[QueuedPrompt]) -> int:
         """Return the tokens of a prompt that neither a queued one nor one of `before` begins with."""
         if prompt.scope is None:
@@ -189,22 +201,24 @@ class Admission:
 
 
 class QueuedRequest:
-    """One queued request. prompt: its prompt. tokens: those of it that are prefilled for it, not for another one."""
+    """One queued request. pace: of its queue. prompt: its prompt. tokens: those of it that are prefilled for it, not
+    for another one.
+    """
 
     def __init__(self, admission: Admission, pace: Pace, prompt: QueuedPrompt, tokens: int) -> None:
         """Made by `Admission.enter`."""
         self._admission: Admission | None = admission
-        self._pace, self.prompt, self.tokens = pace, prompt, tokens
+        self.pace, self.prompt, self.tokens = pace, prompt, tokens
 
     def add_tokens(self, tokens: int) -> None:
         """Count tokens that a request before it, which is gone, would have read."""
         self.tokens += tokens
-        self._pace.add_tokens(tokens)
+        self.pace.add_tokens(tokens)
 
     def leave(self, *, served: bool = False) -> bool:
         """Leave the queue. Return False if it had left. served: it has its first token; otherwise it was cancelled."""
         admission, self._admission = self._admission, None
         if admission is not None:
             admission.leave(self, served=served)
-            self._pace.leave(self.tokens, served=served)
+            self.pace.leave(self.tokens, served=served)
         return admission is not None

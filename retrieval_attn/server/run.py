@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 NO_PROCESSOR = "This server's model has no image processor (preprocessor_config.json); send messages without images."
 PACE_TOKENS = 2048
+MOST_FIXED = 16
+"""Times that a token of a measured prefill takes at most what one of a long prompt takes."""
 KEEP_ALIVE_SECONDS = 75
 END_SECONDS = 10
 """Time after the drain for the engine's last step and the last responses."""
@@ -156,14 +158,15 @@ async def measure_pace(client: EngineClient, admission: Admission, vocabulary: i
     A token of a long prompt takes what those of the longer prefill take beyond the shorter one: on a GPU the first
     ones take ten times as long, because each layer has fixed costs.
     """
-    admission.expect(0.0)
+    admission.expect(0.0, 0.0)
     few = max(1, tokens // 8)
     try:
         short, long = [await _prefill_seconds(client, vocabulary, count) for count in (few, tokens)]
     except Exception as error:  # of whatever kind: waits are estimated without it
         log.warning("the time of a prefill was not measured: %s", error)
         return
-    admission.expect((long - short) / (tokens - few) if long > short and tokens > few else long / tokens)
+    each = long / tokens
+    admission.expect(each, max(each / MOST_FIXED, (long - short) / max(1, tokens - few)))
 
 
 async def _prefill_seconds(client: EngineClient, vocabulary: int, tokens: int) -> float:

@@ -12,7 +12,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.errors import BackendError, CaptureError
+from retrieval_attn.errors import BackendError, CaptureError, MemoryPlanError
 from retrieval_attn.runner import full_attention
 from retrieval_attn.runner.attention import using_retrieval
 from retrieval_attn.runner.decode import DecodeSteps, TokenChoice, forward, run
@@ -309,6 +309,28 @@ def test_a_capture_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatc
         drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
         assert drafted.tokens == alone.tokens and drafted.drafted == (0, 0) and drafted.how == "graph"
     assert len(tried) == 1 and tried[0] in BLOCKS
+
+
+def test_a_plan_that_fails_halfway_ends_drafts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is made beside a step, which goes on; no block runs by half a plan."""
+    model = build_model("llama")
+    read, ids = read_by(model, 900)
+    alone = Answered(model, read, ids, 40)
+    take = decode_graph.DecodeGraph.take
+
+    def failing(self: Any, *args: Any) -> Any:
+        for number, layer in enumerate(take(self, *args)):
+            if self.tokens > 1 and self.is_captured and number == 1:
+                raise MemoryPlanError("no memory")
+            yield layer
+
+    monkeypatch.setattr(decode_graph.DecodeGraph, "take", failing)
+    Answered(model, read, ids, 40, drafter=Script(alone.tokens))  # captures blocks, which plans
+    drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
+    assert drafted.tokens == alone.tokens and drafted.how == "graph" and "no memory" in caplog.text
+    assert drafted.drafted[0] < 40
 
 
 @pytest.mark.parametrize("host_dtype", ["auto", "int8"])

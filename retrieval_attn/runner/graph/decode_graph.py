@@ -228,7 +228,7 @@ class DecodeGraph:
         resources: HostResources,
         options: StepOptions = BATCHED,
         tokens: int = 1,
-        meanwhile: Callable[[Sequence[GraphSlot]], None] = lambda _: None,
+        meanwhile: Callable[[Sequence[GraphSlot], bool], None] = lambda *_: None,
     ) -> None:
         """The model is a weak reference.
 
@@ -237,7 +237,7 @@ class DecodeGraph:
             buffers: buffers of the slots.
             resources: host resources shared by all batch sizes.
             options: how steps are captured and launched.
-            meanwhile: called with the sequences of a step once it is launched, while it runs.
+            meanwhile: called behind each launch, with its sequences, and whether the step needed the host: it is over.
         """
         key = buffers.windows[0][0]
         self.size, self.tokens = len(key) * tokens, tokens
@@ -482,7 +482,7 @@ class DecodeGraph:
         step.over = None if self.greedy else decoder.runtime.mark()
         self._read_host(step)
         copy_ahead_share(self.sequences)
-        self._meanwhile(self.sequences)
+        self._meanwhile(self.sequences, self.kind.needs_host)
         return step
 
     def _read_host(self, step: LaunchedStep) -> None:

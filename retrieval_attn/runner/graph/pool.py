@@ -59,14 +59,15 @@ class BlockGraphs(BlockPlans):
 
     graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was. refused:
     whether one could not be captured or lacked memory, so that none is launched until the pool is cleared; after a
-    failed capture none is launched then either. kind: that the sequence needs.
+    failed capture none is launched then either. kind: that the sequence needs. delay: seconds in which steps waited for
+    plans, since `take_delay`.
     """
 
     def __init__(self) -> None:
         self.kind = StepKind(False, False, 0)
         self.graphs: dict[int, DecodeGraph] = {}
         self.launched: DecodeGraph | None = None
-        self.refused = False
+        self.refused, self.delay = False, 0.0
         self._unplanned: set[int] = set()  # numbers of tokens
         self._wanted: tuple[int, float] | None = None  # tokens of the step that is planned while others run, seconds
         self._layers: Iterator[None] | None = None  # of that step, from the next one to be planned on
@@ -76,29 +77,39 @@ class BlockGraphs(BlockPlans):
         return tokens not in self._unplanned
 
     def plan_later(self, tokens: int, seconds: float) -> None:
-        """See `BlockPlans`, by `plan`."""
-        if self._wanted is None or self._wanted[0] != tokens:
-            self._layers = None
-        self._wanted = tokens, seconds
+        """See `BlockPlans`, by `plan`. A plan that was begun is made first."""
+        begun = self._wanted is not None and self._layers is not None
+        self._wanted = (self._wanted[0] if begun and self._wanted is not None else tokens), seconds
 
     @ordinary_tensors
-    def plan(self, rows: Sequence[GraphSlot]) -> None:
-        """Plan some layers of the step that is wanted, while another one of these sequences runs."""
+    def plan(self, rows: Sequence[GraphSlot], is_over: bool) -> None:
+        """Plan some layers of the step that is wanted, behind the launch of another one of these sequences.
+
+        is_over: that one is over, because it needed the host, and the next one waits for the plan.
+        """
         if self._wanted is None or len(rows) != 1:
             return
-        count, seconds = self._wanted
-        end, graph = time.perf_counter() + seconds, self.graphs[count]
+        (count, seconds), began = self._wanted, time.perf_counter()
         try:
             if self._layers is None:
-                self._layers = graph.take(rows, self.kind, range(count))
+                self._layers = self.graphs[count].take(rows, self.kind, range(count))
             for _ in self._layers:
-                if time.perf_counter() >= end:
+                if time.perf_counter() >= began + seconds:
                     return
-        except (CaptureError, torch.OutOfMemoryError) as error:
+            self._unplanned.discard(count)
+            self._wanted = self._layers = None
+        except Exception as error:  # the step itself did not fail
             self.refuse(count, error)
-            return
-        self._unplanned.discard(count)
-        self._wanted = self._layers = None
+        except BaseException:
+            self._wanted = self._layers = None
+            raise
+        finally:
+            self.delay += (time.perf_counter() - began) * is_over
+
+    def take_delay(self) -> float:
+        """Return `delay`, which begins at 0 again."""
+        delay, self.delay = self.delay, 0.0
+        return delay
 
     def refuse(self, tokens: int, error: Exception) -> None:
         """Launch no more blocks, because one of `tokens` tokens failed."""
@@ -124,7 +135,7 @@ class BlockGraphs(BlockPlans):
         graph.undo()  # its windows grew without it
         self.launched = graph
         logits = graph.launch(tokens, positions)
-        self.plan([row])
+        self.plan([row], graph.kind.needs_host)
         return logits
 
     @property
@@ -133,9 +144,8 @@ class BlockGraphs(BlockPlans):
         return any(graph.decoder.capture_failure is not None for graph in self.graphs.values())
 
     def is_captured(self, count: int) -> bool:
-        """Return whether the graph of `count` tokens is captured."""
-        graph = self.graphs.get(count)
-        return graph is not None and self.kind in graph.decoder.graphs
+        """Return whether the graph of `count` tokens is planned and captured."""
+        return count in self.graphs and count not in self._unplanned and self.graphs[count].is_captured
 
     def have_captured(self, kind: StepKind) -> bool:
         """Return whether there are graphs, all of them captured for steps of this kind."""

@@ -21,6 +21,7 @@ from retrieval_attn.offload.int8_rows import AwaitedRows, Int8RowMirror, RowsUnd
 from retrieval_attn.runner.graph.decode_graph import DecodeGraph
 from retrieval_attn.runner.graph.decoder import GraphDecoder
 from retrieval_attn.runner.graph.host_row_gather import Reads
+from retrieval_attn.runner.graph.pool import exhaust
 from retrieval_attn.saving import save
 from retrieval_attn.store import ContextStore
 from tests.engine.audit import check_engine
@@ -140,16 +141,17 @@ def test_a_running_batch_uses_them(
     makers.failing = failing
 
     def replan() -> None:
-        graph.take([row for row in graph.rows if row is not None], graph.kind._replace(host_access=()), range(1))
+        rows = [row for row in graph.rows if row is not None]
+        exhaust(graph.take(rows, graph.kind._replace(host_access=()), range(1)))
 
     reading = Reading({6: replan, 9: lambda: makers.make(layers - 1)})
     step, take = DecodeGraph.step, DecodeGraph.take
     graph: Any = None
 
-    def taken(self: DecodeGraph, *given: Any) -> None:
+    def taken(self: DecodeGraph, *given: Any) -> Iterator[None]:
         if not reading.steps:
             makers.make(1)
-        take(self, *given)
+        return take(self, *given)
 
     def stepped(self: DecodeGraph, *given: Any, **options: Any) -> Any:
         nonlocal graph

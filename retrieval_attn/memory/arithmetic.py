@@ -9,7 +9,6 @@ from retrieval_attn.memory.device import (
     GRAPH_STATES,
     DeviceSize,
     choices,
-    cluster_bytes,
     device_kv_bytes,
     full_attention_breakeven,
     most_context,
@@ -136,7 +135,7 @@ class Arithmetic:
         whose = f"chunks under way, {size.chunk:,} tokens" if on_host else f"{n:,} tokens"
         held = "three times: the context, a graph, an answer" if size.options.keeps_all else "whatever the context"
         states, graph_states = state_bytes(size)
-        cluster_token, clusters = cluster_bytes(size)
+        cluster_token, clusters = size.clusters
         items = [
             Item("weights", shape.weight_bytes, shape.weights_note),
             Item(

@@ -6,7 +6,7 @@ import bisect
 import functools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval_attn.config import Config
 from retrieval_attn.memory.shape import ModelShape
@@ -113,9 +113,10 @@ class DeviceSize:
     layout: DeviceLayout = DeviceLayout()
     with_images: bool = False
 
-    def changed(self, **fields: Any) -> DeviceSize:
-        """Return a copy with another context or layout: what does not depend on these is not computed again."""
-        other = replace(self, **fields)
+    def changed(self, *, context: int | None = None, layout: DeviceLayout | None = None) -> DeviceSize:
+        """Return a copy with another context or layout, and the cached values that depend on neither."""
+        context, layout = self.context if context is None else context, layout or self.layout
+        other = replace(self, context=context, layout=layout)
         vars(other).update({name: vars(self)[name] for name in _OF_THE_INDEX if name in vars(self)})
         return other
 
@@ -212,8 +213,21 @@ class DeviceSize:
 
     @cached_property
     def clusters(self) -> tuple[int, int]:
-        """See `cluster_bytes`."""
-        return cluster_bytes(self)
+        """Bytes of clusters where the device has codes, in prefill and after it: per token of context, and whatever
+        that is: mean values, and what is summed for one layer at a time.
+        """
+        from retrieval_attn.cpu.clusters import MAX_CLUSTERS
+        from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE
+        from retrieval_attn.index.device import SPARE_TOKENS
+
+        shape, batch = self.shape, self.batch
+        if not self.coded or not self.options.estimates:
+            return 0, 0
+        heads = batch * shape.full_layers * shape.kv_heads
+        rows = batch if batch == 1 else batch - batch // 2  # a captured step takes them in halves
+        # spare room for members, mean values, and what a query is estimated with
+        each = SPARE_TOKENS + MAX_CLUSTERS * shape.value_dim * MEAN_DTYPE.itemsize + 2 * shape.key_dim * FLOAT_BYTES
+        return heads, heads * each + mass_bytes(rows, shape.kv_heads, shape.q_heads)
 
     @property
     def spare_codes(self) -> int:
@@ -264,7 +278,7 @@ class DeviceSize:
 
 
 _OF_THE_INDEX = ("_index", "codes", "coded", "coded_token_bytes", "_codes_of_token", "clusters")
-"""What a `DeviceSize` computes from its model, options and batch alone."""
+"""Cached values of a `DeviceSize` that depend on model, options and batch alone."""
 
 
 def rotary_bytes(size: DeviceSize) -> int:
@@ -276,24 +290,6 @@ def state_bytes(size: DeviceSize) -> tuple[int, int]:
     """Bytes of the states that a cache keeps instead of keys, and of the copies of them in a captured step."""
     held = size.batch * size.shape.states_bytes
     return held, 0 if size.options.graph is False else GRAPH_STATES * held
-
-
-def cluster_bytes(size: DeviceSize) -> tuple[int, int]:
-    """Bytes of clusters where the device has codes, in prefill and after it: per token of context, and whatever that
-    is: mean values, and what is summed for one layer at a time.
-    """
-    from retrieval_attn.cpu.clusters import MAX_CLUSTERS
-    from retrieval_attn.gpu.clusters.mass import MEAN_DTYPE
-    from retrieval_attn.index.device import SPARE_TOKENS
-
-    shape = size.shape
-    if not size.coded or not size.options.estimates:
-        return 0, 0
-    heads = size.batch * shape.full_layers * shape.kv_heads
-    rows = size.batch if size.batch == 1 else size.batch - size.batch // 2  # a captured step takes them in halves
-    # spare room for members, mean values, and what a query is estimated with
-    each = SPARE_TOKENS + MAX_CLUSTERS * shape.value_dim * MEAN_DTYPE.itemsize + 2 * shape.key_dim * FLOAT_BYTES
-    return heads, heads * each + mass_bytes(rows, shape.kv_heads, shape.q_heads)
 
 
 @functools.cache

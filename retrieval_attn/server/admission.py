@@ -19,13 +19,16 @@ UNPACED = 16
 
 
 class Pace:
-    """Rate at which one queue is served, measured while it is not empty. Used in one event loop."""
+    """Rate at which one queue is served, measured while it is not empty. Used in one event loop.
+
+    tokens: of the queued requests.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         """now: seconds of a clock that does not go back."""
         self._now = now
         self.token_seconds: float | None = None  # see `Admission.expect`
-        self._requests = self._tokens = 0  # that wait
+        self._requests = self.tokens = 0  # that wait
         self._busy, self._since = 0.0, 0.0  # seconds in which a request waited, up to a time
         self._served: deque[tuple[float, int]] = deque([(0.0, 0)], REMEMBERED + 1)  # busy seconds then, tokens
         self._served_tokens = 0  # of all in `_served` but the first, which only begins the time
@@ -34,27 +37,22 @@ class Pace:
         """Another one waits. tokens: of its prompt."""
         self._pass()
         self._requests += 1
-        self._tokens += tokens
+        self.tokens += tokens
 
     def add_tokens(self, tokens: int) -> None:
         """One of them has more tokens to be read than before."""
-        self._tokens += tokens
+        self.tokens += tokens
 
     def leave(self, tokens: int, *, served: bool) -> None:
         """One of them waits no more. served: it has its first token."""
         self._pass()
         self._requests -= 1
-        self._tokens -= tokens
+        self.tokens -= tokens
         if served:
             if len(self._served) > REMEMBERED:
                 self._served_tokens -= self._served[1][1]
             self._served.append((self._busy, tokens))
             self._served_tokens += tokens
-
-    def seconds_beside(self, tokens: int) -> float:
-        """Until all that wait are served, without what one of them takes that reads `tokens` tokens."""
-        seconds = self.seconds()
-        return seconds if not tokens or math.isinf(seconds) else seconds * (1 - tokens / self._tokens)
 
     def seconds(self) -> float:
         """Until all that wait are served.
@@ -72,12 +70,12 @@ class Pace:
         if not served and self.token_seconds is None:
             return self._busy if self._requests < UNPACED else math.inf
         if not served:
-            return max(self._busy, self._tokens * (self.token_seconds or 0.0))
+            return max(self._busy, self.tokens * (self.token_seconds or 0.0))
         spent = self._busy - self._served[0][0]
         by_requests = spent * self._requests / served
         if not self._served_tokens:
             return by_requests
-        return min(by_requests, spent * self._tokens / self._served_tokens)
+        return min(by_requests, spent * self.tokens / self._served_tokens)
 
     def _pass(self) -> None:
         now = self._now()
@@ -136,15 +134,20 @@ class Admission:
         """
         self._paces[False].token_seconds, self._paces[True].token_seconds = short, long
 
-    def expected_seconds(self, tokens: int) -> float:
-        """Return the seconds until all queued requests of this length class have their first token."""
-        return self._paces[tokens > SHORT_TOKENS].seconds()
+    def expected_seconds(self, tokens: int, joined: int = 0) -> float:
+        """Return the seconds until all queued requests of this length class have their first token.
+
+        joined: tokens that one of them prefills, whose time is not counted.
+        """
+        pace = self._paces[tokens > SHORT_TOKENS]
+        seconds = pace.seconds()
+        return seconds if not joined or math.isinf(seconds) else seconds * (1 - joined / pace.tokens)
 
     def enter(self, *prompts: QueuedPrompt) -> list[QueuedRequest]:
         """Queue the prompts of a request's choices, all or none. Raises ApiError: 503, with Retry-After."""
         first = max(prompts, key=lambda prompt: len(prompt.ids))
         longest, pace = len(first.ids), self._paces[len(first.ids) > SHORT_TOKENS]
-        seconds = pace.seconds_beside(self._joined_tokens(first, pace) if longest > SHORT_TOKENS else 0)
+        seconds = self.expected_seconds(longest, self._joined_tokens(first, pace) if longest > SHORT_TOKENS else 0)
         counts = [self._unread_tokens(prompt, prompts[:number]) for number, prompt in enumerate(prompts)]
         many = self.requests + len(prompts) > self._most_requests
         if self.requests and (many or self.tokens + sum(counts) > self._most_tokens or seconds > self._most_seconds):
@@ -186,9 +189,7 @@ class Admission:
 
     def _joined_tokens(self, prompt: QueuedPrompt, pace: Pace) -> int:
         """Return the tokens that the queued request reads whose prompt has most in common with this one; 0: none."""
-        others = (
-            [one for one in self._queued.get(prompt.key, ()) if one.pace is pace] if prompt.scope is not None else []
-        )
+        others = [one for one in self._queued.get(prompt.key, ()) if one.pace is pace]  # none without a scope
         return max(((common(prompt.ids, one.prompt.ids), one.tokens) for one in others), default=(0, 0))[1]
 
     def _unread_tokens(self, prompt: QueuedPrompt, before: Iterable[QueuedPrompt]) -> int:

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 NO_PROCESSOR = "This server's model has no image processor (preprocessor_config.json); send messages without images."
 PACE_TOKENS = 2048
 MOST_FIXED = 16
-"""Times that a token of a measured prefill takes at most what one of a long prompt takes."""
+"""Maximum ratio of a token's time in the measured prefill to its time in a long one."""
 KEEP_ALIVE_SECONDS = 75
 END_SECONDS = 10
 """Time after the drain for the engine's last step and the last responses."""
@@ -155,8 +155,7 @@ def http_config(app: ASGIApp, settings: Settings, metrics: Callable[[], Metrics 
 async def measure_pace(client: EngineClient, admission: Admission, vocabulary: int, tokens: int) -> None:
     """Time prefills of random tokens, which requests overtake: by them waits are estimated until some were served.
 
-    A token of a long prompt takes what those of the longer prefill take beyond the shorter one: on a GPU the first
-    ones take ten times as long, because each layer has fixed costs.
+    The difference of two prefills gives the time of a token of a long prompt: each layer has fixed costs.
     """
     admission.expect(0.0, 0.0)
     few = max(1, tokens // 8)

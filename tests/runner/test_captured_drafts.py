@@ -105,7 +105,8 @@ def greedy_answers(model: Any, options: dict[str, Any], right: bool) -> tuple[An
     drafted = Answered(model, read, ids, 90, drafter=Script(alone.tokens, None if right else random.Random(5)))
     assert drafted.tokens == alone.tokens
     proposed, accepted = drafted.drafted
-    assert accepted == proposed > 30 if right else 10 < accepted < proposed  # after an eviction a plan comes first
+    least = 30 if options.get("window") == 30 else 40  # after an eviction a plan comes first
+    assert accepted == proposed > least if right else 10 < accepted < proposed
     return alone, drafted
 
 
@@ -143,7 +144,9 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("right", [True, False])
 def test_greedy_answers(options: dict[str, Any], right: bool) -> None:
     alone, drafted = greedy_answers(build_model("llama"), options, right)
-    assert drafted.steps is not None and drafted.steps.replays < (60 if right else 75)
+    assert drafted.steps is not None and drafted.steps.replays < (
+        75 if not right else 60 if options.get("window") == 30 else 50
+    )
     require_equal(drafted.cache, alone.cache, 1e-4)
 
 
@@ -314,7 +317,7 @@ def test_a_capture_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatc
 def test_a_plan_that_fails_halfway_ends_drafts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is made beside a step, which goes on; no block runs by half a plan."""
+    """Raise in the middle of a plan: the running step ends, and no block uses the incomplete plan."""
     model = build_model("llama")
     read, ids = read_by(model, 900)
     alone = Answered(model, read, ids, 40)

@@ -13,7 +13,7 @@ from retrieval_attn.runner.drafts import BLOCKS, BlockCosts, BlockPlans, Draft, 
 TOKENS = 256
 IDLE, HOST = 0.7, 0.1
 """Milliseconds of an idle device before a step that was not launched early, and of the loop for an accepted draft."""
-# milliseconds by tokens; 1, 4 and 8 as in the log, 2026-11-30, drafts traced
+# milliseconds by tokens; 1, 4 and 8 as in the log, 2026-11-30, a block of drafts waited
 TABLES: dict[str, dict[int, float]] = {
     "two thirds of a step for seven drafts": {1: 6.9, 2: 7.8, 4: 8.6, 8: 11.3, 16: 16.0},
     "a third": {1: 6.9, 2: 7.3, 4: 7.9, 8: 9.0, 16: 12.0},

@@ -237,16 +237,12 @@ class DecodeGraph:
             buffers: buffers of the slots.
             resources: host resources shared by all batch sizes.
             options: how steps are captured and launched.
-            meanwhile: called behind each launch, with its sequences, and whether the step needed the host: it is over.
+            meanwhile: called after each launch with its sequences, and whether the step needed the host and has ended.
         """
         key = buffers.windows[0][0]
         self.size, self.tokens = len(key) * tokens, tokens
-        self._model, self._options, self.greedy, self._meanwhile = (
-            weakref.ref(model),
-            options,
-            options.greedy,
-            meanwhile,
-        )
+        self._model, self._meanwhile = weakref.ref(model), meanwhile
+        self._options, self.greedy = options, options.greedy
         states = StepStates(buffers.states, key.device, runtime)
         self.decoder = GraphDecoder(model, like, runtime, buffers.windows, resources, states, tokens)
         self.states: Sequence[RecordedState] = states.bind(like)
@@ -380,8 +376,9 @@ class DecodeGraph:
 
         Raises as `step`. The logits are the same memory in all steps of a kind.
         """
+        found = self._launch(StepTokens(token, position)).graph.logits
         self.decoder.replays += 1
-        return self._launch(StepTokens(token, position)).graph.logits
+        return found
 
     def launch_ahead(self) -> bool:
         """Launch the step after the one in flight, with the tokens that it chooses, before it is confirmed.
@@ -419,8 +416,9 @@ class DecodeGraph:
         """Return whether a step of exactly the sequences at these places can be launched early."""
         if self._options.undo_steps < 2 and (self.kind.needs_host or self.states):
             return False
-        taken = sum(row is not None for row in self.rows)
-        return taken == len(places) and all(can_overlap(row, under_way) for row in self.sequences)
+        if sum(row is not None for row in self.rows) != len(places):
+            return False
+        return all(can_overlap(row, under_way) for row in self.sequences)
 
     def _launch_overlapped(self, inputs: Inputs, draws: Mapping[int, SamplingParams]) -> LaunchedStep | None:
         """Launch the step after the one with these inputs. Returns None if it must wait for its end."""

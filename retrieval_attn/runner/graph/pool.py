@@ -77,15 +77,16 @@ class BlockGraphs(BlockPlans):
         return tokens not in self._unplanned
 
     def plan_later(self, tokens: int, seconds: float) -> None:
-        """See `BlockPlans`, by `plan`. A plan that was begun is made first."""
-        begun = self._wanted is not None and self._layers is not None
-        self._wanted = (self._wanted[0] if begun and self._wanted is not None else tokens), seconds
+        """See `BlockPlans`, by `plan`. A plan that was begun is completed first."""
+        if self._wanted is not None and self._layers is not None:
+            tokens = self._wanted[0]
+        self._wanted = tokens, seconds
 
     @ordinary_tensors
     def plan(self, rows: Sequence[GraphSlot], is_over: bool) -> None:
-        """Plan some layers of the step that is wanted, behind the launch of another one of these sequences.
+        """Plan some layers of the wanted step, after the launch of another step of these sequences.
 
-        is_over: that one is over, because it needed the host, and the next one waits for the plan.
+        is_over: whether the launched step needed the host and has ended, so that the plan delays the next step.
         """
         if self._wanted is None or len(rows) != 1:
             return
@@ -131,7 +132,6 @@ class BlockGraphs(BlockPlans):
         if count in self._unplanned:
             exhaust(graph.take([row], self.kind, range(count)))
             self._unplanned.discard(count)
-            self._layers = None
         graph.undo()  # its windows grew without it
         self.launched = graph
         logits = graph.launch(tokens, positions)

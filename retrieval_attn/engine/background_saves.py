@@ -49,13 +49,15 @@ SAVED_SHARE = 0.25
 """Share of the host memory for idle texts that is free or can be freed at once, because the disk has the texts."""
 WAIT_SECONDS = 0.002
 LOOK_SECONDS = 0.05
-"""Polling interval for cancellation while a write is queued, in seconds."""
+"""Polling interval for cancellation while a write is queued, and longest part of a write by which a pause is measured,
+in seconds."""
 RECLAIM_SECONDS = 5.0
 """Time without further writes after memory was needed at once."""
 WRITE_SECONDS = 0.25
 """Longest estimated write that a request waits for when it needs the memory of the text."""
-QUESTION_SECONDS = 2.0
-"""Longest pause of a write between two parts of an array while questions are read."""
+QUESTION_PAUSE = 9
+"""Longest pause of a write while questions are read, as a multiple of the time since its last one. With pauses of 2 s
+after 16 MiB, a server whose requests never ended saved nothing (docs/archive/log.md)."""
 BROKEN_SECONDS = 60.0
 """Time without further writes of idle texts after one that failed."""
 
@@ -103,6 +105,7 @@ class BackgroundSave:
         self.text, self.saved = text, Saved(text.name, text.tokens)
         self._lease, self._saver = lease, saver
         self._created, self._resumed = time.time(), time.monotonic()
+        self._paused = 0.0
         self.cancelled, self.superseded = threading.Event(), False
 
     @property
@@ -111,6 +114,11 @@ class BackgroundSave:
         error = self.saved.error
         told = None if error is None else str(error) or type(error).__name__
         return ContextState(self.text.name, self.text.tokens, self.saved.nbytes, self._created, told)
+
+    @property
+    def written_seconds(self) -> float:
+        """Seconds of the write, which has ended, without its pauses."""
+        return max(self.saved.seconds - self._paused, 1e-6)
 
     def write(self) -> None:
         """Write the context and commit its name. Raises StoreError, and SaveCancelled."""
@@ -133,11 +141,14 @@ class BackgroundSave:
         A write takes the memory's bandwidth and Python's lock: first tokens of questions on 100K took .77 s with one
         and .35 s without (docs/archive/numbers.md).
         """
-        now = time.monotonic()
-        until = now + (min(now - self._resumed, LOOK_SECONDS) if foreground.is_recent else 0.0)
-        while (now := time.monotonic()) < until or (questions.is_recent and now < self._resumed + QUESTION_SECONDS):
+        began = now = time.monotonic()
+        part = min(now - self._resumed, LOOK_SECONDS)
+        until = began + (part if foreground.is_recent else 0.0)
+        while now < until or (questions.is_recent and now < began + QUESTION_PAUSE * part):
             self.cancelled.wait(WAIT_SECONDS)
             self._raise_if_cancelled()
+            now = time.monotonic()
+        self._paused += now - began
         self._resumed = now
 
     def _raise_if_cancelled(self) -> None:
@@ -345,7 +356,7 @@ class DiskTier:
         self._waiting: Mapping[Node, int] = {}
         self._looked_at: tuple[Sizes, int] | None = None  # memory of the cache, and its nodes, all of them saved
         self._broken_until, self._closed = 0.0, False
-        self._rate = WRITE_BYTES_PER_SECOND
+        self._rate = self._pace = WRITE_BYTES_PER_SECOND  # of the disk, and with pauses
         self._held_bytes: int | None = None  # of the disk
         self._saved = self._saved_bytes = self._evicted = self._removed = 0
         register(self)
@@ -407,7 +418,7 @@ class DiskTier:
     def _seconds_left(self, saving: Node) -> float:
         """Return the estimated time until the running write ends; infinity while it waits for another one."""
         written = self._saves.automatic_bytes
-        return float("inf") if written is None else max(0, saving.sizes.total - written) / self._rate
+        return float("inf") if written is None else max(0, saving.sizes.total - written) / self._pace
 
     def reclaim(self, host: int, device: int) -> tuple[int, int]:
         """Cancel the running write, whose text cannot be evicted, and evict. Returns the freed bytes of each.
@@ -573,7 +584,8 @@ class DiskTier:
                 self._saved_bytes += saved.nbytes
                 self._held_bytes = held
                 if saved.nbytes >= RATED_BYTES:
-                    self._rate = (self._rate + saved.nbytes / saved.seconds) / 2
+                    self._rate = (self._rate + saved.nbytes / save.written_seconds) / 2
+                    self._pace = (self._pace + saved.nbytes / saved.seconds) / 2
             elif isinstance(entry, PrefixEntry) and entry.unsavable:
                 log.warning("an idle text of %s tokens is not saved: %s", f"{node.end:,}", error)
             elif error is not None and not isinstance(error, SaveCancelled):

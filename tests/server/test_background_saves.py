@@ -11,17 +11,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 import torch
 
 from retrieval_attn.engine import background_saves
+from retrieval_attn.engine.background_saves import BackgroundSave
 from retrieval_attn.engine.prefix_handle import PrefixEntry
+from retrieval_attn.engine.radix_cache import Lease
+from retrieval_attn.engine.saved_text import UnsavedText
 from retrieval_attn.errors import UnknownContextError
 from retrieval_attn.offload import threads
 from retrieval_attn.saving import layers
+from retrieval_attn.saving.save import Saver
 from retrieval_attn.store import ContextStore
 from retrieval_attn.store.disk import OS_DISK
 from tests.fuzz.store_faults import FaultDisk
@@ -134,25 +139,52 @@ def test_a_context_is_asked_before_it_is_durable(inside: Inside, http: httpx.Cli
     assert after["choices"] == before[0]["choices"] and cached(after) == 600
 
 
-def test_a_write_waits_while_questions_are_read(inside: Inside, http: httpx.Client, gate: Gate) -> None:
-    gate.open.set()
-    over = threading.Event()
+class Clock:
+    """Time that passes only in pauses, and by `work`."""
 
-    def upload() -> None:
-        while not over.wait(0.01):
-            threads.questions.note()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(background_saves, "time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
 
-    uploads = threading.Thread(target=upload)
-    uploads.start()
-    try:
-        made(http, "book", text(600, 1))
-        assert gate.begun.wait(WAIT_SECONDS)
-        time.sleep(background_saves.QUESTION_SECONDS / 2)
-        assert not state(http, "book")["durable"]
-    finally:
-        over.set()
-        uploads.join()
-    wait_until(lambda: state(http, "book")["durable"])
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("busy", "share"), [(("questions",), 0.1), (("rows",), 0.5), (("questions", "rows"), 0.1), ((), 1.0)]
+)
+def test_a_write_has_its_share_of_the_time(
+    busy: tuple[str, ...], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where requests never end: else nothing is saved while a server is busy."""
+    clock = Clock(monkeypatch)
+    for name, what in (("questions", "questions"), ("rows", "foreground")):
+        monkeypatch.setattr(background_saves, what, SimpleNamespace(is_recent=name in busy))
+    save = BackgroundSave(cast(UnsavedText, SimpleNamespace(name="book", tokens=1)), cast(Lease, None), Saver)
+    monkeypatch.setattr(save.cancelled, "wait", clock.work)
+    began = clock.now
+    for _ in range(50):
+        clock.work(0.02)
+        save._yield_to_requests()
+    save.saved.seconds = clock.now - began
+    assert save.saved.seconds == pytest.approx(1.0 / share, rel=0.15)
+    assert save.written_seconds == pytest.approx(1.0)
+
+
+def test_a_question_that_ends_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    class Question:
+        @property
+        def is_recent(self) -> bool:
+            return clock.now < 100.05
+
+    monkeypatch.setattr(background_saves, "questions", Question())
+    save = BackgroundSave(cast(UnsavedText, SimpleNamespace(name="book", tokens=1)), cast(Lease, None), Saver)
+    monkeypatch.setattr(save.cancelled, "wait", clock.work)
+    clock.work(0.02)
+    save._yield_to_requests()
+    assert clock.now == pytest.approx(100.05, abs=0.01)
 
 
 def test_what_a_later_process_opens_is_the_same(tmp_path: Path, gate: Gate) -> None:

@@ -247,13 +247,14 @@ class EngineAnswers:
         return Round(seconds, found.tokens, (drafted, accepted), f"{after['steps'] - before['steps']} steps")
 
 
-def make_decisive(model: Any) -> None:
+def make_decisive(model: Any, *, is_packed: bool) -> None:
     """Let token i + 1 follow token i by a wide margin: the likeliest of random logits changes with rounding, and a
-    replayed answer is no draft any more. Times stay.
+    replayed answer is no draft any more. Times stay. is_packed: weights are in 4 bits, made with DECISIVE.
     """
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.mul_(DECISIVE)
-        layer.mlp.down_proj.weight.data.mul_(DECISIVE)
+    if not is_packed:
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data.mul_(DECISIVE)
+            layer.mlp.down_proj.weight.data.mul_(DECISIVE)
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data.roll(1, 0))
 
 
@@ -261,10 +262,10 @@ def measure_card(args: argparse.Namespace) -> None:
     """Print milliseconds per token of a model with random weights, with drafts and without."""
     device = choose_device(args.device)
     if args.weights == "int4":
-        model = made(args.model, device, 0, args.layers)
+        model = made(args.model, device, 0, args.layers, DECISIVE)
     else:
         model = random_model(args.model, torch.bfloat16, 0, device, args.layers)
-        make_decisive(model)
+    make_decisive(model, is_packed=args.weights == "int4")
     gc.freeze()
     if device.type == "cuda" and args.gpu_memory:
         cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))

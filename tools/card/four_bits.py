@@ -52,10 +52,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 DEVIATION = 0.02
 
 
-def made(shape: str, device: torch.device, seed: int = 0, layers: int | None = None) -> Any:
+def made(shape: str, device: torch.device, seed: int = 0, layers: int | None = None, residual: float = 1.0) -> Any:
     """A model of one of SHAPES with random weights, in evaluation mode: linear modules of its layers in 4 bits.
 
-    layers: only its first ones; None: all. bfloat16 on a GPU, float32 on a CPU. Raises KeyError for another shape.
+    layers: only its first ones; None: all. residual: factor of the weights behind attention and MLP. bfloat16 on a GPU,
+    float32 on a CPU. Raises KeyError for another shape.
     """
     model_type, sizes = SHAPES[shape]
     fields = {**LONG, **sizes, "num_hidden_layers": layers or sizes["num_hidden_layers"]}
@@ -72,6 +73,9 @@ def made(shape: str, device: torch.device, seed: int = 0, layers: int | None = N
         torch.set_default_dtype(before)
     for layer, _ in decoder_layers(model):
         _draw(layer, device, dtype)
+        if residual != 1.0:
+            for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                module.weight.data.mul_(residual)
         _quantise(layer, device)
     _draw(model, device, dtype)  # the output
     return model.eval()

@@ -160,7 +160,9 @@ def test_a_write_has_its_share_of_the_time(
     clock = Clock(monkeypatch)
     for name, what in (("questions", "questions"), ("rows", "foreground")):
         monkeypatch.setattr(background_saves, what, SimpleNamespace(is_recent=name in busy))
-    save = BackgroundSave(cast(UnsavedText, SimpleNamespace(name="book", tokens=1)), cast(Lease, None), Saver)
+    save = BackgroundSave(
+        cast(UnsavedText, SimpleNamespace(name="book", tokens=1)), cast(Lease, None), lambda: cast(Saver, None)
+    )
     monkeypatch.setattr(save.cancelled, "wait", clock.work)
     began = clock.now
     for _ in range(50):
@@ -180,7 +182,9 @@ def test_a_question_that_ends_ends_the_pause(monkeypatch: pytest.MonkeyPatch) ->
             return clock.now < 100.05
 
     monkeypatch.setattr(background_saves, "questions", Question())
-    save = BackgroundSave(cast(UnsavedText, SimpleNamespace(name="book", tokens=1)), cast(Lease, None), Saver)
+    save = BackgroundSave(
+        cast(UnsavedText, SimpleNamespace(name="book", tokens=1)), cast(Lease, None), lambda: cast(Saver, None)
+    )
     monkeypatch.setattr(save.cancelled, "wait", clock.work)
     clock.work(0.02)
     save._yield_to_requests()

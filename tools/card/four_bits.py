@@ -74,8 +74,9 @@ def made(shape: str, device: torch.device, seed: int = 0, layers: int | None = N
     for layer, _ in decoder_layers(model):
         _draw(layer, device, dtype)
         if residual != 1.0:
-            for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                module.weight.data.mul_(residual)
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
+                    module.weight.data.mul_(residual)
         _quantise(layer, device)
     _draw(model, device, dtype)  # the output
     return model.eval()

@@ -27,7 +27,6 @@ HOST_DTYPES = ("auto", "int8")
 Retrieve = int | Literal["all", "auto"]
 Quantization = Literal["int8", "int4"]
 GraphMode = bool | Literal["auto"]
-DraftMode = bool | Literal["auto"]
 QuestionAttention = Literal["exact", "retrieval"]
 FullAttention = Literal["auto", "always", "never", "exact"]
 FULL_ATTENTION: tuple[FullAttention, ...] = get_args(FullAttention)
@@ -74,10 +73,9 @@ class Config:
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
     drafts: whether decode steps verify several tokens at once that the text may quote from earlier ones (prompt
-        lookup), 2 to 5 times as fast where it does. "auto": an engine's steps of one sequence on a GPU, which its
-        warm-up captures; True: those of a `Context`, too, whose first read takes 5 s more on a GPU, and on a CPU. The
-        text is the same but where two tokens are equally likely: logits are sums in an order that depends on measured
-        times. An engine's steps of several sequences on a GPU take one token of each.
+        lookup), on a CPU up to 5 times as fast where it does. The text is the same but where two tokens are equally
+        likely: logits are sums in an order that depends on measured times. An engine's steps on a GPU take one token
+        of each sequence.
     threads: CPU threads of search and host attention; None uses all that numba sees.
     """
 
@@ -92,7 +90,7 @@ class Config:
     full_attention: FullAttention = "auto"
     host_dtype: str = "auto"
     graph: GraphMode = "auto"
-    drafts: DraftMode = "auto"
+    drafts: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -113,8 +111,8 @@ class Config:
             raise ConfigError(f'graph must be "auto", True or False, got {self.graph!r}.')
         if not isinstance(self.tail, bool) and self.tail != "auto":
             raise ConfigError(f'tail must be "auto", True or False, got {self.tail!r}.')
-        if not isinstance(self.drafts, bool) and self.drafts != "auto":
-            raise ConfigError(f'drafts must be "auto", True or False, got {self.drafts!r}.')
+        if not isinstance(self.drafts, bool):
+            raise ConfigError(f"drafts must be True or False, got {self.drafts!r}.")
         if self.retrieve == "auto" and not self.tail:
             raise ConfigError(
                 "retrieve='auto' gives some heads few keys and has the others estimated, got tail=False; use "

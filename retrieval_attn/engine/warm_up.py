@@ -27,7 +27,6 @@ from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, EngineFullError
 from retrieval_attn.gpu.memory import lower_cap_for_graphs
-from retrieval_attn.runner.drafted_steps import steps_eagerly
 from retrieval_attn.runner.graph.host_row_gather import Reads
 from retrieval_attn.runner.rows import can_draft
 from retrieval_attn.sampling.sampling_params import SamplingParams
@@ -95,8 +94,7 @@ class WarmUp(NamedTuple):
         ways = [(read, pool) for read in reads for pool in pools]
         alone = [Piece(read, pool, 1) for read, pool in ways]
         first = [piece for piece in alone if piece.read != Reads.BOTH]
-        drafts = config.drafts is True or (config.drafts == "auto" and not steps_eagerly(loop.model, config.graph))
-        drafted = [piece._replace(drafts=True) for piece in alone if drafts]
+        drafted = [piece._replace(drafts=True) for piece in alone if config.drafts]
         batches = [Piece(*way, size) for way, size in itertools.product(ways, sizes) if size > 1]
         return first, [*alone[len(first) :], *drafted, *batches]
 

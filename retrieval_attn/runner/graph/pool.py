@@ -63,9 +63,7 @@ class BlockGraphs(BlockPlans):
     plans, since `take_delay`.
     """
 
-    def __init__(self, *, captures: bool = True) -> None:
-        """captures: whether drafts may wait for a capture, about a second; else `launch` captures them beforehand."""
-        self._captures = captures
+    def __init__(self) -> None:
         self.kind = StepKind(False, False, 0)
         self.graphs: dict[int, DecodeGraph] = {}
         self.launched: DecodeGraph | None = None
@@ -76,16 +74,13 @@ class BlockGraphs(BlockPlans):
 
     def is_ready(self, tokens: int) -> bool:
         """See `BlockPlans`. A step that is not captured yet is planned as it is captured."""
-        if tokens in self._unplanned:
-            return False
-        return self._captures or (tokens in self.graphs and self.graphs[tokens].is_captured)
+        return tokens not in self._unplanned
 
     def plan_later(self, tokens: int, seconds: float) -> None:
-        """See `BlockPlans`, by `plan`. A plan that was begun is completed first; what has no graph is not planned."""
+        """See `BlockPlans`, by `plan`. A plan that was begun is completed first."""
         if self._wanted is not None and self._layers is not None:
             tokens = self._wanted[0]
-        if tokens in self._unplanned:
-            self._wanted = tokens, seconds
+        self._wanted = tokens, seconds
 
     @ordinary_tensors
     def plan(self, rows: Sequence[GraphSlot], is_over: bool) -> None:
@@ -201,7 +196,7 @@ class GraphPool:
         self.key, self._options = key, options
         self.buffers = buffers
         self.graphs: dict[int, DecodeGraph] = {}
-        self.blocks = BlockGraphs(captures=like.config.drafts is True)
+        self.blocks = BlockGraphs()
         self.rows: dict[int, GraphSlot] = {}
         self._most, self._resources = most, HostResources(runtime, default_pool())
         self._costs = StepCosts(len(attending(like)))

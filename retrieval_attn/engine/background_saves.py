@@ -439,7 +439,7 @@ class DiskTier:
 
     def _keeps(self, most_seconds: float, node: Node) -> bool:
         """Return whether a node must not be evicted yet. most_seconds: longest write to wait for."""
-        if not self._has(node) and self._wants(node) and _write_seconds(node, self._rate) <= most_seconds:
+        if not self._has(node) and self._wants(node) and _write_seconds(node, self._pace) <= most_seconds:
             return True
         return self._note_eviction(node)
 

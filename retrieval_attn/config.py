@@ -35,7 +35,7 @@ Place = Literal["auto", "device", "host"]
 SPILL_TOKENS = 512
 """Generated tokens that a window gathers beyond its size before the oldest of them move to the host as one block."""
 MEAN_RETRIEVE = 100
-"""Keys per head that `retrieve="auto"` shares out: the default of `retrieve`, so that a token costs as much."""
+"""Keys per head that `retrieve="auto"` shares out, and what each head gets where nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Config:
     sink: tokens at the start of a sequence that stay on the device and are always attended.
     window: most recent tokens that stay on the device and are always attended.
     retrieve: keys retrieved per query head from everything between sink and window. An int >= 1, or "all" (exact
-        attention over the host's keys; the reference mode). "auto": 100 on average, shared out among the heads of each
-        layer, 25 to 400 for one, by what more keys take off the error of its outputs for sampled queries of the prompt;
-        not with index="device" or tail=False.
+        attention over the host's keys; the reference mode). "auto": 100 on average. Indexes on the host share them out
+        among the heads of each layer, 25 to 400 for one, by what more keys take off the error of its outputs for
+        sampled queries of the prompt. Codes on a GPU, and answers without a tail, retrieve 100 for every head.
     tail: whether the keys between sink and window that a query does not retrieve are estimated from clusters of them,
         instead of left out. "auto" and True: yes; False: as the paper does it.
     index: name of the index over the host's keys ("auto" chooses; see `retrieval_attn.index.available()`). "device"
@@ -81,7 +81,7 @@ class Config:
 
     sink: int = 128
     window: int = 512
-    retrieve: Retrieve = MEAN_RETRIEVE
+    retrieve: Retrieve = "auto"
     tail: TailMode = "auto"
     index: str = "auto"
     index_options: Mapping[str, Any] = field(default_factory=dict)
@@ -113,11 +113,6 @@ class Config:
             raise ConfigError(f'tail must be "auto", True or False, got {self.tail!r}.')
         if not isinstance(self.drafts, bool):
             raise ConfigError(f"drafts must be True or False, got {self.drafts!r}.")
-        if self.retrieve == "auto" and not self.tail:
-            raise ConfigError(
-                "retrieve='auto' gives some heads few keys and has the others estimated, got tail=False; use "
-                f"retrieve={MEAN_RETRIEVE} or leave tail on."
-            )
         if self.threads is not None:
             _require_int("threads", self.threads, 1, "use None for all threads")
         object.__setattr__(self, "index_options", MappingProxyType(dict(self.index_options)))
@@ -158,6 +153,11 @@ class Config:
     def estimates(self) -> bool:
         """Whether keys that are not retrieved are estimated; where all are retrieved there are none."""
         return bool(self.tail) and self.retrieve != "all"
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether each head gets its own number of keys from an index on the host, see `cpu/budgets.py`."""
+        return self.retrieve == "auto" and self.estimates
 
     def retrieve_count(self, num_keys: int) -> int | None:
         """Keys to retrieve out of `num_keys`; None means all of them. Of "auto", the mean over heads at most."""

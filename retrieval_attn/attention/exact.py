@@ -206,7 +206,7 @@ class ExactPass:
         request = plan.request
         held, spec, config = request.held, request.spec, request.config
         self.new, self.plan = PassTokens(held, total), plan
-        self._held, self._budgets = held, config.retrieve == "auto"
+        self._held, self._shares_keys = held, config.shares_keys
         self._scoring = Scoring(1.0)
         self._first = held.columns == 0
         count = spec.training_queries(total)
@@ -293,7 +293,8 @@ class ExactPass:
             if self._metric_sample is not None:
                 queries = self._moved(self._metric_sample, *where)
                 self._cluster(work, host, (start, stop), queries, row, between)
-                if self._budgets and queries is not None and queries.shape[1]:
+                shares_keys = self._shares_keys and not host.spec.keeps_device_keys
+                if shares_keys and queries is not None and queries.shape[1]:
                     work.budgets.add(host, (start, stop), self._sampled_attention(queries, row), self._scoring)
             work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(new.rows_of, row, 0))
         work.shares = [one.turn for one in (self._sample, self._metric_sample) if one is not None]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,27 +16,12 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.offload.staging import to_queries
 
-log = logging.getLogger(__name__)
-
 
 def retrieved_keys(config: Config, host: SequenceKV, num_keys: int) -> int | HeadBudgets | None:
     """Keys to retrieve out of `num_keys` of a path, which may be a number for each head; None means all of them."""
-    count = config.retrieve_count(num_keys)
-    if config.retrieve != "auto":
-        return count
-    if host.budgets is None:
-        _warn_no_budgets(count)
-    return count if host.budgets is None else host.budgets
-
-
-@functools.cache
-def _warn_no_budgets(count: int | None) -> None:
-    """Once: answers are right, with one number for all heads."""
-    log.warning(
-        "retrieve='auto': every head gets %s keys of a text that was no longer than sinks and window when it was read, "
-        "or was read with another number: nothing was measured for it",
-        count,
-    )
+    if config.shares_keys and host.budgets is not None:
+        return host.budgets
+    return config.retrieve_count(num_keys)
 
 
 class HostSource(AttentionSource[TokenRange]):

@@ -35,8 +35,8 @@ def kernel_jobs(
 ) -> list[CompileJob]:
     """List compile jobs of reading `tokens` tokens (None: any number) and decoding, in the order of their first use.
 
-    retrieve_all: all keys are attended to. serves_graphs: a GPU replays graphs that ask the host. With a few cores and
-    a known number of tokens, of kinds that an index may turn out to be only the likeliest is compiled ahead.
+    retrieve_all: some queries attend to all keys. serves_graphs: a GPU replays graphs that ask the host. With a few
+    cores and a known number of tokens, of kinds that an index may turn out to be only the likeliest is compiled ahead.
     """
     name = fmt.value
     kinds = spec.possible_kinds(tokens) or (spec,)

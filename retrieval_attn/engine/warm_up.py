@@ -138,7 +138,8 @@ class WarmUp(NamedTuple):
 def _tokens(cache: RetrievalCache, *, coded: bool) -> int:
     """Return the tokens of a text whose rows retrieve. coded: by codes, as those of longer ones do."""
     config, spec = cache.config, cache.index.spec
-    keys = spec.min_coded_keys(config.retrieve) if coded and isinstance(config.retrieve, int) else 0
+    wanted = config.retrieve_count(1)
+    keys = spec.min_coded_keys(wanted) if coded and wanted is not None else 0
     return config.sink + config.window + max(config.window + config.spill, keys)
 
 

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from retrieval_attn.config import Config
-from retrieval_attn.errors import ConfigError
 from retrieval_attn.gpu.memory import bus_bandwidth, spare_bytes, split_bytes
 from retrieval_attn.index.device import PLANNED, DeviceIndex
 from retrieval_attn.index.spec import IndexSpec
@@ -47,8 +46,6 @@ LAYOUT_TOKENS = 131072
 GRAPH_BYTES = GIB
 """Bytes for the graphs of an engine's steps, and for the work of a question while a text is read: .96 GiB lay outside
 the allocator after the graphs of 16 rows of Llama-3-8B's shape were captured (H200)."""
-_ANY_DIM = 128
-"""Kinds keep codes on the device for every head_dim or for none."""
 
 
 class IndexChoice:
@@ -59,11 +56,6 @@ class IndexChoice:
         self._model = None if model is None else weakref.ref(model)
         self._requested = config
         self.config, self.spec = config, IndexSpec.of(config.index, config.index_options)
-        if config.retrieve == "auto" and self.spec.keeps_codes(_ANY_DIM):
-            raise ConfigError(
-                f"retrieve='auto' retrieves a different number of keys for each head, but index={config.index!r} needs "
-                "one number for all heads; use retrieve=100, or another index, such as 'auto'"
-            )
         self._decided = False
 
     @property
@@ -299,7 +291,7 @@ def share_layout(model: PreTrainedModel, config: Config, rows: int, tokens: int 
     """
     _layouts.pop(model, None)
     free = whole_device_bytes(model)
-    if config.index != "auto" or config.retrieve == "auto" or free is None:
+    if config.index != "auto" or free is None:
         return
     chosen = chosen_index(
         model.config, config, min(tokens or LAYOUT_TOKENS, LAYOUT_TOKENS), _beside_windows(model, config, rows, free),

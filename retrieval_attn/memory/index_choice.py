@@ -133,9 +133,6 @@ def chosen_index(
     """
     if free is None or not _is_open(config, tokens):
         return config
-    if config.retrieve == "auto":
-        log.info("index 'auto' stays on the host: codes on the device name as many keys for every head")
-        return config
     try:
         shape = model_shape(model_config, None)
         shape = replace(shape, hidden_movable=shape.hidden_movable and hidden_movable)
@@ -178,7 +175,7 @@ def fitting_index(
     bytes of host memory have room for them, which may justify smaller chunks (`CHUNKS_FOR_ROWS`). If no codes fit the
     device, they are stored on the host and cross the bus for every token (`BROUGHT_CODES`).
     """
-    if not _is_open(config, tokens) or config.retrieve == "auto":
+    if not _is_open(config, tokens):
         return config, 0
     wanted = config.retrieve_count(tokens)
     there = [

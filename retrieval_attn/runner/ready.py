@@ -139,7 +139,7 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
         host_format(config.host_dtype, model.dtype),
         spec,
         tokens,
-        retrieve_all=config.retrieve == "all",
+        retrieve_all=config.retrieve == "all" or (config.shares_keys and not spec.keeps_device_keys),
         serves_graphs=serves_graphs,
     )
     if config.drafts:
@@ -165,7 +165,8 @@ def compiling_early(config: Config, dtype: torch.dtype | None, device: torch.dev
         return
     fmt, spec = host_format(config.host_dtype, dtype), IndexSpec.of(config.index, config.index_options)
     serves_graphs = config.graph is not False and device.type == "cuda"
-    jobs = early_jobs(fmt, spec, retrieve_all=config.retrieve == "all", serves_graphs=serves_graphs)
+    retrieve_all = config.retrieve == "all" or (config.shares_keys and device.type == "cpu")
+    jobs = early_jobs(fmt, spec, retrieve_all=retrieve_all, serves_graphs=serves_graphs)
     compiling = Compilation(jobs, progress=False)
     try:
         with Preparation() as preparation:

@@ -1,17 +1,14 @@
 """retrieve="auto": keys by head, measured when a text is read."""
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 
 import retrieval_attn as ra
-from retrieval_attn.attention import host_attention as host_part
 from retrieval_attn.config import MEAN_RETRIEVE
 from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.store import SequenceKV
-from retrieval_attn.errors import ConfigError
 from retrieval_attn.index.device import PLANNED
 from retrieval_attn.memory.device_room import chosen_index
 from tests.runner.graph_cases import Decoded, enabled
@@ -73,15 +70,12 @@ def test_rows_of_a_batch_choose_for_themselves(context: ra.Context) -> None:
     assert budgets_of(again) == budgets_of(context)
 
 
-def test_a_text_that_was_too_short_to_measure(caplog: pytest.LogCaptureFixture) -> None:
-    host_part._warn_no_budgets.cache_clear()
+def test_a_text_that_was_too_short_to_measure() -> None:
     config = CONFIG.replace(sink=2, window=8)
-    caplog.set_level(logging.WARNING)
     found, plain = (
         Decoded(enabled("llama"), False, config=config.replace(retrieve=retrieve), prompt=8, new=40)
         for retrieve in ("auto", MEAN_RETRIEVE)
     )
-    assert sum("every head gets 100 keys" in record.message for record in caplog.records) == 1
     assert found.difference(plain) == 0 and found.cache.batch.hosts(0)[0].budgets is None
 
 
@@ -97,16 +91,26 @@ def test_a_captured_step_retrieves_by_head(monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.equal(torch.stack(eager.logits), torch.stack(plain.logits))
 
 
-def test_what_cannot_be_is_refused(loaded: Loaded) -> None:
-    with pytest.raises(ConfigError, match="got tail=False; use"):
-        ra.Config(retrieve="auto", tail=False)
-    with pytest.raises(ConfigError, match="use retrieve=100, or another index"):
-        ra.Context(*loaded, CONFIG.replace(index="device"))
-    for index in ("flat", "sketch", "roargraph"):
-        ra.Context(*loaded, CONFIG.replace(index=index))
-    on_host = chosen_index(loaded[0].config, CONFIG, 1 << 20, 1 << 40)
-    assert on_host.index == "auto"
-    assert chosen_index(loaded[0].config, CONFIG.replace(retrieve=100), 1 << 16, 1 << 40).index == PLANNED
+def test_without_a_tail_every_head_gets_as_many_keys(loaded: Loaded) -> None:
+    """Keys that are left out are not estimated, so errors say nothing about another number."""
+    read = [
+        ra.Context(*loaded, CONFIG.replace(tail=False, retrieve=retrieve)).read(needle_text(3_000), progress=False)
+        for retrieve in ("auto", MEAN_RETRIEVE)
+    ]
+    assert set(budgets_of(read[0])) == {None}
+    tokens = [one.ask(QUESTION, max_new_tokens=8, question_attention="retrieval").tokens for one in read]
+    assert tokens[0] == tokens[1]
+
+
+def test_codes_on_a_device_retrieve_as_many_keys_for_every_head(loaded: Loaded) -> None:
+    assert ra.Config().retrieve == "auto"
+    coded = [
+        chosen_index(loaded[0].config, CONFIG.replace(retrieve=retrieve), 1 << 16, 1 << 40)
+        for retrieve in ("auto", MEAN_RETRIEVE)
+    ]
+    assert coded[0].index == PLANNED and coded[0].index_options == coded[1].index_options
+    context = ra.Context(*loaded, CONFIG.replace(index="device")).read(needle_text(3_000), progress=False)
+    assert set(budgets_of(context)) == {None}
 
 
 def test_a_kind_that_is_searched_in_python_gets_its_keys_per_head(loaded: Loaded) -> None:

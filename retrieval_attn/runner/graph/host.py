@@ -96,9 +96,8 @@ class LayerHeads(NamedTuple):
 
 def code_shape(layer: RetrievalLayer, head_dim: int) -> CodeShape | None:
     """Return the sizes of a captured step's search of codes on the device; None if the layer's index has none there."""
-    k = layer.config.retrieve
-    estimated = layer.config.estimates
-    shape = None if isinstance(k, float | str) else layer.index.spec.code_shape(head_dim, k, estimated)
+    k = layer.config.retrieve_count(1)
+    shape = None if k is None else layer.index.spec.code_shape(head_dim, k, layer.config.estimates)
     return None if shape is None else CodeShape(*shape)
 
 

@@ -121,12 +121,13 @@ def _falling(context: Any, config: Any, beta: int) -> Any:
     from retrieval_attn.testing import RetrievalLayer
     from retrieval_attn_eval.baselines.options import pyramid
 
-    for name, value in (("retrieve", config.retrieve), ("beta", beta)):
+    keys = config.retrieve_count(1)
+    for name, value in (("retrieve", keys), ("beta", beta)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"a budget per layer needs {name} as a whole number >= 1, got {value!r}")
     layers = [layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]
     for number, layer in enumerate(layers):
-        layer.config = replace(config, retrieve=max(1, pyramid(config.retrieve, beta, number, len(layers))))
+        layer.config = replace(config, retrieve=max(1, pyramid(keys, beta, number, len(layers))))
     return context
 
 

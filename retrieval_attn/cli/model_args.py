@@ -71,7 +71,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--retrieve",
         default=str(usual.retrieve),
         metavar="K",
-        help="keys retrieved per head and token: a number, all, or auto, as measured for each head "
+        help="keys retrieved per head and token: a number, all, or auto: 100 on average, as measured for each head "
         "(default: %(default)s)",
     )
     parser.add_argument(

@@ -98,7 +98,6 @@ def test_a_smaller_chunk_is_taken_where_it_makes_room() -> None:
     [
         (1 << 17, "80GiB", {"index": "sketch"}, 1),
         (1 << 17, "80GiB", {"index_options": {"recall": 0.8}}, 1),
-        (1 << 17, "80GiB", {"retrieve": "auto"}, 1),
         (1 << 17, "80GiB", {}, 2),
         (1 << 17, "80GiB", {}, (2, "heads")),
         (8192, "80GiB", {}, 1),
@@ -106,7 +105,7 @@ def test_a_smaller_chunk_is_taken_where_it_makes_room() -> None:
     ],
 )
 def test_all_else_is_counted_as_it_was(tokens: int, gpu: str, options: dict[str, Any], gpus: Any) -> None:
-    """Another index, options, budgets, several GPUs, a short text, no room: nothing is chosen."""
+    """Another index, options, several GPUs, a short text, no room: nothing is chosen."""
     config = AUTO.replace(**options)
     answer = plan(LONG, tokens, gpu, "1TiB", config=config, gpus=gpus)
     given = plan(LONG, tokens, gpu, "1TiB", config=config, gpus=gpus, decide=False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from retrieval_attn.attention.layer_kv import LayerKV, PassTokens
 from retrieval_attn.attention.sequence import Cutter, rows_by_path, stacked, unstacked
 from retrieval_attn.attention.source import AttentionRequest, AttentionSource, SourcePlan, SourceResult, TokenRange
-from retrieval_attn.cpu.budgets import SAMPLED_QUERIES
+from retrieval_attn.cpu.budgets import LEVELS, SAMPLED_QUERIES
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.cpu.store import COPIED_TOKENS, SequenceKV, indexed_from
 from retrieval_attn.errors import CacheMismatchError
@@ -293,12 +293,17 @@ class ExactPass:
             if self._metric_sample is not None:
                 queries = self._moved(self._metric_sample, *where)
                 self._cluster(work, host, (start, stop), queries, row, between)
-                shares_keys = self._shares_keys and not host.spec.keeps_device_keys
-                if shares_keys and queries is not None and queries.shape[1]:
+                if queries is not None and queries.shape[1] and self._can_share(host, stop - start):
                     work.budgets.add(host, (start, stop), self._sampled_attention(queries, row), self._scoring)
             work.index(host, (start, stop), self._moved(self._sample, *where), functools.partial(new.rows_of, row, 0))
         work.shares = [one.turn for one in (self._sample, self._metric_sample) if one is not None]
         work.start_build()
+
+    def _can_share(self, host: SequenceKV, keys: int) -> bool:
+        """Return whether heads get numbers of their own among `keys` keys: an index on the host searches them, and they
+        are more than a head may get, so that no number attends to all.
+        """
+        return self._shares_keys and keys > LEVELS[-1] and not host.spec.keeps_codes(host.head_dim)
 
     def _cluster(
         self, work: HostWork, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, row: int,

@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
         text = read_documents(args.files, args.encoding, f"retrieval-attn ask {{file}} QUESTION{' --raw' * args.raw}")
         ids, planned = prompt_of(args, text, args.files, most, args.question)
     else:
-        options, planned = _options(config), int(saved.plain["tokens"]) + len(args.question.encode()) + most
+        options, planned = (
+            _options(config, args.retrieve),
+            int(saved.plain["tokens"]) + len(args.question.encode()) + most,
+        )
     llm = load_llm(args, planned, config)
     started = time.perf_counter()
     if saved is None:
@@ -124,13 +127,16 @@ def _short(name: str) -> str:
     return name if len(name) <= 120 else f"{name[:117]}..."
 
 
-def _options(config: Config) -> dict[str, Any]:
-    """Return the options for opening a context. Raises ConfigError for flags that its read has decided."""
+def _options(config: Config, retrieve: str | None) -> dict[str, Any]:
+    """Return the options for opening a context. Raises ConfigError for flags that its read has decided.
+
+    retrieve: the flag; None: not given.
+    """
     usual = type(config)()
     for name in ("window", "index"):
         if getattr(config, name) != getattr(usual, name):
             raise ConfigError(f"--{name} was decided when the saved context was read; read the text again to change it")
-    return {} if config.retrieve == usual.retrieve else {"retrieve": config.retrieve}
+    return {} if retrieve is None else {"retrieve": config.retrieve}
 
 
 def _print_cost(stats: Stats, source: str, device: str) -> None:

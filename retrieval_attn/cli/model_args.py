@@ -69,10 +69,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     usual = Config()
     parser.add_argument(
         "--retrieve",
-        default=str(usual.retrieve),
         metavar="K",
         help="keys retrieved per head and token: a number, all, or auto: 100 on average, as measured for each head "
-        "(default: %(default)s)",
+        f"(default: {usual.retrieve})",
     )
     parser.add_argument(
         "--window", default=str(usual.window), metavar="N", help="last tokens always attended (%(default)s)"
@@ -98,7 +97,7 @@ def tokens_or_zero(text: str, flag: str) -> int:
 def config_of(args: argparse.Namespace) -> Config:
     """The options that `add_config_arguments` added. Raises ConfigError."""
     return Config(
-        retrieve=_retrieve(args.retrieve),
+        retrieve=Config().retrieve if args.retrieve is None else _retrieve(args.retrieve),
         window=parse_tokens(args.window, "--window"),
         host_dtype=args.host_dtype,
         **index_fields(args.index),

@@ -114,7 +114,7 @@ class RunningRequest:
             crops=crops and pages is None, session=request.session,
         )  # fmt: skip
         self._images = images
-        self.drafts: Drafts | None = None  # once it decodes eagerly
+        self.drafts: Drafts | None = None  # once it decodes with some
         self.prompt: Ids = self.sharing.ids[marks:]
         if self.prompt.min() < 0:
             self.prompt = self._plain_ids(self.prompt)

@@ -21,11 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
-from retrieval_attn.attention.host_attention import retrieved_keys
 from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import has_position
-from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.pool import default_pool
 from retrieval_attn.errors import BackendError, CaptureError
 from retrieval_attn.gpu.capture.exchange import Runtime
@@ -550,8 +548,9 @@ def _batch_key(cache: RetrievalCache) -> tuple[Any, ...]:
     found: list[Any] = [cache.config.estimates, cache.config.threads]
     for layer in _layers(cache):
         if isinstance(layer, RetrievalLayer):
-            count = retrieved_keys(layer.config, layer.hosts[0], 1)
-            found.append("by heads" if isinstance(count, HeadBudgets) else count)
+            host = layer.hosts[0]
+            by_heads = layer.config.shares_keys and not host.spec.keeps_codes(host.head_dim)
+            found.append("by heads" if by_heads else layer.config.retrieve_count(1))
     return tuple(found)
 
 

@@ -124,6 +124,9 @@ class Preparation:
             logger.info("%s could not be prepared while reading: %s: %s", what, type(error).__name__, error)
 
 
+_ANY_DIM = 128
+"""Kinds keep codes on the device for every head_dim or for none."""
+
 Rehearsal = Callable[[PreTrainedModel, RetrievalCache], None]
 """Does once what answers do later. The cache holds a context and is as it was afterwards; no token is appended."""
 
@@ -139,7 +142,7 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
         host_format(config.host_dtype, model.dtype),
         spec,
         tokens,
-        retrieve_all=config.retrieve == "all" or (config.shares_keys and not spec.keeps_device_keys),
+        retrieve_all=config.retrieve == "all" or (config.shares_keys and not spec.keeps_codes(_ANY_DIM)),
         serves_graphs=serves_graphs,
     )
     if config.drafts:

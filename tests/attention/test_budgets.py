@@ -84,7 +84,7 @@ def test_a_captured_step_retrieves_by_head(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("retrieval_attn.offload.build.allocated", lambda *_: HeadBudgets((2, 70, 9, 30, 1, 5)))
     config = CONFIG.replace(sink=2, window=8)
     model = enabled("llama")
-    options: dict[str, Any] = {"config": config, "prompt": 300, "new": 12}
+    options: dict[str, Any] = {"config": config, "prompt": 500, "new": 12}
     eager, graphed = Decoded(model, False, **options), Decoded(model, True, **options)
     assert graphed.difference(eager) <= 1e-5 and graphed.steps.replays == 12
     plain = Decoded(model, False, **{**options, "config": config.replace(retrieve=MEAN_RETRIEVE)})
@@ -100,6 +100,19 @@ def test_without_a_tail_every_head_gets_as_many_keys(loaded: Loaded) -> None:
     assert set(budgets_of(read[0])) == {None}
     tokens = [one.ask(QUESTION, max_new_tokens=8, question_attention="retrieval").tokens for one in read]
     assert tokens[0] == tokens[1]
+
+
+def test_few_keys_are_not_shared(loaded: Loaded) -> None:
+    """Numbers that attend to all of them leave no error, and the least one would be taken for all keys to come."""
+    read = [ra.Context(*loaded, CONFIG).read(needle_text(tokens), progress=False) for tokens in (2_000, 4_000)]
+    assert set(budgets_of(read[0])) == {None} and None not in budgets_of(read[1])
+
+
+def test_a_sketch_shares_keys(loaded: Loaded) -> None:
+    """A GPU codes its keys, but it is searched on the host."""
+    assert None not in budgets_of(
+        ra.Context(*loaded, CONFIG.replace(index="sketch")).read(needle_text(3_000), progress=False)
+    )
 
 
 def test_codes_on_a_device_retrieve_as_many_keys_for_every_head(loaded: Loaded) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from retrieval_attn import answer as stream
 from retrieval_attn.cli import main, model_args
+from retrieval_attn.cli.ask import _options
 from retrieval_attn.cli.documents import read_documents
 from retrieval_attn.config import Config
 from retrieval_attn.model.bundled import BUNDLED
@@ -179,6 +180,15 @@ def test_the_text_comes_in_pieces(document: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert main(["ask", document, QUESTION, *FEW]) == 0
     assert len(set(written)) > 3 and written == sorted(written, key=len)
+
+
+def test_a_given_number_of_keys_is_taken_for_a_saved_context() -> None:
+    """Also the default one, where the context was read with another."""
+    assert _options(Config(), None) == {}
+    assert [_options(Config(retrieve=keys), str(keys)) for keys in ("auto", 40)] == [
+        {"retrieve": "auto"},
+        {"retrieve": 40},
+    ]
 
 
 def test_standard_input_and_raw_text(

@@ -268,7 +268,7 @@ def test_loading_a_model_begins_what_its_reads_wait_for(
     held.set()
     assert llm.read("The sky is blue. " * 90, progress=False).num_tokens > 0
     assert begun == [SERVER] and not missing([SERVER]) and nothing_under_way()
-    assert given[0] == ((Format.INT8, IndexSpec.of("auto")), {"retrieve_all": False, "serves_graphs": False})
+    assert given[0] == ((Format.INT8, IndexSpec.of("auto")), {"retrieve_all": True, "serves_graphs": False})
     assert len(given) == 2
 
 

@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "batch": {"batch": 2},
     "padded": {"batch": 2, "padded": 5},
     "shared": {"repeats": 3},
-    "shared budgets": {"repeats": 3, "prompt": 300, "config": CONFIG.replace(retrieve="auto")},
+    "shared budgets": {"repeats": 3, "prompt": 500, "config": CONFIG.replace(retrieve="auto")},
     "shared padded": {"batch": 2, "repeats": 2, "padded": 5},
     "spill always": {"config": CONFIG.replace(window=1, sink=0), "new": 5},
     "grows into retrieval": {"prompt": 14, "new": 40},

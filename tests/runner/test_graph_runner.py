@@ -187,16 +187,27 @@ def test_the_device_is_told_where_codes_and_clusters_of_its_rows_lie() -> None:
 
 
 def test_a_step_without_any_row_of_a_graph_ends_none() -> None:
-    """A row for which nothing was measured has one number for all heads: it is stepped beside the graphs, also where
-    none of a graph is there.
-    """
+    """Of a text that is too short to retrieve."""
     rows = Rows(build_model("llama", max_position_embeddings=8192), [20, 900], retrieve="auto", index="flat")
     short, long = rows.pairs
     rows.steps([long], 2)
     rows.steps([long, short], 2)
     rows.steps([short], 2)
     rows.steps([long, short], 2)
-    assert (rows.runner.replays, rows.runner.reason) == (6, "")
+    assert (rows.runner.replays, rows.runner.reason) == (8, "")
+    rows.check_books()
+
+
+def test_a_row_for_which_nothing_was_measured_is_in_the_same_graph() -> None:
+    """It retrieves one number of keys for all heads beside rows that share them out."""
+    rows = Rows(build_model("llama", max_position_embeddings=8192), [300, 900], retrieve="auto", index="flat")
+    short, long = rows.pairs
+    budgets = [pair.row.layers[0].hosts[0].budgets for pair in rows.pairs]  # type: ignore[union-attr]
+    assert budgets[0] is None and budgets[1] is not None
+    rows.steps([long], 2)
+    rows.steps([long, short], 4)
+    rows.steps([short], 2)
+    assert (rows.runner.replays, rows.runner.captures, rows.runner.reason) == (8, 2, "")
     rows.check_books()
 
 
@@ -491,4 +502,3 @@ def test_log_lines_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
         caches = [read(model, 60, 0), read(model, 60, 0, retrieve=9)]
         graph_step(runner, caches, [5, 5], [60, 60])
     assert "decoding eagerly, without a CUDA graph: the sequences of the batch differ" in caplog.text
-    assert isinstance(ra.Config().retrieve, int)

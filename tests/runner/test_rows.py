@@ -84,12 +84,13 @@ class Pair:
         self.row.crop(-count)
         self.alone.crop(-count)
 
-    def same_books(self) -> None:
-        """Lengths, and what the layers have counted, are as alone."""
+    def same_books(self, bytes_off: int = 0) -> None:
+        """Lengths, and what the layers have counted, are as alone; bytes_off: of the bytes read, at most."""
         one, other = self.row, self.alone
         assert one.get_seq_length() == other.get_seq_length()
         mine, wanted = one.stats(), other.stats()
-        assert (mine.keys_scanned, mine.bytes_read) == (wanted.keys_scanned, wanted.bytes_read)
+        assert mine.keys_scanned == wanted.keys_scanned
+        assert abs(mine.bytes_read - wanted.bytes_read) <= bytes_off
         layers: Any = zip(one.layers, other.layers, strict=True)
         for left, right in layers:
             if not hasattr(left, "tail"):
@@ -157,7 +158,8 @@ def test_indexes_and_heads(index: str, heads: tuple[int, int, int]) -> None:
         if chance.random() < 0.1:
             chance.choice(pairs).crop(chance.randint(1, 5))
     for pair in pairs:
-        pair.same_books()
+        # the rest of a code is read if its first part may be among the best: rounding decides for one of 60 steps
+        pair.same_books(bytes_off=64 if index == "sketch" else 0)
 
 
 def test_options_of_each_row() -> None:

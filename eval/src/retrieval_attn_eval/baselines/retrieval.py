@@ -122,7 +122,7 @@ def _falling(context: Any, config: Any, beta: int) -> Any:
     from retrieval_attn_eval.baselines.options import pyramid
 
     keys = config.retrieve_count(1)
-    for name, value in (("retrieve", keys), ("beta", beta)):
+    for name, value in (("retrieve", config.retrieve if keys is None else keys), ("beta", beta)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"a budget per layer needs {name} as a whole number >= 1, got {value!r}")
     layers = [layer for layer in context.cache.layers if isinstance(layer, RetrievalLayer)]

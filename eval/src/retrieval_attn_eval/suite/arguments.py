@@ -113,7 +113,7 @@ def add_arguments(
         metavar="N",
         help="tokens attended per step and head, for every method but full (default: published parameters)",
     )
-    add_flag(methods, "--retrieve", metavar="K", help="keys retrieved per head: a number or all")
+    add_flag(methods, "--retrieve", metavar="K", help="keys retrieved per head: a number, all or auto")
     add_flag(methods, "--sink", type=as_tokens, metavar="N", help="first tokens always attended to")
     add_flag(methods, "--window", type=as_tokens, metavar="N", help="recent tokens always attended to")
     add_flag(methods, "--index", metavar="NAME", help=f"index of the method retrieval (default: {index})")

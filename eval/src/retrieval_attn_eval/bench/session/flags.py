@@ -29,5 +29,5 @@ def add_running_flags(add: Add) -> None:
     add("--gpu-memory", metavar="SIZE", help="hard cap for the process, such as 24GiB (default: none)")
     add("--index", default="auto", metavar="NAME", help="index of the keys (default: %(default)s)")
     add("--host-dtype", default="auto", help="storage of host keys; auto: the model's (default: %(default)s)")
-    add("--retrieve", default="100", metavar="K", help="keys retrieved: a number or all (%(default)s)")
+    add("--retrieve", default="auto", metavar="K", help="keys retrieved: a number, all or auto (%(default)s)")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads of the search; 0: all (default: %(default)s)")

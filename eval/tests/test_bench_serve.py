@@ -202,6 +202,14 @@ def test_late_rows_end(llm: Served) -> None:
         Drive(llm, 2, read_first=False, row_seconds=0.5).serve("engine", calls)
 
 
+def test_no_request_is_sent_after_some_seconds(llm: Served) -> None:
+    """Those that were sent are answered; a client sends its next one after its last answer."""
+    calls = [call._replace(session=f"client-{number % 2}") for number, call in enumerate(document_calls(llm))]
+    found, _, _ = Drive(llm, 2, read_first=False, row_seconds=100, send_seconds=1e-9).serve("engine", calls)
+    assert [one is None for one in found] == [number > 1 for number in range(len(calls))]
+    assert all(one is None or (one.tokens and not one.problem) for one in found)
+
+
 def test_rows() -> None:
     """Times are of the tokens, bounds of one request each; a wrong answer fails its row."""
     fast = Answered(0.0, (1.0, 1.05, 1.1), (5, 6, 7), 10, 5)

@@ -94,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_running_flags(add)
     add("--random-ids", action="store_true", help="random token ids in place of prose")
     add("--timeout", type=float, default=900.0, metavar="S", help="a row that takes longer fails")
+    add("--seconds", type=float, metavar="S", help="one row: no request is sent after so many (default: all are)")
     add("--seed", type=int, default=0, help="of texts, arrivals and random weights (default: %(default)s)")
     add("--no-plot", action="store_true", help="write no PNG file")
     add("--output-dir", default="auto", metavar="DIR", help="new folder for the results (default: results/bench/TIME)")
@@ -195,8 +196,8 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
         args.length = LENGTHS.get(kind, TRACE_LENGTH)
     check_at_least(1, args, "n", "question", "tokens", "block", "max_num_seqs")
     check_at_least(0, args, "rate", "threads", "paged_prefix_tokens")
-    for name in ("scale", "speed", "timeout"):
-        if not 0 < getattr(args, name) < float("inf"):
+    for name in ("scale", "speed", "timeout", "seconds"):
+        if getattr(args, name) is not None and not 0 < getattr(args, name) < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(args, name)}")
     if not args.rate < float("inf"):
         raise ConfigError(f"--rate must be a number of arrivals a second, or 0 for all at once, got {args.rate}")
@@ -213,6 +214,8 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
         ("engine" if kind in EVICTING else ",".join(ALL), ALL) if args.url is None else (",".join(FORMS), FORMS)
     )
     ways = parse_choices("--systems", args.systems or usual, known)
+    if args.seconds is not None and (len(ways) > 1 or ways[0] not in ("engine", "tree-off") or args.url is not None):
+        raise ConfigError("--seconds is for one row of an engine in this process; give --systems engine, without --url")
     trace = read_trace(Path(args.workload), args.n, args.block) if kind == "trace" else []
     workload = Workload(
         kind, args.n, args.length, args.question, args.tokens, args.scale, args.rate, args.speed, args.max_num_seqs,
@@ -264,13 +267,12 @@ def _rows(
     drive = Drive(
         llm, args.max_num_seqs, read_first=args.read_first, row_seconds=args.timeout,
         paged_prefix_tokens=args.paged_prefix_tokens, shared=_shared(args), holds_all=args.workload not in EVICTING,
-        store=args.store,
+        store=args.store, send_seconds=args.seconds,
     )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None
     before = dict.fromkeys(call.request.parts[:-1] for call in calls) if args.read_first else {}
     read = [[token for part in parts for token in part] for parts in before if parts]
-    tree = PromptTree([*read, *(call.request.ids for call in calls)])
     # a prompt that continues a cropped one has its index; with fewer keys than all, answers may differ a little
     compared = args.workload != "agent" or args.retrieve == "all"
     for way in ways:
@@ -280,14 +282,17 @@ def _rows(
             yield row
             continue
         try:
-            answers, filled, cpu_seconds = drive.serve(way, calls)
+            found, filled, cpu_seconds = drive.serve(way, calls)
         except Exception as error:  # the report names it; other rows go on
             said = str(error).splitlines()
             yield Row(way, "failed", f"{type(error).__name__}: {said[0] if said else ''}"[:300])
             continue
+        answers = [one for one in found if one is not None]
+        sent = [call for call, one in zip(calls, found, strict=True) if one is not None]
         row = row_of(way, answers, bounds, expected, filled)
         if way == "one" and row.status == "ok" and compared:
             expected = [one.tokens for one in answers]
+        tree = PromptTree([*read, *(call.request.ids for call in sent)])
         use = cache_use(answers, tree, drive.counts)
         yield replace(row, cpu_seconds=cpu_seconds, note=row.note or drive.gave_up, use=use)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -61,18 +62,20 @@ class Drive:
     def __init__(
         self, llm: Served, slots: int, *, read_first: bool, row_seconds: float, paged_prefix_tokens: int = 0,
         shared: tuple[int | None, int | None] = (None, None), holds_all: bool = True, store: str | None = None,
+        send_seconds: float | None = None,
     ) -> None:  # fmt: skip
         """slots: rows of a step. read_first: all but the prompts' last parts is read before the clock starts.
         row_seconds: requests that are not answered then are cancelled. paged_prefix_tokens: of the engines.
         shared: bytes of their trees, on the host and on GPUs; None: what the calls' texts need, where it is more than
         an engine's own choice. holds_all: False: None is the engine's own choice, with which it may evict. store:
         folder with one for each way, in which its engine saves the texts that it evicts; None: it drops them.
+        send_seconds: after which no request is sent; None: all are.
         """
         self._store = store
         self._llm, self._slots = llm, slots
         self._exact: dict[str, Any] = {"paged_prefix_tokens": paged_prefix_tokens}
         self._read_first, self._row_seconds, self._shared = read_first, row_seconds, shared
-        self._holds_all = holds_all
+        self._holds_all, self._send_seconds = holds_all, send_seconds
         self.gave_up = ""  # what the last way's tree evicted for lack of room
         self.counts = CacheCounts()  # of the last way
 
@@ -89,8 +92,9 @@ class Drive:
         with self._engine("engine", some) as engine:
             self._answers(engine, some, None, None)
 
-    def serve(self, way: str, calls: Sequence[Call]) -> tuple[list[Answered], float | None, float]:
-        """What became of each call; the share of slots filled while a request waited (None: none did); CPU seconds.
+    def serve(self, way: str, calls: Sequence[Call]) -> tuple[list[Answered | None], float | None, float]:
+        """What became of each call, None of one that was not sent; the share of slots filled while a request waited
+        (None: none did); CPU seconds.
 
         The engine is warmed up before the clock starts. Raises TimeoutError where it took more than the row's seconds.
         """
@@ -163,7 +167,7 @@ class Drive:
 
     def _answers(
         self, engine: ra.Engine, calls: Sequence[Call], batch: int | None, filled: Filled | None
-    ) -> list[Answered]:
+    ) -> list[Answered | None]:
         """batch: most requests that are there at once, and nothing joins them before all are answered; None: as they
         come.
         """
@@ -171,6 +175,7 @@ class Drive:
         waiting = chains(calls)
         began = time.perf_counter()
         deadline = began + self._row_seconds
+        last = math.inf if self._send_seconds is None else began + self._send_seconds
         if filled is not None:
             filled.begin(began, [calls[chain[0]].arrival for chain in waiting])
         bar = ProgressBar(total=len(calls), desc="answering", unit="request", delay=2.0, leave=False)
@@ -186,6 +191,8 @@ class Drive:
             due = began + calls[chain[0]].arrival
             for number in chain:
                 if number != chain[0]:
+                    if time.perf_counter() > last:
+                        return
                     due = time.perf_counter() + calls[number].delay
                     time.sleep(calls[number].delay)
                     ticket = submit(number, due)
@@ -201,6 +208,8 @@ class Drive:
                 if batch is not None and threads and (len(threads) == batch or due > time.perf_counter()):
                     _join(threads, deadline)
                     threads = []
+                if due > last:
+                    continue
                 time.sleep(max(0.0, due - time.perf_counter()))
                 ticket = submit(chain[0], due)
                 if filled is not None:
@@ -208,9 +217,8 @@ class Drive:
                 threads.append(threading.Thread(target=listen, args=(chain, ticket), daemon=True))
                 threads[-1].start()
             _join(threads, deadline)
-        found = [one for one in answers if one is not None]
-        assert len(found) == len(calls), "every thread has ended"
-        return found
+        assert self._send_seconds is not None or None not in answers, "every thread has ended"
+        return answers
 
 
 def _join(threads: Sequence[threading.Thread], deadline: float) -> None:

@@ -286,6 +286,8 @@ def test_saved_contexts_take_no_images(running: Running, client: Any) -> None:
 
 
 def test_a_text_model_refuses_images(served: Served) -> None:
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-    with pytest.raises(openai.BadRequestError, match="reads text only"):
+    with (
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.BadRequestError, match="reads text only"),
+    ):
         chat(client, [ONE, QUESTION])

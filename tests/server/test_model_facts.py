@@ -71,8 +71,8 @@ def test_facts_of_the_model(served: Served) -> None:
         (model,) = [one for one in client.get("/v1/models").json()["data"] if "@" not in one["id"]]
         assert facts["default_generation_settings"]["n_ctx"] == model["max_model_len"] == 131072
         assert facts["model_alias"] == "bundled" and facts["tool_format"] is None
-    claude = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
-    (found,) = [one for one in claude.models.list() if "@" not in one.id]
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as claude:
+        (found,) = [one for one in claude.models.list() if "@" not in one.id]
     assert (found.id, found.max_input_tokens, found.type) == ("bundled", 131072, "model")
 
 

@@ -14,7 +14,7 @@ from retrieval_attn.errors import InputDataError
 from retrieval_attn.sampling.grammar import GrammarCompiler, GrammarSpec
 from retrieval_attn.server.answer_parts import AnswerFormat
 from tests.server.chat_templates import FAMILIES, TOOLS, Family
-from tests.server.process import Served, serving
+from tests.server.process import serving
 from tests.server.scripted_model import save_scripted_model
 
 openai = pytest.importorskip("openai", reason="tests of the server need openai")
@@ -127,12 +127,11 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("strict")
     save_scripted_model(folder, FAMILIES["qwen3-thinking"], SCRIPTS, BEHIND)
     options = ("--name", "tiny", "--store", str(folder / "store"), "--warm-up", "0")
-    with serving(str(folder), *options, preloaded=True) as served:
-        yield of(served)
-
-
-def of(served: Served) -> Any:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    with (
+        serving(str(folder), *options, preloaded=True) as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as found,
+    ):
+        yield found
 
 
 def chat(client: Any, tools: Any, script: str = "1", **options: Any) -> Any:

@@ -45,8 +45,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def client(qwen: Served) -> Any:
-    return openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="none", max_retries=0)
+def client(qwen: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
 
 
 def chat(client: Any, messages: list[Any] | None = None, script: str = "", **options: Any) -> Any:
@@ -160,8 +161,9 @@ TOOL = {"name": "get_weather", "description": "Weather.", "input_schema": TOOLS[
 
 
 @pytest.fixture
-def claude(qwen: Served) -> Any:
-    return anthropic.Anthropic(base_url=qwen.url, api_key="none", max_retries=0)
+def claude(qwen: Served) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=qwen.url, api_key="none", max_retries=0) as found:
+        yield found
 
 
 def ask(claude: Any, messages: list[Any] | None = None, **options: Any) -> Any:
@@ -281,9 +283,11 @@ def test_markers_that_are_special_tokens_come_from_the_engines_process(tmp_path:
         "3": "It rains.",
     }
     save_scripted_model(tmp_path, FAMILIES["mistral-v13"], scripts, {})
-    with serving(str(tmp_path), "--name", "tiny", "--store", str(tmp_path / "store"), "--warm-up", "0",
-                 "--engine", "process", preloaded=True) as served:  # fmt: skip
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    options = "--name", "tiny", "--store", str(tmp_path / "store"), "--warm-up", "0", "--engine", "process"
+    with (
+        serving(str(tmp_path), *options, preloaded=True) as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
         message = chat(client).choices[0].message
         assert (message.reasoning_content, message.content) == ("Rain?", "See.")
         assert calls_of(message.model_dump()["tool_calls"]) == [("get_weather", {"city": "Oslo", "days": 2})]

@@ -93,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_flags(add)
     add_running_flags(add)
     add("--random-ids", action="store_true", help="random token ids in place of prose")
-    add("--timeout", type=float, default=900.0, metavar="S", help="a row that takes longer fails")
-    add("--seconds", type=float, metavar="S", help="one row: no request is sent after so many (default: all are)")
+    late = f"a row that takes longer fails; of a single row of {', '.join(EVICTING)}, no request is sent later"
+    add("--timeout", type=float, default=900.0, metavar="S", help=f"{late} (default: %(default)s)")
     add("--seed", type=int, default=0, help="of texts, arrivals and random weights (default: %(default)s)")
     add("--no-plot", action="store_true", help="write no PNG file")
     add("--output-dir", default="auto", metavar="DIR", help="new folder for the results (default: results/bench/TIME)")
@@ -196,8 +196,8 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
         args.length = LENGTHS.get(kind, TRACE_LENGTH)
     check_at_least(1, args, "n", "question", "tokens", "block", "max_num_seqs")
     check_at_least(0, args, "rate", "threads", "paged_prefix_tokens")
-    for name in ("scale", "speed", "timeout", "seconds"):
-        if getattr(args, name) is not None and not 0 < getattr(args, name) < float("inf"):
+    for name in ("scale", "speed", "timeout"):
+        if not 0 < getattr(args, name) < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(args, name)}")
     if not args.rate < float("inf"):
         raise ConfigError(f"--rate must be a number of arrivals a second, or 0 for all at once, got {args.rate}")
@@ -214,8 +214,6 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Line], tuple[str
         ("engine" if kind in EVICTING else ",".join(ALL), ALL) if args.url is None else (",".join(FORMS), FORMS)
     )
     ways = parse_choices("--systems", args.systems or usual, known)
-    if args.seconds is not None and (len(ways) > 1 or ways[0] not in ("engine", "tree-off") or args.url is not None):
-        raise ConfigError("--seconds is for one row of an engine in this process; give --systems engine, without --url")
     trace = read_trace(Path(args.workload), args.n, args.block) if kind == "trace" else []
     workload = Workload(
         kind, args.n, args.length, args.question, args.tokens, args.scale, args.rate, args.speed, args.max_num_seqs,
@@ -264,10 +262,11 @@ def _rows(
     from retrieval_attn_eval.bench.serve.simulated import PromptTree
 
     llm = Served(subject.model, subject.tokenizer, settings.config)
+    cut = args.workload in EVICTING and len(ways) == 1  # rows of the same requests are compared
     drive = Drive(
-        llm, args.max_num_seqs, read_first=args.read_first, row_seconds=args.timeout,
+        llm, args.max_num_seqs, read_first=args.read_first, row_seconds=args.timeout * (2 if cut else 1),
         paged_prefix_tokens=args.paged_prefix_tokens, shared=_shared(args), holds_all=args.workload not in EVICTING,
-        store=args.store, send_seconds=args.seconds,
+        store=args.store, send_seconds=args.timeout if cut else None,
     )  # fmt: skip
     drive.warm(calls)
     expected: list[tuple[int, ...]] | None = None

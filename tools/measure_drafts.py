@@ -45,7 +45,7 @@ from retrieval_attn_eval.bench.session.subject import number_tokenizer
 from retrieval_attn_eval.flags import as_tokens
 from retrieval_attn_eval.text.haystack import PROSE_SEED, shipped_prose
 from tests.emulation.emulated import emulated
-from tools.card.four_bits import made
+from tools.card.four_bits import made, scale_residual
 from tools.card.near import add_read_window, near_reads
 
 NAMES = ("width", "height", "color", "table", "index", "count", "first", "second", "left", "right", "value", "total")
@@ -247,14 +247,10 @@ class EngineAnswers:
         return Round(seconds, found.tokens, (drafted, accepted), f"{after['steps'] - before['steps']} steps")
 
 
-def make_decisive(model: Any, *, is_packed: bool) -> None:
+def make_decisive(model: Any) -> None:
     """Let token i + 1 follow token i by a wide margin: the likeliest of random logits changes with rounding, and a
-    replayed answer is no draft any more. Times stay. is_packed: weights are in 4 bits, made with DECISIVE.
+    replayed answer is no draft any more. Times stay. model: with residual weights scaled by DECISIVE.
     """
-    if not is_packed:
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.data.mul_(DECISIVE)
-            layer.mlp.down_proj.weight.data.mul_(DECISIVE)
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data.roll(1, 0))
 
 
@@ -265,7 +261,8 @@ def measure_card(args: argparse.Namespace) -> None:
         model = made(args.model, device, 0, args.layers, DECISIVE)
     else:
         model = random_model(args.model, torch.bfloat16, 0, device, args.layers)
-    make_decisive(model, is_packed=args.weights == "int4")
+        scale_residual(model, DECISIVE)
+    make_decisive(model)
     gc.freeze()
     if device.type == "cuda" and args.gpu_memory:
         cap(device, parse_bytes(args.gpu_memory, "gpu_memory"))

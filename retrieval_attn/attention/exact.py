@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from retrieval_attn.attention.host_attention import shares_keys
 from retrieval_attn.attention.layer_kv import LayerKV, PassTokens
 from retrieval_attn.attention.sequence import Cutter, rows_by_path, stacked, unstacked
 from retrieval_attn.attention.source import AttentionRequest, AttentionSource, SourcePlan, SourceResult, TokenRange
@@ -206,7 +207,7 @@ class ExactPass:
         request = plan.request
         held, spec, config = request.held, request.spec, request.config
         self.new, self.plan = PassTokens(held, total), plan
-        self._held, self._shares_keys = held, config.shares_keys
+        self._held, self._config = held, config
         self._scoring = Scoring(1.0)
         self._first = held.columns == 0
         count = spec.training_queries(total)
@@ -303,7 +304,7 @@ class ExactPass:
         """Return whether heads get numbers of their own among `keys` keys: an index on the host searches them, and they
         are more than a head may get, so that no number attends to all.
         """
-        return self._shares_keys and keys > LEVELS[-1] and not host.spec.keeps_codes(host.head_dim)
+        return keys > LEVELS[-1] and shares_keys(self._config, host)
 
     def _cluster(
         self, work: HostWork, host: SequenceKV, span: tuple[int, int], queries: Tensor | None, row: int,

@@ -17,6 +17,11 @@ from retrieval_attn.gpu.attention.merge import Partial
 from retrieval_attn.offload.staging import to_queries
 
 
+def shares_keys(config: Config, host: SequenceKV) -> bool:
+    """Return whether heads may get their own numbers of keys: an index on the host searches them."""
+    return config.shares_keys and not host.spec.keeps_codes(host.head_dim)
+
+
 def retrieved_keys(config: Config, host: SequenceKV, num_keys: int) -> int | HeadBudgets | None:
     """Keys to retrieve out of `num_keys` of a path, which may be a number for each head; None means all of them."""
     if config.shares_keys and host.budgets is not None:

@@ -66,10 +66,8 @@ def run(args: argparse.Namespace) -> int:
         text = read_documents(args.files, args.encoding, f"retrieval-attn ask {{file}} QUESTION{' --raw' * args.raw}")
         ids, planned = prompt_of(args, text, args.files, most, args.question)
     else:
-        options, planned = (
-            _options(config, args.retrieve),
-            int(saved.plain["tokens"]) + len(args.question.encode()) + most,
-        )
+        options = _options(config, args.retrieve)
+        planned = int(saved.plain["tokens"]) + len(args.question.encode()) + most
     llm = load_llm(args, planned, config)
     started = time.perf_counter()
     if saved is None:

@@ -44,7 +44,7 @@ def kernel_jobs(
         kinds = kinds[:1]
     arguments = [(name, one.kind, json.dumps(asdict(one.options), sort_keys=True)) for one in (*kinds, EXACT)]
     own = list(zip(kinds, arguments[:-1], strict=True))
-    jobs = [CompileJob(f"{__name__}:code", given) for one, given in own if _is_coded(one)]
+    jobs = [CompileJob(f"{__name__}:code", given) for one, given in own if is_coded(one)]
     jobs += [CompileJob(f"{__name__}:{what}", given) for _, given in own for what in ("search", "build")]
     jobs += [CompileJob(f"{__name__}:step", (name,)), CompileJob(f"{__name__}:search", arguments[-1])]
     if retrieve_all:
@@ -69,7 +69,7 @@ def wait_for_builders(spec: IndexSpec, *, extends: bool = False) -> None:
 
     The device waits meanwhile, with keys that are to be coded; it needs a small part of what is compiled.
     """
-    wait_until_compiled(f"{__name__}:{'code' if _is_coded(spec) and not extends else 'build'}")
+    wait_until_compiled(f"{__name__}:{'code' if is_coded(spec) and not extends else 'build'}")
 
 
 def load_kernels(fmt: Format, spec: IndexSpec, kinds: Collection[str] | None = None) -> None:
@@ -121,7 +121,7 @@ def server() -> None:
     compile_server()
 
 
-def _is_coded(spec: IndexSpec) -> bool:
+def is_coded(spec: IndexSpec) -> bool:
     """Whether codes on a device are all there is to build."""
     return spec.keeps_codes(DIM)
 

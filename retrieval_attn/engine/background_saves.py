@@ -57,7 +57,7 @@ WRITE_SECONDS = 0.25
 """Longest estimated write that a request waits for when it needs the memory of the text."""
 QUESTION_PAUSE = 9
 """Longest pause of a write while questions are read, as a multiple of the time since its last one. With pauses of 2 s
-after 16 MiB, a server whose requests never ended saved nothing (docs/archive/log.md)."""
+after 16 MiB, a server whose requests never ended saved next to nothing (docs/archive/log.md)."""
 BROKEN_SECONDS = 60.0
 """Time without further writes of idle texts after one that failed."""
 

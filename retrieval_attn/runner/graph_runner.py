@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.attention.host_attention import shares_keys
 from retrieval_attn.attention.paged_prefix import PagedPrefix
 from retrieval_attn.attention.retrieval import RetrievalLayer
 from retrieval_attn.attention.sequence import has_position
@@ -548,8 +549,7 @@ def _batch_key(cache: RetrievalCache) -> tuple[Any, ...]:
     found: list[Any] = [cache.config.estimates, cache.config.threads]
     for layer in _layers(cache):
         if isinstance(layer, RetrievalLayer):
-            host = layer.hosts[0]
-            by_heads = layer.config.shares_keys and not host.spec.keeps_codes(host.head_dim)
+            by_heads = shares_keys(layer.config, layer.hosts[0])
             found.append("by heads" if by_heads else layer.config.retrieve_count(1))
     return tuple(found)
 

@@ -29,7 +29,7 @@ from retrieval_attn.attention.retrieval import SOURCES, RetrievalLayer
 from retrieval_attn.attention.source import SourcePlan, TokenRange
 from retrieval_attn.compile.jobs import Compilation, CompileJob, missing, wait_until_compiled
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.ahead import early_jobs, kernel_jobs, load_kernels
+from retrieval_attn.cpu.ahead import early_jobs, is_coded, kernel_jobs, load_kernels
 from retrieval_attn.cpu.serve import compile_server
 from retrieval_attn.errors import BackendError, CaptureError, ContextLengthError
 from retrieval_attn.gpu.attention.merge import Scoring, empty_partial, merge
@@ -124,9 +124,6 @@ class Preparation:
             logger.info("%s could not be prepared while reading: %s: %s", what, type(error).__name__, error)
 
 
-_ANY_DIM = 128
-"""Kinds keep codes on the device for every head_dim or for none."""
-
 Rehearsal = Callable[[PreTrainedModel, RetrievalCache], None]
 """Does once what answers do later. The cache holds a context and is as it was afterwards; no token is appended."""
 
@@ -142,7 +139,7 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
         host_format(config.host_dtype, model.dtype),
         spec,
         tokens,
-        retrieve_all=config.retrieve == "all" or (config.shares_keys and not spec.keeps_codes(_ANY_DIM)),
+        retrieve_all=config.retrieve == "all" or (config.shares_keys and not is_coded(spec)),
         serves_graphs=serves_graphs,
     )
     if config.drafts:

@@ -199,7 +199,7 @@ def test_a_step_without_any_row_of_a_graph_ends_none() -> None:
 
 
 def test_a_row_for_which_nothing_was_measured_is_in_the_same_graph() -> None:
-    """It retrieves one number of keys for all heads beside rows that share them out."""
+    """All its heads retrieve the same number of keys, and those of the other row do not."""
     rows = Rows(build_model("llama", max_position_embeddings=8192), [300, 900], retrieve="auto", index="flat")
     short, long = rows.pairs
     budgets = [pair.row.layers[0].hosts[0].budgets for pair in rows.pairs]  # type: ignore[union-attr]

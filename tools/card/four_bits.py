@@ -17,7 +17,7 @@ from retrieval_attn.model.layers import decoder_layers
 from retrieval_attn.model.quantization import int4_config
 from retrieval_attn_eval.bench.random_model import RANDOM_SHAPES
 
-__all__ = ["SHAPES", "made"]
+__all__ = ["SHAPES", "made", "scale_residual"]
 
 LONG = {"max_position_embeddings": 1 << 21, "eos_token_id": None, "bos_token_id": None}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,12 +74,17 @@ def made(shape: str, device: torch.device, seed: int = 0, layers: int | None = N
     for layer, _ in decoder_layers(model):
         _draw(layer, device, dtype)
         if residual != 1.0:
-            for name, module in layer.named_modules():
-                if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
-                    module.weight.data.mul_(residual)
+            scale_residual(layer, residual)
         _quantise(layer, device)
     _draw(model, device, dtype)  # the output
     return model.eval()
+
+
+def scale_residual(model: nn.Module, factor: float) -> None:
+    """Multiply the weights behind attention and MLP, which are not packed, by a factor."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
+            module.weight.data.mul_(factor)
 
 
 @contextmanager

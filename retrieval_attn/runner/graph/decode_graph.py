@@ -674,8 +674,8 @@ def _together(counts: Sequence[_Ask | None]) -> Retrieve:
     numbers = {one for one in given if isinstance(one, int)}
     if budgets and None not in given:
         heads = len(budgets[0].counts)  # a row for which nothing was measured has one number for all of them
-        own = iter(HeadBudgets((one,) * heads) if isinstance(one, int) else one for one in given)
-        return tuple(budgets[0] if one is None else next(own) for one in counts)  # type: ignore[misc]
+        rows = [budgets[0] if one is None else one[1] for one in counts]
+        return tuple(HeadBudgets((one,) * heads) if isinstance(one, int) else one for one in rows if one is not None)
     if len(numbers) == 1 and None not in given:
         return numbers.pop()
     raise CaptureError("all rows of a graph must retrieve the same number of keys, got different numbers or all keys")

@@ -41,10 +41,10 @@ __all__ = [
 POLICIES: dict[str, type[Options]] = {
     kind.method: kind for kind in (StreamingLLM, SnapKV, PyramidKV, InfLLM, Quest, InfiniGen, MagicPIG)
 }
-_AS_PUBLISHED = {name: {"index": name, "tail": False} for name in ("flat", "ivf", "hnsw")}
+_AS_PUBLISHED = {name: {"index": name, "retrieve": 100, "tail": False} for name in ("flat", "ivf", "hnsw")}
 _INDEXES: dict[str, dict[str, Any]] = {
     **_AS_PUBLISHED,
-    "retrieval": {"index": "roargraph", "tail": False},
+    "retrieval": {"index": "roargraph", "retrieve": 100, "tail": False},
     "retrieval_tail": {"index": "roargraph", "retrieve": 100, "tail": True},
 }
 """Options that a name stands for. What the paper compares drops the keys that it does not retrieve, as published;

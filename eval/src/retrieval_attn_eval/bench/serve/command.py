@@ -272,6 +272,7 @@ def _rows(
     expected: list[tuple[int, ...]] | None = None
     before = dict.fromkeys(call.request.parts[:-1] for call in calls) if args.read_first else {}
     read = [[token for part in parts for token in part] for parts in before if parts]
+    tree: PromptTree | None = None
     # a prompt that continues a cropped one has its index; with fewer keys than all, answers may differ a little
     compared = args.workload != "agent" or args.retrieve == "all"
     for way in ways:
@@ -291,7 +292,7 @@ def _rows(
         row = row_of(way, answers, bounds, expected, filled)
         if way == "one" and row.status == "ok" and compared:
             expected = [one.tokens for one in answers]
-        tree = PromptTree([*read, *(call.request.ids for call in sent)])
+        tree = tree or PromptTree([*read, *(call.request.ids for call in sent)])  # all ways send the same
         use = cache_use(answers, tree, drive.counts)
         yield replace(row, cpu_seconds=cpu_seconds, note=row.note or drive.gave_up, use=use)
 

@@ -70,7 +70,7 @@ class Options(BaseModel):
     cpus: float = 1.0
     gpu_memory: str | None = None
     max_context: int | None = None
-    warm_up: int = 16384
+    warm_up: int | None = None
     body_bytes: int = 64 << 20
     apart: bool = False
     allowed_hosts: str = ""

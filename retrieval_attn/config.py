@@ -27,6 +27,7 @@ HOST_DTYPES = ("auto", "int8")
 Retrieve = int | Literal["all", "auto"]
 Quantization = Literal["int8", "int4"]
 GraphMode = bool | Literal["auto"]
+DraftMode = bool | Literal["auto"]
 QuestionAttention = Literal["exact", "retrieval"]
 FullAttention = Literal["auto", "always", "never", "exact"]
 FULL_ATTENTION: tuple[FullAttention, ...] = get_args(FullAttention)
@@ -73,9 +74,10 @@ class Config:
     graph: whether a generated token is a replay of one CUDA graph, the host's search inside it. "auto": on a GPU where
         the model's step can be captured, with a log line where it cannot; True: an error instead; False: never.
     drafts: whether decode steps verify several tokens at once that the text may quote from earlier ones (prompt
-        lookup), on a CPU up to 5 times as fast where it does. The text is the same but where two tokens are equally
-        likely: logits are sums in an order that depends on measured times. An engine's steps on a GPU take one token
-        of each sequence.
+        lookup), 2 to 5 times as fast where it does. "auto": steps of one sequence in an engine on a GPU, as far as its
+        warm-up captured them; True: also those of a `Context`, whose first read on a GPU takes 5 s more, and of a CPU.
+        Steps of several sequences on a GPU take one token of each. The text is the same but where two tokens are
+        equally likely: logits are sums in an order that depends on measured times.
     threads: CPU threads of search and host attention; None uses all that numba sees.
     """
 
@@ -90,7 +92,7 @@ class Config:
     full_attention: FullAttention = "auto"
     host_dtype: str = "auto"
     graph: GraphMode = "auto"
-    drafts: bool = False
+    drafts: DraftMode = "auto"
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -111,8 +113,8 @@ class Config:
             raise ConfigError(f'graph must be "auto", True or False, got {self.graph!r}.')
         if not isinstance(self.tail, bool) and self.tail != "auto":
             raise ConfigError(f'tail must be "auto", True or False, got {self.tail!r}.')
-        if not isinstance(self.drafts, bool):
-            raise ConfigError(f"drafts must be True or False, got {self.drafts!r}.")
+        if not isinstance(self.drafts, bool) and self.drafts != "auto":
+            raise ConfigError(f'drafts must be "auto", True or False, got {self.drafts!r}.')
         if self.threads is not None:
             _require_int("threads", self.threads, 1, "use None for all threads")
         object.__setattr__(self, "index_options", MappingProxyType(dict(self.index_options)))

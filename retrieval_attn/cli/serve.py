@@ -174,10 +174,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--warm-up",
-        default="16k",
+        default="auto",
         metavar="N",
-        help="compile kernels and capture graphs for prompts of N tokens: of one sequence before the first request, of "
-        "more while no request runs; 0: do not (%(default)s)",
+        help="compile kernels and capture graphs for prompts of up to N tokens: of one sequence before the first "
+        "request, of more while no request runs; auto: 128k on a GPU, else 16k; 0: do not (%(default)s)",
     )
 
 
@@ -320,7 +320,7 @@ def _spec(args: argparse.Namespace) -> EngineSpec:
         else _bytes(args.prefix_cache_disk, "--prefix-cache-disk"),
         paged_prefix_tokens=tokens_or_zero(args.paged_prefix_tokens, "--paged-prefix-tokens"),
         store=args.store,
-        warm_tokens=tokens_or_zero(args.warm_up, "--warm-up"),
+        warm_tokens=None if args.warm_up == "auto" else tokens_or_zero(args.warm_up, "--warm-up"),
         cache_generated=not args.no_cache_generated,
         keep_session_seconds=args.keep_session * 60,
         generation_config=args.generation_config,

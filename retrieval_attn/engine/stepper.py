@@ -255,6 +255,8 @@ class RowDrafts:
             is_eager = cache is not None and self._steps_eagerly(cache.config.graph)
             if cache is None or not (is_eager or (is_alone and row.matcher is None and row.history is None)):
                 continue
+            if is_eager and cache.config.drafts is not True:
+                continue
             drafts, left = _drafts_of(row), row.request.max_tokens - len(row.tokens)
             if drafts is None:
                 continue

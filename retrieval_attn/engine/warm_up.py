@@ -27,6 +27,7 @@ from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, EngineFullError
 from retrieval_attn.gpu.memory import lower_cap_for_graphs
+from retrieval_attn.runner.drafted_steps import steps_eagerly
 from retrieval_attn.runner.graph.host_row_gather import Reads
 from retrieval_attn.runner.rows import can_draft
 from retrieval_attn.sampling.sampling_params import SamplingParams
@@ -40,6 +41,8 @@ DRAWS = (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(tempe
 PAGED_TOKENS = 64
 READS = Reads.DEVICE, None, Reads.HOST, Reads.BOTH
 """In order of need: rows of long texts, rows that retrieve nothing, rows of a few hundred keys, long answers."""
+DRAFTED = Reads.DEVICE, Reads.HOST
+"""Readers of rows that may have drafts: each has four graphs more, of 30 MB each."""
 SHORT_TOKENS = 16
 """Tokens, after its pages, of a text from which nothing is retrieved."""
 BAR_DELAY_SECONDS = 2.0
@@ -94,9 +97,9 @@ class WarmUp(NamedTuple):
         ways = [(read, pool) for read in reads for pool in pools]
         alone = [Piece(read, pool, 1) for read, pool in ways]
         first = [piece for piece in alone if piece.read != Reads.BOTH]
-        drafted = [piece._replace(drafts=True) for piece in alone if config.drafts]
         batches = [Piece(*way, size) for way, size in itertools.product(ways, sizes) if size > 1]
-        return first, [*alone[len(first) :], *drafted, *batches]
+        drafted = [piece._replace(drafts=True) for piece in alone if piece.read in DRAFTED and _drafts(loop, config)]
+        return first, [*alone[len(first) :], *batches, *drafted]
 
     def _cache(self, loop: AnswerLoop, config: Config) -> RetrievalCache:
         """An empty one, whose index is that of the longest row that is expected."""
@@ -133,6 +136,11 @@ class WarmUp(NamedTuple):
             seal(cache, coded=not late)
             cache = cache.fork()  # as a row goes on
         return cache, state.logits
+
+
+def _drafts(loop: AnswerLoop, config: Config) -> bool:
+    """Return whether steps with drafts are captured. Rows on a CPU have none unless they are asked for."""
+    return config.drafts is True or (config.drafts == "auto" and not steps_eagerly(loop.model, config.graph))
 
 
 def _tokens(cache: RetrievalCache, *, coded: bool) -> int:

@@ -201,7 +201,7 @@ def drafted_steps(model: PreTrainedModel, cache: RetrievalCache, ids: Tensor, to
 
     tokens: the most that are generated.
     """
-    if not cache.config.drafts or len(ids) != 1 or not can_draft(cache):
+    if cache.config.drafts is not True or len(ids) != 1 or not can_draft(cache):
         return None
     graph = cache.config.graph
     if steps_eagerly(model, graph):

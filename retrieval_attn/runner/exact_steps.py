@@ -122,7 +122,7 @@ class ExactSteps(DraftedSteps):
         """ids: (1, columns) of the prompt. tokens: the most that are generated. choose: makes a function that chooses
         drafts; None: the likeliest tokens.
         """
-        self._looks_up = cache.config.drafts
+        self._looks_up = cache.config.drafts is True
         super().__init__(model, cache, ids[0, : None if self._looks_up else 0].cpu().numpy().astype(np.int32), tokens)
         self._costs: PassCosts = PassCosts()
         self.length, self.passes, self.bytes_read = BlockLength(), 0, 0

@@ -142,7 +142,7 @@ def compilation(model: PreTrainedModel, cache: RetrievalCache, tokens: int, *, p
         retrieve_all=config.retrieve == "all" or (config.shares_keys and not is_coded(spec)),
         serves_graphs=serves_graphs,
     )
-    if config.drafts:
+    if config.drafts is True or (config.drafts and serves_graphs):
         jobs.append(CompileJob(f"{drafts.__name__}:{drafts.compile_lookup.__name__}"))
     return Compilation(jobs, progress=progress)
 
@@ -326,7 +326,7 @@ def capture_step(model: PreTrainedModel, cache: RetrievalCache) -> None:
         return
     try:
         runtime = runtime_for(model)
-        blocks = BLOCKS if cache.config.drafts and can_draft(cache) else ()
+        blocks = BLOCKS if cache.config.drafts is True and can_draft(cache) else ()
         if runtime is None or waits_for(model, cache, runtime, bool(blocks)):
             return
         with cache.window_lock:

@@ -268,8 +268,8 @@ async def serve(
     try:
         service = service_for(found := await started(spec, child), settings, keys, spec.store)
         server.open(service)
-        if spec.warm_tokens:
-            tokens = max(1, min(PACE_TOKENS, spec.warm_tokens, found.facts.positions - 1))
+        if spec.warm_tokens != 0:
+            tokens = max(1, min(PACE_TOKENS, spec.warm_tokens or PACE_TOKENS, found.facts.positions - 1))
             measuring = asyncio.create_task(
                 measure_pace(found.client, service.admission, found.facts.vocabulary, tokens)
             )

@@ -82,6 +82,10 @@ class Settings:
         return 4 * self.body_bytes
 
 
+WARM_TOKENS = 16_384, 131_072
+"""Tokens that a server warms up for if nothing is said, without a GPU and with one. Graphs of steps serve shorter rows
+as fast, and longer ones need others: a second set that the first long answer waits for, and less GPU memory for texts
+(docs/archive/log.md, 2026-11-30)."""
 GENERATION_CONFIGS = ("auto", "none", "vllm")
 """Of `--generation-config`: use the model's sampling values, or neutral ones ("vllm" is vLLM's word for "none")."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -106,8 +110,8 @@ class EngineSpec:
     """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, prefix_cache_bytes,
     prefix_cache_device_bytes, prefix_cache_disk_bytes: None: as the engine chooses. store: folder of saved contexts and
     of idle texts that host memory has no room for; None: the user's.
-    warm_tokens: of `Engine.warm_up`; 0: none. cache_generated, keep_session_seconds: of `Engine`. generation_config:
-    one of GENERATION_CONFIGS.
+    warm_tokens: of `Engine.warm_up`; 0: none; None: one of WARM_TOKENS. cache_generated, keep_session_seconds: of
+    `Engine`. generation_config: one of GENERATION_CONFIGS.
     """
 
     model: str
@@ -119,7 +123,7 @@ class EngineSpec:
     prefix_cache_disk_bytes: int | None = None
     paged_prefix_tokens: int = 0
     store: str | None = None
-    warm_tokens: int = 0
+    warm_tokens: int | None = 0
     cache_generated: bool = True
     keep_session_seconds: float = KEEP_SESSION_SECONDS
     generation_config: str = "auto"
@@ -164,8 +168,9 @@ class EngineSpec:
         )
         started = time.perf_counter()
         on_loaded()
-        if self.warm_tokens:
-            engine.warm_up(tokens=min(self.warm_tokens, llm.max_context), progress=False, background=True)
+        if self.warm_tokens != 0:
+            tokens = WARM_TOKENS[llm.model.device.type == "cuda"] if self.warm_tokens is None else self.warm_tokens
+            engine.warm_up(tokens=min(tokens, llm.max_context), progress=False, background=True)
         ready = time.perf_counter()
         opens = llm.model.device.type == "cuda"  # elsewhere a context is mapped from its files, and that is all
         threading.Thread(target=_tend, args=(engine, store, opens), name="retrieval_attn-gc", daemon=True).start()

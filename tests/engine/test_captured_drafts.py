@@ -226,6 +226,24 @@ def test_warm_up_captures_blocks(loaded: Loaded, monkeypatch: pytest.MonkeyPatch
         assert runner.captures == captures
 
 
+def test_by_default_drafts_wait_for_no_capture(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the warm-up captured is launched: an engine without one has no drafts."""
+    for name, value in {"extra": lambda *_: 0.001, "spent": lambda *_: 0.001, "seconds": lambda *_: 1.0}.items():
+        monkeypatch.setattr(BlockCosts, name, value)
+    monkeypatch.setattr(BlockCosts, "has_plain", True)
+    request = requests_of(loaded)[0]
+    wanted, _, _ = one_by_one(llm_of(loaded, False), [request])
+    found, _, stats = one_by_one(llm_of(loaded, "auto"), [request])
+    require_same(found, wanted)
+    assert stats["drafted_tokens"] == 0
+    with Engine(llm_of(loaded, "auto")) as engine:
+        engine.warm_up(rows=1, progress=False)
+        captures = engine._stepper._runner.captures
+        assert captures >= 1 + len(BLOCKS)
+        require_same([engine.submit(request).result()], wanted)
+        assert engine._stepper._runner.captures == captures and engine.stats["accepted_tokens"] > 15
+
+
 def test_steps_launched_early_are_used(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts wait for the token of a step that was launched early, and no step is discarded for them."""
     waits, undone = list[bool](), list[int]()

@@ -13,6 +13,7 @@ import pytest
 
 import retrieval_attn as ra
 from retrieval_attn.attention.cache import RetrievalCache
+from retrieval_attn.config import DraftMode
 from retrieval_attn.engine import stepper
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.request import Finished, Request, RequestHandle
@@ -27,7 +28,7 @@ LINE = "def area(width, height): return width * height  # of a rectangle, in squ
 DRAWN = SamplingParams(temperature=0.7, seed=3)
 
 
-def llm_of(loaded: Loaded, drafts: bool) -> Any:
+def llm_of(loaded: Loaded, drafts: DraftMode) -> Any:
     return SimpleNamespace(model=loaded[0], tokenizer=loaded[1], config=CONFIG.replace(drafts=drafts))
 
 

@@ -192,7 +192,7 @@ def test_requests_go_before_a_background_warm_up(
     monkeypatch.setattr(warm_up, "IDLE_SECONDS", 0.0)
     counted: list[int] = []
     monkeypatch.setattr(warm_up, "lower_cap_for_graphs", lambda device: counted.append(len(captures)))
-    llm = llm_of(CONFIG.replace(**options))
+    llm = llm_of(CONFIG.replace(drafts=False, **options))
     with Engine(llm) as engine:
         gate = Gate(engine, monkeypatch)
         engine.warm_up(rows=4, tokens=1000, progress=False, background=True)
@@ -229,7 +229,7 @@ def test_requests_go_before_a_background_warm_up(
 def test_a_background_warm_up_waits_until_no_request_came_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is closed meanwhile does not finish it."""
     monkeypatch.setattr(warm_up, "IDLE_SECONDS", 3600.0)
-    engine = Engine(llm_of())
+    engine = Engine(llm_of(CONFIG.replace(drafts=False)))
     gate = Gate(engine, monkeypatch)
     gate.open()
     engine.warm_up(rows=8, progress=False, background=True)
@@ -265,7 +265,7 @@ def test_an_error_in_the_background_is_logged(
 def test_a_background_warm_up_ends_if_requests_have_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its pieces and the steps of requests would replace each other's graphs."""
     monkeypatch.setattr(warm_up, "IDLE_SECONDS", 0.0)
-    with Engine(llm_of()) as engine:
+    with Engine(llm_of(CONFIG.replace(drafts=False))) as engine:
         gate = Gate(engine, monkeypatch)
         engine.warm_up(rows=8, progress=False, background=True)
         assert gate.reached.wait(WAIT_SECONDS)

@@ -59,12 +59,13 @@ class BlockGraphs(BlockPlans):
 
     graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was. refused:
     whether one could not be captured or lacked memory, so that none is launched until the pool is cleared; after a
-    failed capture none is launched then either. kind: that the sequence needs. delay: seconds in which steps waited for
+    failed capture none is launched then either. kind: that the sequence needs. captures: whether drafts may wait for a
+    capture, about a second each; else `launch` captures all beforehand. delay: seconds in which steps waited for
     plans, since `take_delay`.
     """
 
     def __init__(self) -> None:
-        self.kind = StepKind(False, False, 0)
+        self.kind, self.captures = StepKind(False, False, 0), True
         self.graphs: dict[int, DecodeGraph] = {}
         self.launched: DecodeGraph | None = None
         self.refused, self.delay = False, 0.0
@@ -74,13 +75,16 @@ class BlockGraphs(BlockPlans):
 
     def is_ready(self, tokens: int) -> bool:
         """See `BlockPlans`. A step that is not captured yet is planned as it is captured."""
-        return tokens not in self._unplanned
+        if tokens in self._unplanned:
+            return False
+        return self.captures or (tokens in self.graphs and self.graphs[tokens].is_captured)
 
     def plan_later(self, tokens: int, seconds: float) -> None:
-        """See `BlockPlans`, by `plan`. A plan that was begun is completed first."""
+        """See `BlockPlans`, by `plan`. A plan that was begun is completed first; what has no graph is not planned."""
         if self._wanted is not None and self._layers is not None:
             tokens = self._wanted[0]
-        self._wanted = tokens, seconds
+        if tokens in self._unplanned:
+            self._wanted = tokens, seconds
 
     @ordinary_tensors
     def plan(self, rows: Sequence[GraphSlot], is_over: bool) -> None:
@@ -197,6 +201,7 @@ class GraphPool:
         self.buffers = buffers
         self.graphs: dict[int, DecodeGraph] = {}
         self.blocks = BlockGraphs()
+        self.blocks.captures = like.config.drafts is True
         self.rows: dict[int, GraphSlot] = {}
         self._most, self._resources = most, HostResources(runtime, default_pool())
         self._costs = StepCosts(len(attending(like)))
@@ -617,6 +622,7 @@ def acquire(model: PreTrainedModel, cache: RetrievalCache, runtime: Runtime) -> 
         pool = next((one for one in idle if one.key == key), None)
         if pool is not None:
             idle.remove(pool)
+            pool.blocks.captures = cache.config.drafts is True
             return pool
     rows = len(cache.batch.sequences)
     buffers = new_buffers(cache, rows, ALONE.undo_steps)

@@ -159,9 +159,9 @@ class PrefixEntry:
         with self._lock:
             nbytes = self.offloaded_bytes
             self._cache.index.make_room_to_ask(nbytes, self._cache.get_seq_length())
-            if nbytes:
-                load_codes(self._codes)
             cache = self._cache.fork()
+            if nbytes:  # behind the windows, whose copies would wait for threads and bus
+                load_codes(self._codes)
         if tokens is not None and tokens < cache.get_seq_length():
             cache.crop(tokens - cache.get_seq_length())
         return cache

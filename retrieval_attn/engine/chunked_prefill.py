@@ -12,7 +12,6 @@ import functools
 import logging
 import traceback
 import weakref
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
@@ -78,7 +77,7 @@ class ChunkedPrefill(GatedRead):
         images, start = cache.batch.images, cache.get_seq_length()
         pictured = 0 if images is None else images.chunks(start, start + len(ids))
         chunks = pictured + layer_chunks * len(cache.layers) + ends
-        self.gate = Gate(chunks, settling(loop.model), layer_chunks if ends else 0, unit, pictured)
+        self.gate = Gate(chunks, DeviceLaunches.of(loop.model), layer_chunks if ends else 0, unit, pictured)
         self._end = _End()
         self.cache = cache
         self._over = prefill_threads.start(functools.partial(_run, loop, cache, batch, self.gate, self._end))
@@ -145,21 +144,33 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
         gate.end()
 
 
-def settling(model: PreTrainedModel) -> Callable[[], None] | None:
-    """Return a function that waits until the CUDA devices of a model have executed this thread's launches; None without
-    any.
+class DeviceLaunches:
+    """Launches of the calling thread on the CUDA devices of a model.
 
     Chunks and decode steps are timed. The time of launches alone would make the engine grant far too many chunks.
     """
-    streams = [device for device in devices(model) if device.type == "cuda"]
-    if not streams:
-        return None
 
-    def settle() -> None:
-        for device in streams:
+    def __init__(self, devices: Items[torch.device]) -> None:
+        self._devices, self._last = devices, list[torch.cuda.Event]()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> DeviceLaunches | None:
+        """None: the model is on no such device."""
+        found = [device for device in devices(model) if device.type == "cuda"]
+        return cls(found) if found else None
+
+    def settle(self) -> None:
+        """See `Launches`."""
+        for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
 
-    return settle
+    def pace(self) -> None:
+        """See `Launches`."""
+        last, self._last = self._last, [torch.cuda.Event(blocking=True) for _ in self._devices]
+        for event, device in zip(self._last, self._devices, strict=True):
+            event.record(torch.cuda.current_stream(device))
+        for event in last:
+            event.synchronize()
 
 
 def undo(cache: RetrievalCache, before: Rollback | None) -> None:

@@ -61,7 +61,8 @@ def chunk_kind(entry: ScheduledRequest) -> str:
 
 
 ALONE_SECONDS = 0.1
-"""Time of the chunks that are granted at once while no sequence decodes, at least: a new request waits for them."""
+"""Time of the chunks that are granted at once while no sequence decodes, at least, and after which an open read is
+looked at: a new request waits for them."""
 
 
 class PrefillBudget:

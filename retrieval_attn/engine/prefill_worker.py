@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from retrieval_attn.config import Config
@@ -12,6 +12,7 @@ from retrieval_attn.engine.batched_prefill import BatchedPrefill, PrefillRequest
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.gate import ChunkKind
 from retrieval_attn.engine.node import Node
+from retrieval_attn.engine.prefill_budget import ALONE_SECONDS
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request_needs import State
 from retrieval_attn.engine.running_request import RunningRequest
@@ -48,7 +49,7 @@ class Progress(NamedTuple):
     Attributes:
         chunks: completed chunks by request.
         done: requests whose prompt is prefilled.
-        chunk_seconds: mean duration of a chunk.
+        chunk_seconds: mean duration of a chunk; 0 of an open read, whose chunks are of several kinds.
         next_kinds: kinds of the next chunks of requests in `chunks`.
     """
 
@@ -126,10 +127,11 @@ class PrefillWorker:
         chunks: dict[str, int] = {}
         done: list[str] = []
         next_kinds: dict[str, ChunkKind] = {}
-        busy = False
+        busy = is_open = False
         with self._changed:
             reading = [number for number in self._rows if self._scheduler.state(number) is State.READING]
         granted = self._passed_on(granted, reading)
+        self.close(set(granted) if alone else ())
         for number in reading:
             if number in failed:
                 continue
@@ -142,10 +144,12 @@ class PrefillWorker:
                 busy = True
                 if read is not None:
                     before = read.gate.chunks_done
-                    if read.gate.next_kind != "image" or self._scheduler.next_kind(number) == "image":
-                        if alone or not (
-                            read.gate.is_stalled or read.gate.granted
-                        ):  # else what was granted is to be done yet
+                    if alone and len(granted) == 1 and read.gate.next_kind != "image":
+                        is_open = True
+                        read.go(1, is_open=True)
+                        read.wait(ALONE_SECONDS)
+                    elif read.gate.next_kind != "image" or self._scheduler.next_kind(number) == "image":
+                        if not (read.gate.is_stalled or read.gate.granted):  # else what was granted is to be done yet
                             read.go(min(granted[number], read.gate.chunks_alike), alone=alone)
                         read.wait(or_stalled=not alone)
                     chunks[number] = read.gate.chunks_done - before
@@ -166,8 +170,15 @@ class PrefillWorker:
         if reading and not busy and alone and not done:
             time.sleep(CLAIM_SECONDS)
         total = sum(chunks.values())
-        seconds = (time.perf_counter() - began) / total if total else 0.0
+        seconds = (time.perf_counter() - began) / total if total and not is_open else 0.0
         return Progress(chunks, tuple(done), seconds, next_kinds)
+
+    def close(self, others: Container[str] = ()) -> None:
+        """Stop the read that goes on without grants, unless its request is one of `others`: steps are not slowed."""
+        for number, row in self._rows.items():
+            read = paused(row.read)
+            if read is not None and number not in others:
+                read.close()
 
     def _advance(self, row: RunningRequest) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 
 import pytest
 
-from retrieval_attn.engine.gate import Gate, PrefillThreads
+from retrieval_attn.engine.gate import Gate, PrefillThreads, ReadCancelled
 from retrieval_attn.offload.threads import telling, wait_for
-from tests.waiting import WAIT_SECONDS
+from tests.waiting import WAIT_SECONDS, wait_until
 
 
 def test_the_next_prefill_runs_in_the_same_thread() -> None:
@@ -91,3 +92,65 @@ def test_waiting_for_what_is_done_stalls_nothing() -> None:
         wait_for([done])
     wait_for([done])
     assert not gate.is_stalled
+
+
+class Launched:
+    """Launches of a thread, which count how often it waited for them."""
+
+    def __init__(self) -> None:
+        self.settled = self.paced = 0
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def pace(self) -> None:
+        self.paced += 1
+
+
+def test_an_open_gate_stops_nobody_until_it_is_closed() -> None:
+    launches, entered, stop = Launched(), list[int](), threading.Event()
+    gate = Gate(1000, launches, layer_chunks=3, chunk_tokens=8)
+
+    def read() -> None:
+        while not stop.is_set():
+            entered.append(gate.enter(20))
+            time.sleep(0.001)
+        gate.end()
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    gate.grant(1)
+    assert gate.wait(WAIT_SECONDS) and entered == [8], "of a closed one, as many tokens as are granted"
+    gate.grant(1, is_open=True)
+    wait_until(lambda: len(entered) > 20)
+    assert entered[1] == 24 and launches.paced >= 20 and not gate.wait(0.05), (
+        "it takes what a forward takes, and goes on"
+    )
+    settled = launches.settled
+    gate.close()
+    assert gate.wait(WAIT_SECONDS) and launches.settled == settled + 1 and not gate.alone
+    count = len(entered)
+    time.sleep(0.05)
+    assert len(entered) == count and gate.granted == 0
+    gate.grant(1, alone=False)
+    assert gate.wait(WAIT_SECONDS) and entered[count:] == [8]
+    stop.set()
+    gate.grant(1)
+    thread.join(WAIT_SECONDS)
+    assert gate.ended
+
+
+def test_an_open_read_can_be_cancelled() -> None:
+    gate, raised = Gate(1000, Launched()), threading.Event()
+
+    def read() -> None:
+        with pytest.raises(ReadCancelled):
+            while True:
+                gate.enter()
+        raised.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    gate.grant(1, is_open=True)
+    wait_until(lambda: gate.chunks_done > 10)
+    gate.cancel()
+    assert raised.wait(WAIT_SECONDS)

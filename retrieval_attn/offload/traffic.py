@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.offload.threads import take_turns_often, wait_for
 
 
@@ -40,6 +41,11 @@ class LayerStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+LEAVING_BYTES = 384 << 20
+"""Bytes of keys and values of layers that are being copied, where the device has as many and HEADROOM to spare."""
+HEADROOM = 512 << 20
+LAYERS_LEAVING = 4
+"""Layers that are copied at the same time at most."""
 BACKLOG = 8
 """Layers that may wait for their indexes, with their training data in memory, before prefill waits."""
 
@@ -75,8 +81,8 @@ class Traffic:
 
     def make_room(self, alone: bool = False, earlier: int = 1) -> float:
         """Wait before a layer takes memory for its keys: `earlier` layers before it may still be copied (alone: none
-        may), and few may wait for their indexes. Returns the seconds waited. What went wrong is left to the work's own
-        `finish`.
+        may), see `layers_leaving`, and few may wait for their indexes. Returns the seconds waited. What went wrong is
+        left to the work's own `finish`.
         """
         began = time.perf_counter()
         works = self._under_way()
@@ -96,6 +102,18 @@ class Traffic:
             works = [work for one in self._works if (work := one()) is not None and not work.done]
             self._works = [weakref.ref(work) for work in works]
             return works
+
+
+def layers_leaving(layer_bytes: int, device: torch.device) -> int:
+    """Return how many layers before one may still be copied from a device; the memory plan counts one.
+
+    layer_bytes: of the keys and values of a layer. Indexes of a short text take as long as those of a long one, and the
+    device waited for them a quarter of the time (24K tokens on an H200).
+    """
+    if device.type != "cuda" or layer_bytes > LEAVING_BYTES // 2:
+        return 1
+    fits = LEAVING_BYTES if spare_bytes(device) >= LEAVING_BYTES + HEADROOM else 0
+    return max(1, min(LAYERS_LEAVING, fits // max(1, layer_bytes)))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict
@@ -55,8 +55,8 @@ TRIES = 3
 class Options(BaseModel):
     """Of `serve run`, as NAME=VALUE. gpus, cpus: of each replica. gpu_memory: as `retrieval-attn serve` takes it. keys:
     the file of API keys. name: of the model, for clients. body_bytes: of a request at most. apart: the engine has a
-    process of its own, as `--engine process` gives it one. allowed_hosts: names of the server without keys, as
-    `--allowed-host`, with commas between them.
+    process of its own, as `--engine process` gives it one. warm_up: as `--warm-up`. allowed_hosts: names of the server
+    without keys, as `--allowed-host`, with commas between them.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -70,7 +70,7 @@ class Options(BaseModel):
     cpus: float = 1.0
     gpu_memory: str | None = None
     max_context: int | None = None
-    warm_up: int | None = None
+    warm_up: int | Literal["auto"] = "auto"
     body_bytes: int = 64 << 20
     apart: bool = False
     allowed_hosts: str = ""
@@ -219,7 +219,8 @@ class Replica:
         path = model_path(options.model)
         name = options.name or (Path(path).name if Path(path).is_dir() else path)
         loading = {"gpu_memory": options.gpu_memory, "max_context": options.max_context}
-        spec = EngineSpec(path, loading, Config().to_dict(), store=options.store, warm_tokens=options.warm_up)
+        warm = None if options.warm_up == "auto" else options.warm_up
+        spec = EngineSpec(path, loading, Config().to_dict(), store=options.store, warm_tokens=warm)
         found = await started(spec, Child.start() if options.apart else None)
         self._client = found.client
         hosts = tuple(host for host in options.allowed_hosts.split(",") if host)

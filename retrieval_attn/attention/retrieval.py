@@ -37,7 +37,7 @@ from retrieval_attn.gpu.attention.window import Slide, WindowCache
 from retrieval_attn.memory.device_room import IndexChoice
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.staging import host_format
-from retrieval_attn.offload.traffic import LayerStats, layers_leaving, traffic
+from retrieval_attn.offload.traffic import LayerStats, traffic
 from retrieval_attn.offload.work import HostWork
 
 SOURCES: list[type[AttentionSource]] = [WindowSource, PagedSource, DeviceCodeSource, UploadSource, HostSource]
@@ -170,8 +170,8 @@ class RetrievalLayer(CacheLayer):
         if self._pass is None:
             if self._announced is None:
                 warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
-            leaving = layers_leaving(total * (key.nbytes + value.nbytes) // new, held.device)
-            self.stats.wait_seconds += traffic(held.device).make_room(self._alone, leaving)
+            layer_bytes = total * (key.nbytes + value.nbytes) // new
+            self.stats.wait_seconds += traffic(held.device).make_room(self._alone, layer_bytes=layer_bytes)
             self._pass = self._begin_pass(held, total)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
         part = self._pass.step(query, key, value, valid, scoring)

@@ -1,9 +1,9 @@
 """Prefill a prompt in a thread, chunk by chunk, between decode steps of the running batch.
 
 A chunk is a prompt chunk in one layer, the end of a layer's pass over several of them, or an image in one layer of the
-vision tower, which comes first. Chunks of one layer that are granted together are one forward. Between two chunks the
-thread blocks at a gate and holds only the prompt's hidden states, so that decode steps run meanwhile. The result equals
-that of `Context.read`.
+vision tower, which comes first. Chunks of one layer that are granted together are one forward. While sequences decode,
+the thread blocks at a gate between two chunks and holds only the prompt's hidden states, so that steps run meanwhile;
+while none does, it goes on. The result equals that of `Context.read`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int], scored:
 
 
 class ChunkedPrefill(GatedRead):
-    """Prefills token ids into a cache, as many chunks as are granted. Use the cache once it is `done` without `error`.
+    """Prefills token ids into a cache, as many chunks as are granted, or all. Use the cache once it is `done` without
+    `error`.
 
     A cancelled or failed prefill leaves the cache as it was. A prefill without references is cancelled.
     """
@@ -147,7 +148,8 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
 class DeviceLaunches:
     """Launches of the calling thread on the CUDA devices of a model.
 
-    Chunks and decode steps are timed. The time of launches alone would make the engine grant far too many chunks.
+    Granted chunks and decode steps are timed. The time of launches alone would make the engine grant far too many
+    chunks.
     """
 
     def __init__(self, devices: Items[torch.device]) -> None:

@@ -1,10 +1,11 @@
-"""Block a prefill thread between chunks until the engine grants more of them."""
+"""Block a prefill thread between chunks until the engine grants more of them, or let it go on while nothing decodes."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal, Protocol
@@ -41,6 +42,7 @@ class Gate:
         total: planned chunks. A chunk is computed in one layer; after several chunks a layer's end counts as one more.
         granted: granted chunks that have not begun.
         is_open: whether the thread goes on without grants, see `grant`.
+        chunk_seconds: mean duration of the last chunks of tokens that an open gate let pass; 0: none did.
         next_kind: kind of the next chunk.
         alone: whether no sequence decodes, so that the end of a layer's pass need not be interrupted.
         is_stalled: whether the thread waits for others inside of a chunk.
@@ -68,6 +70,9 @@ class Gate:
         self.granted = self._begun = self._holders = self._inside = 0
         self._waiting = self._cancelled = self.finishing = self.ended = self.is_stalled = self.is_open = False
         self.alone = True
+        self.chunk_seconds = 0.0
+        self._told = 0
+        self._last: tuple[float, int] | None = None  # when chunks of an open gate began, and how many
         self._image_chunks = image_chunks
         self.next_kind: ChunkKind = "image" if image_chunks else "chunk"
         self._launches = launches
@@ -99,11 +104,16 @@ class Gate:
         with self._changed:
             return 1 if self.next_kind == "end" else self._layer_chunks - self._in_layer % self._layer_chunks
 
+    def take_done(self) -> int:
+        """Return the chunks that were completed since the last call."""
+        before, self._told = self._told, self.chunks_done
+        return self._told - before
+
     def grant(self, chunks: int, *, alone: bool = True, is_open: bool = False) -> None:
         """Allow `chunks` further chunks. is_open: and all others, until `close`.
 
-        A thread that stops for each grant waits for the device, which then waits for its next launches: 24K tokens took
-        3.3 s in place of 2.4 (docs/archive/log.md, 2026-11-30).
+        A thread that stops for each grant waits for the device, which then waits for the thread's next launches
+        (docs/archive/log.md, 2026-11-30: reads go on while nothing decodes).
         """
         with self._changed:
             self.alone, self.is_open = alone, is_open
@@ -126,14 +136,16 @@ class Gate:
         """Block until a chunk is granted. Return the tokens to compute: of as many chunks as are granted and `tokens`
         take, since one forward of them launches fewer kernels. One chunk of another kind. Raises ReadCancelled.
         """
-        if self._stops:
-            self.settle()
-        elif self.is_open and self._launches is not None:
+        if self.is_open and self._launches is not None:
             self._launches.pace()
+        is_settled = False
         with self._changed:
-            self._inside, self.next_kind = 0, kind
             while self._stops:
-                self._waiting = True
+                if not is_settled:
+                    is_settled = True
+                    self._settle_unlocked()
+                    continue
+                self._inside, self.next_kind, self._waiting = 0, kind, True
                 self._changed.notify_all()
                 self._changed.wait()
             self._waiting = False
@@ -141,11 +153,27 @@ class Gate:
                 raise ReadCancelled
             wanted = -(-tokens // self._chunk_tokens)
             taken = 1 if kind != "chunk" else max(1, wanted if self.is_open else min(self.granted, wanted))
+            self._time(taken, kind)
             self.granted = max(0, self.granted - taken)
             self._begun += taken
             self._in_layer = self._in_layer + taken if kind == "chunk" else 0
             self._inside, self.next_kind = taken, "image" if self._begun < self._image_chunks else "chunk"
             return taken * self._chunk_tokens
+
+    def _settle_unlocked(self) -> None:
+        """Settle without the lock, which the caller holds and the engine's thread takes."""
+        self._changed.release()
+        try:
+            self.settle()
+        finally:
+            self._changed.acquire()
+
+    def _time(self, chunks: int, kind: ChunkKind) -> None:
+        """Note when chunks of an open gate begin, and how long those before took, if both are of tokens."""
+        now, last = time.perf_counter(), self._last
+        self._last = (now, chunks) if self.is_open and kind == "chunk" else None
+        if last is not None and self._last is not None:
+            self.chunk_seconds = (now - last[0]) / last[1]
 
     def enter_end(self, begins: bool) -> None:
         """Block as `enter` before the end of a layer's pass, and between its parts while sequences decode.
@@ -298,11 +326,10 @@ class GatedRead:
             raise ConfigError(f"chunks={chunks!r} must be a whole number >= 1")
         self.gate.grant(chunks, alone=alone, is_open=is_open)
 
-    def close(self) -> None:
-        """Take the grants of an open read back, and wait until it stops, or waits for others. Else nothing."""
-        if self.gate.is_open:
-            self.gate.close()
-            self.wait(or_stalled=True)
+    def close(self, *, or_stalled: bool = False) -> None:
+        """Take the grants of an open read back, and wait until it stops. or_stalled: see `Gate.wait`."""
+        self.gate.close()
+        self.wait(or_stalled=or_stalled)
 
     def wait(self, timeout: float | None = None, *, or_stalled: bool = False) -> bool:
         """See `Gate.wait`."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from retrieval_attn.config import Config
 from retrieval_attn.engine.batched_prefill import BatchedPrefill, PrefillRequest, paused
+from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.gate import ChunkKind
 from retrieval_attn.engine.node import Node
@@ -49,7 +51,7 @@ class Progress(NamedTuple):
     Attributes:
         chunks: completed chunks by request.
         done: requests whose prompt is prefilled.
-        chunk_seconds: mean duration of a chunk; 0 of an open read, whose chunks are of several kinds.
+        chunk_seconds: mean duration of a chunk; 0: not measured.
         next_kinds: kinds of the next chunks of requests in `chunks`.
     """
 
@@ -89,6 +91,7 @@ class PrefillWorker:
         self._evicted = 0  # entries of the prefix cache, when known tokens were renewed
         self._packs = False  # the first read makes ready what any may need, which takes a while
         self._pack: BatchedPrefill | None = None
+        self._open: tuple[str, weakref.ref[ChunkedPrefill]] | None = None  # goes on without grants, of this request
         self._pack_chunk_seconds = 0.0  # of the last one
         self._token_seconds = 0.0  # in a chunk, of the last one that was not small
 
@@ -105,10 +108,11 @@ class PrefillWorker:
         if self._tree is None:
             return found
         with self._changed:
-            states = {key: self._scheduler.state(key) for key in self._rows}
+            rows = dict(self._rows)
+            states = {key: self._scheduler.state(key) for key in rows}
         waiting = [
             row
-            for key, row in self._rows.items()
+            for key, row in rows.items()
             if states[key] is State.WAITING or (states[key] is State.READING and row.sharing.lease is None)
         ]
         for position, row in enumerate(waiting[:MAX_WAITING]):
@@ -116,7 +120,8 @@ class PrefillWorker:
         return found
 
     def go_on(self, granted: Mapping[str, int], failed: list[str], *, alone: bool) -> Progress:
-        """Run granted chunks; fewer if a chunk of another kind comes first.
+        """Run granted chunks; fewer if a chunk of another kind comes first. While no sequence decodes, a read goes on
+        as long as it is the only one with a grant, and is looked at every ALONE_SECONDS.
 
         Args:
             granted: chunks by request.
@@ -127,11 +132,13 @@ class PrefillWorker:
         chunks: dict[str, int] = {}
         done: list[str] = []
         next_kinds: dict[str, ChunkKind] = {}
-        busy = is_open = False
+        busy, is_timed, open_seconds = False, True, 0.0
         with self._changed:
             reading = [number for number in self._rows if self._scheduler.state(number) is State.READING]
         granted = self._passed_on(granted, reading)
-        self.close(set(granted) if alone else ())
+        opens = alone and len(granted) == 1
+        if not (opens and self._open is not None and self._open[0] in granted):
+            self.close(or_stalled=not alone)
         for number in reading:
             if number in failed:
                 continue
@@ -143,16 +150,20 @@ class PrefillWorker:
                     continue
                 busy = True
                 if read is not None:
-                    before = read.gate.chunks_done
-                    if alone and len(granted) == 1 and read.gate.next_kind != "image":
-                        is_open = True
+                    if opens and read.gate.next_kind != "image":
+                        self._open, is_timed = (number, weakref.ref(read)), False
                         read.go(1, is_open=True)
                         read.wait(ALONE_SECONDS)
+                        open_seconds = read.gate.chunk_seconds
                     elif read.gate.next_kind != "image" or self._scheduler.next_kind(number) == "image":
+                        # a read that was open until now has chunks that nobody counted, and may have come to an end
+                        left = read.gate.take_done()
+                        is_timed = is_timed and not left and read.gate.next_kind == self._scheduler.next_kind(number)
+                        chunks[number] = left
                         if not (read.gate.is_stalled or read.gate.granted):  # else what was granted is to be done yet
                             read.go(min(granted[number], read.gate.chunks_alike), alone=alone)
                         read.wait(or_stalled=not alone)
-                    chunks[number] = read.gate.chunks_done - before
+                    chunks[number] = chunks.get(number, 0) + read.gate.take_done()
                     if read.finishing:
                         read.wait_done(END_SECONDS)
                     self._advance(row)
@@ -170,15 +181,15 @@ class PrefillWorker:
         if reading and not busy and alone and not done:
             time.sleep(CLAIM_SECONDS)
         total = sum(chunks.values())
-        seconds = (time.perf_counter() - began) / total if total and not is_open else 0.0
+        seconds = (time.perf_counter() - began) / total if total and is_timed else open_seconds
         return Progress(chunks, tuple(done), seconds, next_kinds)
 
-    def close(self, others: Container[str] = ()) -> None:
-        """Stop the read that goes on without grants, unless its request is one of `others`: steps are not slowed."""
-        for number, row in self._rows.items():
-            read = paused(row.read)
-            if read is not None and number not in others:
-                read.close()
+    def close(self, *, or_stalled: bool = True) -> None:
+        """Stop the read that goes on without grants, before a step or another read. or_stalled: see `Gate.wait`."""
+        if self._open is not None:
+            read, self._open = self._open[1](), None
+            if read is not None:
+                read.close(or_stalled=or_stalled)
 
     def _advance(self, row: RunningRequest) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)
@@ -190,7 +201,7 @@ class PrefillWorker:
         """Return whether another request holds GPU memory that it frees when it ends."""
         return any(
             one is not row and (one.is_read or one.read is not None) and one.cache is not None
-            for one in self._rows.values()
+            for one in list(self._rows.values())
         )
 
     def _read_together(

@@ -19,7 +19,7 @@ from retrieval_attn.engine.limits import Limits
 from retrieval_attn.engine.running_request import RunningRequest
 from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.drafted_steps import steps_eagerly
-from retrieval_attn.runner.drafts import DRAFTED_TOKENS, BlockCosts, DraftBlock, Drafts, LookupDrafter
+from retrieval_attn.runner.drafts import DRAFTED_TOKENS, BlockCosts, DraftBlock, Drafts, LookupDrafter, compile_lookup
 from retrieval_attn.runner.graph.sequence_slot import StepClock
 from retrieval_attn.runner.graph_runner import GraphRunner, Stepped
 from retrieval_attn.runner.rows import can_draft, tokens_before_spill
@@ -173,6 +173,7 @@ class Stepper:
                 for error in stepped.errors.values():
                     raise error
             if drafts:
+                compile_lookup()
                 self._runner.capture_blocks(forks[0], draws)
         finally:
             self._runner.clear()
@@ -255,7 +256,7 @@ class RowDrafts:
             is_eager = cache is not None and self._steps_eagerly(cache.config.graph)
             if cache is None or not (is_eager or (is_alone and row.matcher is None and row.history is None)):
                 continue
-            if is_eager and cache.config.drafts is not True:
+            if cache.config.drafts is not True and (is_eager or not self._runner.blocks.graphs):
                 continue
             drafts, left = _drafts_of(row), row.request.max_tokens - len(row.tokens)
             if drafts is None:

@@ -27,6 +27,8 @@ from retrieval_attn.engine.paged_prefix import PageAllocation, PagedKVPool
 from retrieval_attn.engine.stepper import Stepper
 from retrieval_attn.errors import ConfigError, EngineFullError
 from retrieval_attn.gpu.memory import lower_cap_for_graphs
+from retrieval_attn.index.auto import SKETCH_FROM
+from retrieval_attn.memory.device_room import layout_of
 from retrieval_attn.runner.drafted_steps import steps_eagerly
 from retrieval_attn.runner.graph.host_row_gather import Reads
 from retrieval_attn.runner.rows import can_draft
@@ -105,7 +107,10 @@ class WarmUp(NamedTuple):
         """An empty one, whose index is that of the longest row that is expected."""
         cache = RetrievalCache(loop.model, config)
         cache.in_batch = True
-        cache.index.decide(max(config.sink + 2 * config.window + config.spill, self.tokens or 0))
+        tokens = self.tokens or 0
+        if layout_of(loop.model) is not None:  # all texts have the same index: no idle ones must go for a long one
+            tokens = min(tokens, SKETCH_FROM)
+        cache.index.decide(max(config.sink + 2 * config.window + config.spill, tokens))
         return cache
 
     def read(

@@ -70,7 +70,8 @@ class Traffic:
     Who does a work keeps it, and its threads do: here it would keep the keys of its layer after a context is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._works: list[weakref.ref[Leaving]] = []
         self._lock = threading.Lock()
 
@@ -79,19 +80,32 @@ class Traffic:
         with self._lock:
             self._works = [one for one in self._works if one() is not None] + [weakref.ref(work)]
 
-    def make_room(self, alone: bool = False, earlier: int = 1) -> float:
+    def make_room(self, alone: bool = False, earlier: int = 1, layer_bytes: int = 0) -> float:
         """Wait before a layer takes memory for its keys: `earlier` layers before it may still be copied (alone: none
-        may), see `layers_leaving`, and few may wait for their indexes. Returns the seconds waited. What went wrong is
-        left to the work's own `finish`.
+        may), and few may wait for their indexes. Returns the seconds waited. What went wrong is left to the work's own
+        `finish`.
+
+        layer_bytes: of keys and values of a layer, if more layers than `earlier` may be copied where they fit.
         """
         began = time.perf_counter()
         works = self._under_way()
         leaving = [left for work in works if (left := work.leaving())]
+        if not alone and layer_bytes and len(leaving) > earlier:
+            earlier = max(earlier, self._fitting(layer_bytes))
         before = leaving if alone else leaving[:-earlier]
         wait_for(future for left in before for future in left)
         building = [future for work in works for future in work.building()]
         wait_for(building[: max(0, len(building) - BACKLOG)])
         return time.perf_counter() - began if before or building[BACKLOG:] else 0.0
+
+    def _fitting(self, layer_bytes: int) -> int:
+        """Return how many layers may be copied at the same time; the memory plan counts one.
+
+        Indexes of a short text take as long as those of a long one: a device waited for them a quarter of the time that
+        it read 24K tokens.
+        """
+        fits = min(LAYERS_LEAVING, LEAVING_BYTES // layer_bytes)
+        return fits if fits > 1 and spare_bytes(self._device) >= LEAVING_BYTES + HEADROOM else 1
 
     def drain(self) -> None:
         """Wait until nothing is being copied from the device any more, so that the memory is free."""
@@ -104,21 +118,9 @@ class Traffic:
             return works
 
 
-def layers_leaving(layer_bytes: int, device: torch.device) -> int:
-    """Return how many layers before one may still be copied from a device; the memory plan counts one.
-
-    layer_bytes: of the keys and values of a layer. Indexes of a short text take as long as those of a long one, and the
-    device waited for them a quarter of the time (24K tokens on an H200).
-    """
-    if device.type != "cuda" or layer_bytes > LEAVING_BYTES // 2:
-        return 1
-    fits = LEAVING_BYTES if spare_bytes(device) >= LEAVING_BYTES + HEADROOM else 0
-    return max(1, min(LAYERS_LEAVING, fits // max(1, layer_bytes)))
-
-
 @functools.cache
 def traffic(device: torch.device) -> Traffic:
     """The traffic of `device`, which all caches on it share: they share its memory."""
     if device.type == "cuda":
         take_turns_often()
-    return Traffic()
+    return Traffic(device)

@@ -95,16 +95,18 @@ def test_waiting_for_what_is_done_stalls_nothing() -> None:
 
 
 class Launched:
-    """Launches of a thread, which count how often it waited for them."""
+    """Launches of a thread that take a while; counts how often it waited for them. pending: not waited for."""
 
     def __init__(self) -> None:
         self.settled = self.paced = 0
+        self.pending = False
 
     def settle(self) -> None:
-        self.settled += 1
+        self.settled, self.pending = self.settled + 1, False
 
     def pace(self) -> None:
         self.paced += 1
+        time.sleep(0.005)
 
 
 def test_an_open_gate_stops_nobody_until_it_is_closed() -> None:
@@ -114,26 +116,28 @@ def test_an_open_gate_stops_nobody_until_it_is_closed() -> None:
     def read() -> None:
         while not stop.is_set():
             entered.append(gate.enter(20))
-            time.sleep(0.001)
+            launches.pending = True
         gate.end()
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     gate.grant(1)
     assert gate.wait(WAIT_SECONDS) and entered == [8], "of a closed one, as many tokens as are granted"
-    gate.grant(1, is_open=True)
-    wait_until(lambda: len(entered) > 20)
-    assert entered[1] == 24 and launches.paced >= 20 and not gate.wait(0.05), (
-        "it takes what a forward takes, and goes on"
-    )
-    settled = launches.settled
-    gate.close()
-    assert gate.wait(WAIT_SECONDS) and launches.settled == settled + 1 and not gate.alone
-    count = len(entered)
-    time.sleep(0.05)
-    assert len(entered) == count and gate.granted == 0
-    gate.grant(1, alone=False)
-    assert gate.wait(WAIT_SECONDS) and entered[count:] == [8]
+    assert gate.take_done() == 1 and gate.take_done() == 0 and gate.chunk_seconds == 0
+    for round_ in range(5):
+        begun, paced = len(entered), launches.paced
+        gate.grant(1, is_open=True)
+        wait_until(lambda begun=begun: len(entered) > begun + 10)
+        assert entered[begun] == 24, "it takes what a forward takes"
+        assert not gate.wait(0.02) and gate.chunk_seconds >= 0.005 / 3 and launches.paced >= paced + 10
+        gate.close()
+        assert gate.wait(WAIT_SECONDS) and not launches.pending, f"it stops and has settled, {round_}"
+        assert not gate.alone and gate.granted == 0 and gate.take_done() == 3 * (len(entered) - begun)
+        count = len(entered)
+        time.sleep(0.02)
+        assert len(entered) == count
+        gate.grant(1, alone=False)
+        assert gate.wait(WAIT_SECONDS) and entered[count:] == [8] and gate.take_done() == 1
     stop.set()
     gate.grant(1)
     thread.join(WAIT_SECONDS)

@@ -28,7 +28,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.model.hooks import MaskSpec
 from retrieval_attn.offload.packed_work import PackedWork
 from retrieval_attn.offload.staging import host_format, sent
-from retrieval_attn.offload.traffic import LAYERS_LEAVING, traffic
+from retrieval_attn.offload.traffic import traffic
 
 LEAST_SHARED = 256
 """Fewer tokens in common cost more in calls than they save."""
@@ -161,6 +161,10 @@ def _common(one: list[PathPart], other: list[PathPart], start: int) -> int:
         if mine.high != yours.high:
             break
     return stop
+
+
+LAYERS_LEAVING = 4
+"""Layers whose few tokens may be on their way to the host before the next one waits."""
 
 
 class RowRead(NamedTuple):

@@ -170,8 +170,7 @@ class RetrievalLayer(CacheLayer):
         if self._pass is None:
             if self._announced is None:
                 warn_of_whole_prompts(alive(self._model), new, self.config.prefill_chunk)
-            layer_bytes = total * (key.nbytes + value.nbytes) // new
-            self.stats.wait_seconds += traffic(held.device).make_room(self._alone, layer_bytes=layer_bytes)
+            self.stats.wait_seconds += traffic(held.device).make_room(self._alone)
             self._pass = self._begin_pass(held, total)
         valid = self.batch.note_padding(spec.padding, self._expected_offset(), new)
         part = self._pass.step(query, key, value, valid, scoring)

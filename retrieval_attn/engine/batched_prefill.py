@@ -19,7 +19,7 @@ from retrieval_attn.attention.cache import RetrievalCache, Rollback, require_sam
 from retrieval_attn.attention.layer import CacheLayer
 from retrieval_attn.attention.prefill_batch import Lanes, PrefillTokens, RowRead, read_together
 from retrieval_attn.attention.retrieval import RetrievalLayer
-from retrieval_attn.engine.chunked_prefill import ChunkedPrefill, DeviceLaunches, clear_frames, read_batch, undo
+from retrieval_attn.engine.chunked_prefill import ChunkedPrefill, clear_frames, read_batch, settling, undo
 from retrieval_attn.engine.gate import Gate, GatedRead, ReadCancelled, prefill_threads
 from retrieval_attn.errors import CacheMismatchError, UnsupportedModelError
 from retrieval_attn.gpu.attention.merge import Scoring
@@ -225,7 +225,7 @@ class BatchedPrefill(GatedRead):
         self.reads = _fitting(waiting, tokens)
         self.tokens = sum(len(read.ids) for read in self.reads)
         model = self.reads[0].loop.model
-        self.gate = Gate(len(self.reads[0].cache.layers), DeviceLaunches.of(model))
+        self.gate = Gate(len(self.reads[0].cache.layers), settling(model))
         self._befores: dict[int, Rollback | None] = {}
         self._packed: PackedCache | None = None
         for read in self.reads:

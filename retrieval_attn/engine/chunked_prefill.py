@@ -1,9 +1,9 @@
 """Prefill a prompt in a thread, chunk by chunk, between decode steps of the running batch.
 
 A chunk is a prompt chunk in one layer, the end of a layer's pass over several of them, or an image in one layer of the
-vision tower, which comes first. Chunks of one layer that are granted together are one forward. While sequences decode,
-the thread blocks at a gate between two chunks and holds only the prompt's hidden states, so that steps run meanwhile;
-while none does, it goes on. The result equals that of `Context.read`.
+vision tower, which comes first. Chunks of one layer that are granted together are one forward. Between two chunks the
+thread blocks at a gate and holds only the prompt's hidden states, so that decode steps run meanwhile. The result equals
+that of `Context.read`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import logging
 import traceback
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
@@ -47,8 +48,7 @@ def read_batch(loop: AnswerLoop, cache: RetrievalCache, ids: Items[int], scored:
 
 
 class ChunkedPrefill(GatedRead):
-    """Prefills token ids into a cache, as many chunks as are granted, or all. Use the cache once it is `done` without
-    `error`.
+    """Prefills token ids into a cache, as many chunks as are granted. Use the cache once it is `done` without `error`.
 
     A cancelled or failed prefill leaves the cache as it was. A prefill without references is cancelled.
     """
@@ -78,7 +78,7 @@ class ChunkedPrefill(GatedRead):
         images, start = cache.batch.images, cache.get_seq_length()
         pictured = 0 if images is None else images.chunks(start, start + len(ids))
         chunks = pictured + layer_chunks * len(cache.layers) + ends
-        self.gate = Gate(chunks, DeviceLaunches.of(loop.model), layer_chunks if ends else 0, unit, pictured)
+        self.gate = Gate(chunks, settling(loop.model), layer_chunks if ends else 0, unit, pictured)
         self._end = _End()
         self.cache = cache
         self._over = prefill_threads.start(functools.partial(_run, loop, cache, batch, self.gate, self._end))
@@ -145,34 +145,21 @@ def _run(loop: AnswerLoop, cache: RetrievalCache, batch: PromptRows, gate: Gate,
         gate.end()
 
 
-class DeviceLaunches:
-    """Launches of the calling thread on the CUDA devices of a model.
+def settling(model: PreTrainedModel) -> Callable[[], None] | None:
+    """Return a function that waits until the CUDA devices of a model have executed this thread's launches; None without
+    any.
 
-    Granted chunks and decode steps are timed. The time of launches alone would make the engine grant far too many
-    chunks.
+    Chunks and decode steps are timed. The time of launches alone would make the engine grant far too many chunks.
     """
+    streams = [device for device in devices(model) if device.type == "cuda"]
+    if not streams:
+        return None
 
-    def __init__(self, devices: Items[torch.device]) -> None:
-        self._devices, self._last = devices, list[torch.cuda.Event]()
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> DeviceLaunches | None:
-        """None: the model is on no such device."""
-        found = [device for device in devices(model) if device.type == "cuda"]
-        return cls(found) if found else None
-
-    def settle(self) -> None:
-        """See `Launches`."""
-        for device in self._devices:
+    def settle() -> None:
+        for device in streams:
             torch.cuda.current_stream(device).synchronize()
 
-    def pace(self) -> None:
-        """See `Launches`."""
-        last, self._last = self._last, [torch.cuda.Event(blocking=True) for _ in self._devices]
-        for event, device in zip(self._last, self._devices, strict=True):
-            event.record(torch.cuda.current_stream(device))
-        for event in last:
-            event.synchronize()
+    return settle
 
 
 def undo(cache: RetrievalCache, before: Rollback | None) -> None:

@@ -675,8 +675,6 @@ class Engine:
             self._expected.remove(number)
         if not self._replays:
             self._outputs.flush()
-        if plan.decode:
-            self._prefills.close()
         found = self._stepper.decode({number: self._rows[number] for number in plan.decode}, failed, not plan.read)
         self._replays = bool(found.replayed and found.tokens and not plan.read)
         if not self._replays:  # else the next replay, soon, leaves time for it

@@ -1,14 +1,13 @@
-"""Block a prefill thread between chunks until the engine grants more of them, or let it go on while nothing decodes."""
+"""Block a prefill thread between chunks until the engine grants more of them."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal, Protocol
+from typing import Literal
 
 from retrieval_attn.errors import ConfigError
 
@@ -24,16 +23,6 @@ class ReadCancelled(Exception):
     """Ends a prefill thread whose request was cancelled."""
 
 
-class Launches(Protocol):
-    """What a prefill thread has launched on its devices."""
-
-    def settle(self) -> None:
-        """Wait until all of it is executed."""
-
-    def pace(self) -> None:
-        """Wait until all of it is executed that was launched before the last call."""
-
-
 class Gate:
     """Synchronizes a prefill thread, which calls `enter`, `finish` and `end`, with the engine's thread, which calls the
     rest.
@@ -41,8 +30,6 @@ class Gate:
     Attributes:
         total: planned chunks. A chunk is computed in one layer; after several chunks a layer's end counts as one more.
         granted: granted chunks that have not begun.
-        is_open: whether the thread goes on without grants, see `grant`.
-        chunk_seconds: mean duration of the last chunks of tokens that an open gate let pass; 0: none did.
         next_kind: kind of the next chunk.
         alone: whether no sequence decodes, so that the end of a layer's pass need not be interrupted.
         is_stalled: whether the thread waits for others inside of a chunk.
@@ -53,14 +40,14 @@ class Gate:
     def __init__(
         self,
         total: int,
-        launches: Launches | None = None,
+        settle: Callable[[], object] | None = None,
         layer_chunks: int = 0,
         chunk_tokens: int = 1,
         image_chunks: int = 0,
     ) -> None:
         """Args:
         total: planned chunks, with those of images.
-        launches: those of the thread; it waits for them before it blocks, so that granted chunks are complete.
+        settle: waits for a device; called by the thread before it blocks, so that granted chunks are complete.
         layer_chunks: chunks of each layer before its end. 0: layers have no end of their own.
         chunk_tokens: tokens of a chunk.
         image_chunks: chunks of images, which come first.
@@ -68,14 +55,11 @@ class Gate:
         self.total, self._layer_chunks, self._in_layer = total, layer_chunks, 0
         self._chunk_tokens = chunk_tokens
         self.granted = self._begun = self._holders = self._inside = 0
-        self._waiting = self._cancelled = self.finishing = self.ended = self.is_stalled = self.is_open = False
+        self._waiting = self._cancelled = self.finishing = self.ended = self.is_stalled = False
         self.alone = True
-        self.chunk_seconds = 0.0
-        self._told = 0
-        self._last: tuple[float, int] | None = None  # when chunks of an open gate began, and how many
         self._image_chunks = image_chunks
         self.next_kind: ChunkKind = "image" if image_chunks else "chunk"
-        self._launches = launches
+        self._settle = settle
         self._changed = threading.Condition()
 
     @property
@@ -104,27 +88,12 @@ class Gate:
         with self._changed:
             return 1 if self.next_kind == "end" else self._layer_chunks - self._in_layer % self._layer_chunks
 
-    def take_done(self) -> int:
-        """Return the chunks that were completed since the last call."""
-        before, self._told = self._told, self.chunks_done
-        return self._told - before
-
-    def grant(self, chunks: int, *, alone: bool = True, is_open: bool = False) -> None:
-        """Allow `chunks` further chunks. is_open: and all others, until `close`.
-
-        A thread that stops for each grant waits for the device, which then waits for the thread's next launches
-        (docs/archive/log.md, 2026-11-30: reads go on while nothing decodes).
-        """
+    def grant(self, chunks: int, *, alone: bool = True) -> None:
+        """Allow `chunks` further chunks."""
         with self._changed:
-            self.alone, self.is_open = alone, is_open
+            self.alone = alone
             self.granted += chunks
             self._changed.notify_all()
-
-    def close(self) -> None:
-        """Take all grants back: the thread stops before its next chunk."""
-        with self._changed:
-            self.alone = self.is_open = False
-            self.granted = 0
 
     def cancel(self) -> None:
         """Make `enter` raise ReadCancelled."""
@@ -136,44 +105,23 @@ class Gate:
         """Block until a chunk is granted. Return the tokens to compute: of as many chunks as are granted and `tokens`
         take, since one forward of them launches fewer kernels. One chunk of another kind. Raises ReadCancelled.
         """
-        if self.is_open and self._launches is not None:
-            self._launches.pace()
-        is_settled = False
+        if self._stops:
+            self.settle()
         with self._changed:
+            self._inside, self.next_kind = 0, kind
             while self._stops:
-                if not is_settled:
-                    is_settled = True
-                    self._settle_unlocked()
-                    continue
-                self._inside, self.next_kind, self._waiting = 0, kind, True
+                self._waiting = True
                 self._changed.notify_all()
                 self._changed.wait()
             self._waiting = False
             if self._cancelled:
                 raise ReadCancelled
-            wanted = -(-tokens // self._chunk_tokens)
-            taken = 1 if kind != "chunk" else max(1, wanted if self.is_open else min(self.granted, wanted))
-            self._time(taken, kind)
-            self.granted = max(0, self.granted - taken)
+            taken = 1 if kind != "chunk" else max(1, min(self.granted, -(-tokens // self._chunk_tokens)))
+            self.granted -= taken
             self._begun += taken
             self._in_layer = self._in_layer + taken if kind == "chunk" else 0
             self._inside, self.next_kind = taken, "image" if self._begun < self._image_chunks else "chunk"
             return taken * self._chunk_tokens
-
-    def _settle_unlocked(self) -> None:
-        """Settle without the lock, which the caller holds and the engine's thread takes."""
-        self._changed.release()
-        try:
-            self.settle()
-        finally:
-            self._changed.acquire()
-
-    def _time(self, chunks: int, kind: ChunkKind) -> None:
-        """Note when chunks of an open gate begin, and how long those before took, if both are of tokens."""
-        now, last = time.perf_counter(), self._last
-        self._last = (now, chunks) if self.is_open and kind == "chunk" else None
-        if last is not None and self._last is not None:
-            self.chunk_seconds = (now - last[0]) / last[1]
 
     def enter_end(self, begins: bool) -> None:
         """Block as `enter` before the end of a layer's pass, and between its parts while sequences decode.
@@ -188,8 +136,8 @@ class Gate:
 
     def settle(self) -> None:
         """Wait until the device has executed the thread's launches."""
-        if self._launches is not None:
-            self._launches.settle()
+        if self._settle is not None:
+            self._settle()
 
     def finish(self) -> None:
         """Note that the last chunk is complete."""
@@ -251,7 +199,7 @@ class Gate:
 
     @property
     def _stops(self) -> bool:
-        return (not (self.granted or self.is_open) or self._holders > 0) and not self._cancelled
+        return (not self.granted or self._holders > 0) and not self._cancelled
 
 
 Work = tuple[Callable[[], None], threading.Event]
@@ -316,20 +264,14 @@ class GatedRead:
         """Whether the thread has ended: the prompt is prefilled and indexed, or an error occurred."""
         return self.gate.ended
 
-    def go(self, chunks: int, *, alone: bool = True, is_open: bool = False) -> None:
-        """Grant `chunks` further chunks and return at once. alone: no sequence decodes meanwhile. is_open: grant all
-        others too, until `close`.
+    def go(self, chunks: int, *, alone: bool = True) -> None:
+        """Grant `chunks` further chunks and return at once. alone: no sequence decodes meanwhile.
 
         Raises ConfigError for a number below 1.
         """
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ConfigError(f"chunks={chunks!r} must be a whole number >= 1")
-        self.gate.grant(chunks, alone=alone, is_open=is_open)
-
-    def close(self, *, or_stalled: bool = False) -> None:
-        """Take the grants of an open read back, and wait until it stops. or_stalled: see `Gate.wait`."""
-        self.gate.close()
-        self.wait(or_stalled=or_stalled)
+        self.gate.grant(chunks, alone=alone)
 
     def wait(self, timeout: float | None = None, *, or_stalled: bool = False) -> bool:
         """See `Gate.wait`."""

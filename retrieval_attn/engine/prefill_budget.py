@@ -61,8 +61,7 @@ def chunk_kind(entry: ScheduledRequest) -> str:
 
 
 ALONE_SECONDS = 0.1
-"""Time of the chunks that are granted at once while no sequence decodes, at least, and after which an open read is
-looked at: a new request waits for them."""
+"""Time of the chunks that are granted at once while no sequence decodes, at least: a new request waits for them."""
 
 
 class PrefillBudget:
@@ -85,7 +84,6 @@ class PrefillBudget:
         self._long_waits = 0
         self._margin = LatencyMargin(limits.inter_token_seconds)
         self._expected: tuple[float, float] | None = None  # of the tick under way: when it began, its seconds
-        self._decoded = False  # in the last round; the first one with a step may wait until a read stops
 
     def measured(self, read: Mapping[str, int], entries: Mapping[str, ScheduledRequest], chunk_seconds: float) -> None:
         """Store the mean seconds of the chunks in `read`; the larger of the last two means counts.
@@ -118,7 +116,7 @@ class PrefillBudget:
         short = [entry for entry in order if not entry.is_long]
         long = [entry for entry in order if entry.is_long][:1]
         if not order:
-            self._saved, self._patience, self._long_waits, self._decoded = 0.0, PATIENCE, 0, rows > 0
+            self._saved, self._patience, self._long_waits = 0.0, PATIENCE, 0
             return ()
         if short and long and self._long_waits + 1 < LONG_TURN:
             self._long_waits += 1
@@ -129,9 +127,8 @@ class PrefillBudget:
         shares = tuple(self._share(turn, rows))
         entries = {entry.job.id: entry for entry in order}
         read = sum(chunks * self._seconds(entries[name]) for name, chunks in shares)
-        if rows and self._decode and read and self._decoded:
+        if rows and self._decode and read:
             self._expected = now, self._step(rows) + read
-        self._decoded = rows > 0
         return shares
 
     def _step(self, rows: int) -> float:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from retrieval_attn.config import Config
 from retrieval_attn.engine.batched_prefill import BatchedPrefill, PrefillRequest, paused
-from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.counts import Counts
 from retrieval_attn.engine.gate import ChunkKind
 from retrieval_attn.engine.node import Node
-from retrieval_attn.engine.prefill_budget import ALONE_SECONDS
 from retrieval_attn.engine.radix_cache import RadixCache
 from retrieval_attn.engine.request_needs import State
 from retrieval_attn.engine.running_request import RunningRequest
@@ -51,7 +48,7 @@ class Progress(NamedTuple):
     Attributes:
         chunks: completed chunks by request.
         done: requests whose prompt is prefilled.
-        chunk_seconds: mean duration of a chunk; 0: not measured.
+        chunk_seconds: mean duration of a chunk.
         next_kinds: kinds of the next chunks of requests in `chunks`.
     """
 
@@ -91,7 +88,6 @@ class PrefillWorker:
         self._evicted = 0  # entries of the prefix cache, when known tokens were renewed
         self._packs = False  # the first read makes ready what any may need, which takes a while
         self._pack: BatchedPrefill | None = None
-        self._open: tuple[str, weakref.ref[ChunkedPrefill]] | None = None  # goes on without grants, of this request
         self._pack_chunk_seconds = 0.0  # of the last one
         self._token_seconds = 0.0  # in a chunk, of the last one that was not small
 
@@ -120,8 +116,7 @@ class PrefillWorker:
         return found
 
     def go_on(self, granted: Mapping[str, int], failed: list[str], *, alone: bool) -> Progress:
-        """Run granted chunks; fewer if a chunk of another kind comes first. While no sequence decodes, a read goes on
-        as long as it is the only one with a grant, and is looked at every ALONE_SECONDS.
+        """Run granted chunks; fewer if a chunk of another kind comes first.
 
         Args:
             granted: chunks by request.
@@ -132,13 +127,10 @@ class PrefillWorker:
         chunks: dict[str, int] = {}
         done: list[str] = []
         next_kinds: dict[str, ChunkKind] = {}
-        busy, is_timed, open_seconds = False, True, 0.0
+        busy = False
         with self._changed:
             reading = [number for number in self._rows if self._scheduler.state(number) is State.READING]
         granted = self._passed_on(granted, reading)
-        opens = alone and len(granted) == 1
-        if not (opens and self._open is not None and self._open[0] in granted):
-            self.close(or_stalled=not alone)
         for number in reading:
             if number in failed:
                 continue
@@ -150,20 +142,14 @@ class PrefillWorker:
                     continue
                 busy = True
                 if read is not None:
-                    if opens and read.gate.next_kind != "image":
-                        self._open, is_timed = (number, weakref.ref(read)), False
-                        read.go(1, is_open=True)
-                        read.wait(ALONE_SECONDS)
-                        open_seconds = read.gate.chunk_seconds
-                    elif read.gate.next_kind != "image" or self._scheduler.next_kind(number) == "image":
-                        # a read that was open until now has chunks that nobody counted, and may have come to an end
-                        left = read.gate.take_done()
-                        is_timed = is_timed and not left and read.gate.next_kind == self._scheduler.next_kind(number)
-                        chunks[number] = left
-                        if not (read.gate.is_stalled or read.gate.granted):  # else what was granted is to be done yet
+                    before = read.gate.chunks_done
+                    if read.gate.next_kind != "image" or self._scheduler.next_kind(number) == "image":
+                        if alone or not (
+                            read.gate.is_stalled or read.gate.granted
+                        ):  # else what was granted is to be done yet
                             read.go(min(granted[number], read.gate.chunks_alike), alone=alone)
                         read.wait(or_stalled=not alone)
-                    chunks[number] = chunks.get(number, 0) + read.gate.take_done()
+                    chunks[number] = read.gate.chunks_done - before
                     if read.finishing:
                         read.wait_done(END_SECONDS)
                     self._advance(row)
@@ -181,15 +167,8 @@ class PrefillWorker:
         if reading and not busy and alone and not done:
             time.sleep(CLAIM_SECONDS)
         total = sum(chunks.values())
-        seconds = (time.perf_counter() - began) / total if total and is_timed else open_seconds
+        seconds = (time.perf_counter() - began) / total if total else 0.0
         return Progress(chunks, tuple(done), seconds, next_kinds)
-
-    def close(self, *, or_stalled: bool = True) -> None:
-        """Stop the read that goes on without grants, before a step or another read. or_stalled: see `Gate.wait`."""
-        if self._open is not None:
-            read, self._open = self._open[1](), None
-            if read is not None:
-                read.close(or_stalled=or_stalled)
 
     def _advance(self, row: RunningRequest) -> None:
         self._packs = self._packs or (row.read is not None and row.read.done)

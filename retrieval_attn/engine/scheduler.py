@@ -61,7 +61,7 @@ class SchedulerOutput(NamedTuple):
         leave: requests that end; their resources are freed.
         start: admitted requests; prefill begins, or they are ready if only the last prompt token is left.
         decode: sequences of this step in the order of their slots, without preempted ones.
-        read: largest number of prefill chunks by request before the next step; without a step, a read may have more.
+        read: largest number of prefill chunks by request before the next step.
     """
 
     start: tuple[str, ...] = ()

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 
-from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.offload.threads import take_turns_often, wait_for
 
 
@@ -41,11 +40,6 @@ class LayerStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-LEAVING_BYTES = 384 << 20
-"""Bytes of keys and values of layers that are being copied, where the device has as many and HEADROOM to spare."""
-HEADROOM = 512 << 20
-LAYERS_LEAVING = 4
-"""Layers that are copied at the same time at most."""
 BACKLOG = 8
 """Layers that may wait for their indexes, with their training data in memory, before prefill waits."""
 
@@ -70,8 +64,7 @@ class Traffic:
     Who does a work keeps it, and its threads do: here it would keep the keys of its layer after a context is gone.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._works: list[weakref.ref[Leaving]] = []
         self._lock = threading.Lock()
 
@@ -80,32 +73,19 @@ class Traffic:
         with self._lock:
             self._works = [one for one in self._works if one() is not None] + [weakref.ref(work)]
 
-    def make_room(self, alone: bool = False, earlier: int = 1, layer_bytes: int = 0) -> float:
+    def make_room(self, alone: bool = False, earlier: int = 1) -> float:
         """Wait before a layer takes memory for its keys: `earlier` layers before it may still be copied (alone: none
         may), and few may wait for their indexes. Returns the seconds waited. What went wrong is left to the work's own
         `finish`.
-
-        layer_bytes: of keys and values of a layer, if more layers than `earlier` may be copied where they fit.
         """
         began = time.perf_counter()
         works = self._under_way()
         leaving = [left for work in works if (left := work.leaving())]
-        if not alone and layer_bytes and len(leaving) > earlier:
-            earlier = max(earlier, self._fitting(layer_bytes))
         before = leaving if alone else leaving[:-earlier]
         wait_for(future for left in before for future in left)
         building = [future for work in works for future in work.building()]
         wait_for(building[: max(0, len(building) - BACKLOG)])
         return time.perf_counter() - began if before or building[BACKLOG:] else 0.0
-
-    def _fitting(self, layer_bytes: int) -> int:
-        """Return how many layers may be copied at the same time; the memory plan counts one.
-
-        Indexes of a short text take as long as those of a long one: a device waited for them a quarter of the time that
-        it read 24K tokens.
-        """
-        fits = min(LAYERS_LEAVING, LEAVING_BYTES // layer_bytes)
-        return fits if fits > 1 and spare_bytes(self._device) >= LEAVING_BYTES + HEADROOM else 1
 
     def drain(self) -> None:
         """Wait until nothing is being copied from the device any more, so that the memory is free."""
@@ -123,4 +103,4 @@ def traffic(device: torch.device) -> Traffic:
     """The traffic of `device`, which all caches on it share: they share its memory."""
     if device.type == "cuda":
         take_turns_often()
-    return Traffic(device)
+    return Traffic()

@@ -22,7 +22,7 @@ from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.cpu import segment
 from retrieval_attn.engine import prefill_worker as readings
 from retrieval_attn.engine.engine import READ_TOKENS, Engine, default_limits
-from retrieval_attn.engine.gate import Gate, GatedRead, prefill_threads
+from retrieval_attn.engine.gate import prefill_threads
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.request import Finished, Request, RequestHandle
 from retrieval_attn.engine.scheduler import Scheduler, SchedulerOutput, StepResult
@@ -176,54 +176,6 @@ def test_what_ends_a_layer_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -
     for before, one in itertools.pairwise(ticks):
         ends = [name for name, kind in before.next_kinds.items() if kind == "end"]
         assert not ends or ends == list(one.read)
-
-
-@pytest.mark.parametrize("stalls", [False, True])
-def test_short_requests_stop_a_read_that_goes_on(stalls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read goes on without grants while nothing decodes. Several threads submit while it stops.
-
-    stalls: its layers wait for others, as for copies of earlier layers.
-    """
-    llm = llm_of(CONFIG.replace(prefill_chunk=64))
-    long = Request((ids(2000, 1),), 6, stop_ids=frozenset())
-    short = [Request((ids(10 + number, 50 + number),), 4, stop_ids=frozenset()) for number in range(12)]
-    wanted = [alone(llm, one) for one in (long, *short)]
-    closed: list[int] = []
-    close, enter_end = GatedRead.close, Gate.enter_end
-
-    def noted(read: GatedRead, *, or_stalled: bool = False) -> None:
-        close(read, or_stalled=or_stalled)
-        closed.append(read.gate.chunks_done)
-
-    def ended(gate: Gate, begins: bool) -> None:
-        copied = Future[None]()
-        timer = threading.Timer(0.01, copied.set_result, (None,))
-        timer.start()
-        wait_for([copied])
-        enter_end(gate, begins)
-
-    monkeypatch.setattr(GatedRead, "close", noted)
-    if stalls:
-        monkeypatch.setattr(Gate, "enter_end", ended)
-    with Engine(llm, prefix_cache_bytes=0) as engine:
-        tickets: list[RequestHandle] = [engine.submit(long)]
-        submitted: dict[int, RequestHandle] = {}
-
-        def submit(start: int) -> None:
-            for number in range(start, len(short), 3):
-                submitted[number] = engine.submit(short[number])
-                time.sleep(0.02)
-
-        wait_until(lambda: engine._prefills._open is not None, pause=0.001)
-        threads = [threading.Thread(target=submit, args=(start,)) for start in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        found = [one.result() for one in (*tickets, *(submitted[number] for number in range(len(short))))]
-        check_engine(engine)
-    assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
-    assert closed and 0 < closed[0] < 2 * (2000 // 64) * 2
 
 
 @pytest.mark.parametrize("scored", [False, True])

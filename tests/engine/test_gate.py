@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from concurrent.futures import Future
 
 import pytest
 
-from retrieval_attn.engine.gate import Gate, PrefillThreads, ReadCancelled
+from retrieval_attn.engine.gate import Gate, PrefillThreads
 from retrieval_attn.offload.threads import telling, wait_for
-from tests.waiting import WAIT_SECONDS, wait_until
+from tests.waiting import WAIT_SECONDS
 
 
 def test_the_next_prefill_runs_in_the_same_thread() -> None:
@@ -92,69 +91,3 @@ def test_waiting_for_what_is_done_stalls_nothing() -> None:
         wait_for([done])
     wait_for([done])
     assert not gate.is_stalled
-
-
-class Launched:
-    """Launches of a thread that take a while; counts how often it waited for them. pending: not waited for."""
-
-    def __init__(self) -> None:
-        self.settled = self.paced = 0
-        self.pending = False
-
-    def settle(self) -> None:
-        self.settled, self.pending = self.settled + 1, False
-
-    def pace(self) -> None:
-        self.paced += 1
-        time.sleep(0.005)
-
-
-def test_an_open_gate_stops_nobody_until_it_is_closed() -> None:
-    launches, entered, stop = Launched(), list[int](), threading.Event()
-    gate = Gate(1000, launches, layer_chunks=3, chunk_tokens=8)
-
-    def read() -> None:
-        while not stop.is_set():
-            entered.append(gate.enter(20))
-            launches.pending = True
-        gate.end()
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    gate.grant(1)
-    assert gate.wait(WAIT_SECONDS) and entered == [8], "of a closed one, as many tokens as are granted"
-    assert gate.take_done() == 1 and gate.take_done() == 0 and gate.chunk_seconds == 0
-    for round_ in range(5):
-        begun, paced = len(entered), launches.paced
-        gate.grant(1, is_open=True)
-        wait_until(lambda begun=begun: len(entered) > begun + 10)
-        assert entered[begun] == 24, "it takes what a forward takes"
-        assert not gate.wait(0.02) and gate.chunk_seconds >= 0.005 / 3 and launches.paced >= paced + 10
-        gate.close()
-        assert gate.wait(WAIT_SECONDS) and not launches.pending, f"it stops and has settled, {round_}"
-        assert not gate.alone and gate.granted == 0 and gate.take_done() == 3 * (len(entered) - begun)
-        count = len(entered)
-        time.sleep(0.02)
-        assert len(entered) == count
-        gate.grant(1, alone=False)
-        assert gate.wait(WAIT_SECONDS) and entered[count:] == [8] and gate.take_done() == 1
-    stop.set()
-    gate.grant(1)
-    thread.join(WAIT_SECONDS)
-    assert gate.ended
-
-
-def test_an_open_read_can_be_cancelled() -> None:
-    gate, raised = Gate(1000, Launched()), threading.Event()
-
-    def read() -> None:
-        with pytest.raises(ReadCancelled):
-            while True:
-                gate.enter()
-        raised.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    gate.grant(1, is_open=True)
-    wait_until(lambda: gate.chunks_done > 10)
-    gate.cancel()
-    assert raised.wait(WAIT_SECONDS)

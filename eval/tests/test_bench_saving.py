@@ -67,13 +67,21 @@ def test_saving_tells_all_its_rows(saved: tuple[Job, list[Row], dict[str, Any]])
     assert [len(facts["expected"][way]) for way in ("exact", "retrieval")] == [2, 2]
 
 
+@pytest.fixture(scope="module")
+def opened(saved: tuple[Job, list[Row], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """What a process found that opens while the files are in RAM."""
+    return child(replace(saved[0], kind="warm"), tmp_path_factory.mktemp("warm"))[0]
+
+
 @pytest.mark.parametrize("kind", ["warm", "cold"])
-def test_what_was_saved_is_opened(saved: tuple[Job, list[Row], dict[str, Any]], tmp_path: Path, kind: str) -> None:
+def test_what_was_saved_is_opened(
+    saved: tuple[Job, list[Row], dict[str, Any]], opened: list[Row], tmp_path: Path, kind: str
+) -> None:
     """With the tokens of the context that never was on disk; other tokens are a failed row, not a time."""
     job, files = saved[0], context_files(saved[0].store, NAME)
     if kind == "cold" and (make_cold(files) or 0) > 0.05:
         pytest.skip("this file system keeps its pages")
-    rows, _ = child(replace(job, kind=kind), tmp_path)
+    rows = opened if kind == "warm" else child(replace(job, kind=kind), tmp_path)[0]
     assert [row.status for row in rows] == ["ok"] * len(rows)
     by_key = {row.key: row for row in rows}
     for way in ("exact", "retrieval"):
@@ -88,10 +96,9 @@ def test_what_was_saved_is_opened(saved: tuple[Job, list[Row], dict[str, Any]], 
         assert "the saved one [-1]" in rows[-1].note and not rows[-1].values
 
 
-def test_report(saved: tuple[Job, list[Row], dict[str, Any]], tmp_path: Path) -> None:
+def test_report(saved: tuple[Job, list[Row], dict[str, Any]], opened: list[Row]) -> None:
     """A failed row is named; rates are of the context's bytes."""
     job, rows, facts = saved
-    opened, _ = child(replace(job, kind="warm"), tmp_path)
     failed = Row("resume/exact", "open", "s", status="failed", note="StoreError: gone")
     processes = [Process("save", rows, facts), Process("warm", opened), Process("cold", [failed])]
     found = Saved(900, processes, {"nbytes": 2e9, "cold_seconds": 4.0})

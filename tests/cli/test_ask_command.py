@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ from retrieval_attn.model.bundled import BUNDLED
 from tests.preloaded import CLI, PreloadedProcess, run_preloaded
 from tests.tiny_models import QUESTION, tiny_model
 
-FILLER = "The grass is green. The sky is blue. The sun is yellow. " * 60
+FILLER = "The grass is green. The sky is blue. The sun is yellow. " * 25
 FEW = ["--max-new-tokens", "12", "--window", "64"]
 
 
@@ -115,9 +116,9 @@ def test_html_is_read_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "its tags are read as text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_flags_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
+    """In one new interpreter, one after the other: none of them imports it for the next."""
+    cases = [
         (["--index", "foo"], "index='foo' is not a known kind"),
         (["--index", "device:keybytes=40"], "keybytes"),
         (["--retrieve", "0"], "retrieve=0"),
@@ -130,23 +131,30 @@ def test_html_is_read_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--gpu-memory", "24"], "--gpu-memory='24' is not an amount of memory"),
         (["--gpu-memory", "24GiB", "--device", "cpu"], "the model would run on the CPU"),
         (["--encoding", "utf-99"], "--encoding 'utf-99' is unknown"),
-    ],
-)
-def test_flags_are_checked_before_torch_is_imported(flags: list[str], message: str, tmp_path: Path) -> None:
+    ]
     path = tmp_path / "book.txt"
     path.write_text("The sky is blue.")
-    script = (
-        "import sys; from retrieval_attn.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    )
-    command = [sys.executable, "-c", f"{script}; sys.exit(code)", "ask", str(path), "Who?", *flags]
+    script = """
+import contextlib, io, json, sys
+from retrieval_attn.cli import main
+found = []
+for flags in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(["ask", *sys.argv[2:], *flags])
+    found.append((code, said.getvalue(), "torch" in sys.modules))
+print(json.dumps(found))
+"""
+    command = [sys.executable, "-c", script, json.dumps([flags for flags, _ in cases]), str(path), "Who?"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    for (flags, message), (code, said, has_torch) in zip(cases, json.loads(done.stdout), strict=True):
+        assert code == 2 and message in said and len(said.splitlines()) == 1 and not has_torch, (flags, said)
 
 
 def test_a_text_that_is_too_long_names_the_factor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the model is loaded, with the factor that suffices and the part that fits; transformers adds no line."""
     path = tmp_path / "book.txt"
-    path.write_text("The grass is green. " * 60_000)
+    path.write_text("The grass is green. " * 32_000)
     assert main(["ask", str(path), "Who?"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len([line for line in said if line.startswith("retrieval-attn ask:")]) == 1

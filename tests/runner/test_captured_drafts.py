@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,13 +23,14 @@ from retrieval_attn.runner.graph import pool as graph_pool
 from retrieval_attn.runner.graph.pool import BlockGraphs, GraphPool
 from retrieval_attn.runner.graph.sequence_slot import GraphSlot
 from retrieval_attn.runner.rows import can_draft
+from tests.emulation.emulated import emulated
 from tests.runner.graph_cases import DEVICE, FINER, MODELS, ROARGRAPH, idle_decoders
 from tests.runner.test_drafts import Script, prompt_of, require_equal
 from tests.tiny_models import Loaded, build_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("emulated_graphs", "small_graphs", "cheap_drafts")
 
-BASE: dict[str, Any] = {"sink": 4, "window": 40, "retrieve": 16, "prefill_chunk": 512}
+BASE: dict[str, Any] = {"sink": 4, "window": 40, "retrieve": 16, "prefill_chunk": 512, "drafts": True}
 
 
 @pytest.fixture
@@ -87,6 +88,24 @@ class Answered:
         return self.steps.drafts.length.drafted, self.steps.drafts.length.accepted
 
 
+class Shared(NamedTuple):
+    """A model of the type llama, a cache that has read 700 tokens `ids`, and the model's greedy tokens after them."""
+
+    model: Any
+    read: RetrievalCache
+    ids: torch.Tensor
+    tokens: list[int]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Shared:
+    """Tests fork the cache."""
+    model = build_model("llama")
+    read, ids = read_by(model, 700)
+    with emulated():
+        return Shared(model, read, ids, Answered(model, read, ids, 80).tokens)
+
+
 def read_by(model: Any, tokens: int, **options: Any) -> tuple[RetrievalCache, torch.Tensor]:
     ids = random_ids(1, tokens, 0).to(model.device)
     cache = RetrievalCache(model, ra.Config(**{**BASE, **options}))
@@ -96,18 +115,6 @@ def read_by(model: Any, tokens: int, **options: Any) -> tuple[RetrievalCache, to
 
 def furthest(one: Answered, other: Answered) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(one.logits, other.logits, strict=True))
-
-
-def greedy_answers(model: Any, options: dict[str, Any], right: bool) -> tuple[Answered, Answered]:
-    """The model's own tokens, by steps launched ahead and by blocks: all drafts right, or one in four wrong."""
-    read, ids = read_by(model, 900, **options)
-    alone = Answered(model, read, ids, 90)
-    drafted = Answered(model, read, ids, 90, drafter=Script(alone.tokens, None if right else random.Random(5)))
-    assert drafted.tokens == alone.tokens
-    proposed, accepted = drafted.drafted
-    least = 30 if options.get("window") == 30 else 40  # after an eviction a plan comes first
-    assert accepted == proposed > least if right else 10 < accepted < proposed
-    return alone, drafted
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,21 +148,26 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("right", [True, False])
-def test_greedy_answers(options: dict[str, Any], right: bool) -> None:
-    alone, drafted = greedy_answers(build_model("llama"), options, right)
-    assert drafted.steps is not None and drafted.steps.replays < (
-        75 if not right else 60 if options.get("window") == 30 else 50
-    )
-    require_equal(drafted.cache, alone.cache, 1e-4)
-
-
-def test_estimates_count_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tail of a block's tokens is tallied as that of single tokens is."""
+def test_greedy_answers(options: dict[str, Any]) -> None:
+    """The model's own tokens, by steps launched ahead and by blocks: all drafts right, then one in four wrong."""
     model = build_model("llama")
-    read, ids = read_by(model, 900)
-    alone = Answered(model, read, ids, 60)
-    drafted = Answered(model, read, ids, 60, drafter=Script(alone.tokens))
+    read, ids = read_by(model, 900, **options)
+    alone, evicts = Answered(model, read, ids, 90), options.get("window") == 30  # after an eviction a plan comes first
+    for chance in (None, random.Random(5)):
+        drafted = Answered(model, read, ids, 90, drafter=Script(alone.tokens, chance))
+        assert drafted.tokens == alone.tokens and drafted.steps is not None
+        proposed, accepted = drafted.drafted
+        if chance is None:
+            assert accepted == proposed > (30 if evicts else 40) and drafted.steps.replays < (60 if evicts else 50)
+        else:
+            assert 10 < accepted < proposed and drafted.steps.replays < 75
+        require_equal(drafted.cache, alone.cache, 1e-4)
+
+
+def test_estimates_count_every_token(llama: Shared) -> None:
+    """The tail of a block's tokens is tallied as that of single tokens is."""
+    alone = Answered(*llama[:3], 60)
+    drafted = Answered(*llama[:3], 60, drafter=Script(alone.tokens))
     found, wanted = drafted.cache.tail_shares(), alone.cache.tail_shares()
     assert found.keys() == wanted.keys() and found
     for number, tail in wanted.items():
@@ -165,49 +177,47 @@ def test_estimates_count_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mine.keys_scanned == others.keys_scanned > 0
 
 
-def test_a_text_ends_inside_a_block() -> None:
+def test_a_text_ends_inside_a_block(llama: Shared) -> None:
     """The end token, or the last token that is wanted, in the middle of right drafts: the cache lacks it alone."""
-    model = build_model("llama")
-    read, ids = read_by(model, 700)
-    whole = Answered(model, read, ids, 60)
-    ends = [place for place, token in enumerate(whole.tokens) if token not in whole.tokens[:place] and place > 8]
+    model, read, ids, whole = llama
+    ends = [place for place, token in enumerate(whole) if token not in whole[:place] and place > 8]
+    assert len(ends) >= 4
     for place in ends[:4]:
-        end, more = whole.tokens[place], [*whole.tokens[: place + 1], *([7] * 30)]
+        end, more = whole[place], [*whole[: place + 1], *([7] * 30)]
         found = Answered(model, read, ids, 60, drafter=Script(more), end=end)
-        assert found.tokens == whole.tokens[: place + 1]
+        assert found.tokens == whole[: place + 1]
         assert found.cache.get_seq_length() == ids.shape[1] + 1 + place
         forced = Answered(model, read, ids, 60, drafter=Script(more), script=more, end=end)
         assert forced.tokens == found.tokens
         require_equal(forced.cache, found.cache)
     for new in (2, 3, 17, 18, 30):
-        found = Answered(model, read, ids, new, drafter=Script(whole.tokens))
-        assert found.tokens == whole.tokens[:new] and found.cache.get_seq_length() == ids.shape[1] + new
+        found = Answered(model, read, ids, new, drafter=Script(whole))
+        assert found.tokens == whole[:new] and found.cache.get_seq_length() == ids.shape[1] + new
 
 
-def test_blocks_end_with_the_window(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_end_with_the_window(
+    llama: Shared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A block never evicts. One that is longer than a window's room is refused."""
-    model = build_model("llama")
-    read, ids = read_by(model, 700)
-    alone, rooms = Answered(model, read, ids, 80), list[tuple[int, int]]()
-    launch = GraphPool.launch_block
+    model, read, ids, tokens = llama
+    rooms, launch = list[tuple[int, int]](), GraphPool.launch_block
 
-    def noted(self: GraphPool, cache: RetrievalCache, tokens: list[int], position: Any) -> torch.Tensor | None:
-        rooms.append((len(tokens), self.block_room(cache)))
-        return launch(self, cache, tokens, position)
+    def noted(self: GraphPool, cache: RetrievalCache, block: list[int], position: Any) -> torch.Tensor | None:
+        rooms.append((len(block), self.block_room(cache)))
+        return launch(self, cache, block, position)
 
     monkeypatch.setattr(GraphPool, "launch_block", noted)
-    drafted = Answered(model, read, ids, 80, drafter=Script(alone.tokens))
-    assert drafted.tokens == alone.tokens and all(count <= room for count, room in rooms)
+    drafted = Answered(model, read, ids, 80, drafter=Script(tokens))
+    assert drafted.tokens == tokens and all(count <= room for count, room in rooms)
     assert any(count == room for count, room in rooms) and {count for count, _ in rooms} <= set(BLOCKS)
     monkeypatch.setattr(GraphSlot, "block_room", 16)
-    longer = Answered(model, read, ids, 80, drafter=Script(alone.tokens))
+    longer = Answered(model, read, ids, 80, drafter=Script(tokens))
     assert longer.drafted == (0, 0) and "cannot be captured" in caplog.text  # it would write behind the window
 
 
-def test_wrong_drafts_that_are_counted_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_drafts_that_are_counted_are_noticed(llama: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison fails if a block's accepted drafts are not counted; without accepted drafts the text is right."""
-    model = build_model("llama")
-    read, ids = read_by(model, 700)
+    model, read, ids, _ = llama
     alone = Answered(model, read, ids, 60)
     with monkeypatch.context() as patch:
         patch.setattr(GraphPool, "commit_drafts", lambda self, cache, count: None)
@@ -223,11 +233,9 @@ def test_wrong_drafts_that_are_counted_are_noticed(monkeypatch: pytest.MonkeyPat
         assert wrong.tokens == alone.tokens  # no draft is taken: still right
 
 
-def test_a_failed_search_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_search_in_a_block(llama: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error reaches the caller, no token of the block counts, and the same graphs go on."""
-    model = build_model("llama")
-    read, ids = read_by(model, 700)
-    alone = Answered(model, read, ids, 40)
+    model, read, ids, tokens = llama
     confirm, failing = GraphPool.confirm, [True]
 
     def failed(self: GraphPool) -> float:
@@ -240,22 +248,20 @@ def test_a_failed_search_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(GraphPool, "confirm", failed)
         with pytest.raises(BackendError, match="layer 1"):
-            Answered(model, read, ids, 40, drafter=Script(alone.tokens))
-    drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
-    assert drafted.tokens == alone.tokens
+            Answered(model, read, ids, 40, drafter=Script(tokens))
+    drafted = Answered(model, read, ids, 40, drafter=Script(tokens))
+    assert drafted.tokens == tokens[:40]
 
 
-def test_graphs_are_captured_once() -> None:
+def test_graphs_are_captured_once(llama: Shared) -> None:
     """One graph for each number of tokens, kept with the pool for the next cache; a step without drafts has its own."""
-    model = build_model("llama")
-    read, ids = read_by(model, 700)
-    alone = Answered(model, read, ids, 80)
-    Answered(model, read, ids, 80, drafter=Script(alone.tokens))
+    model, read, ids, tokens = llama
+    Answered(model, read, ids, 80, drafter=Script(tokens))
     (pool,) = idle_pools(model)
     captures, sizes = pool.captures, set(pool.blocks.graphs)
-    assert captures == 1 + len(sizes) and sizes <= set(BLOCKS)
-    again = Answered(model, read, ids, 80, drafter=Script(alone.tokens))
-    assert again.tokens == alone.tokens and (pool.captures, set(pool.blocks.graphs)) == (captures, sizes)
+    assert captures == 1 + len(sizes) and set() < sizes <= set(BLOCKS)
+    again = Answered(model, read, ids, 80, drafter=Script(tokens))
+    assert again.tokens == tokens and (pool.captures, set(pool.blocks.graphs)) == (captures, sizes)
 
 
 def idle_pools(model: Any) -> list[GraphPool]:
@@ -276,30 +282,29 @@ def test_blocks_are_captured_while_a_context_is_read(loaded: Loaded) -> None:
         assert pool.captures == 1 + len(pool.blocks.graphs)
 
 
-def test_a_block_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_that_cannot_be_captured(
+    llama: Shared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """There are no more drafts, said once; the text is the same, by steps of one token. The next one drafts again."""
-    model = build_model("llama")
-    read, ids = read_by(model, 700)
-    alone = Answered(model, read, ids, 40)
+    model, read, ids, tokens = llama
 
     def refused(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(BlockGraphs, "launch", refused)
-        drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
-    assert drafted.tokens == alone.tokens and drafted.drafted == (0, 0)
+        drafted = Answered(model, read, ids, 40, drafter=Script(tokens))
+    assert drafted.tokens == tokens[:40] and drafted.drafted == (0, 0)
     assert caplog.text.count("no more drafts") == 1
-    drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
-    assert drafted.tokens == alone.tokens and drafted.drafted[1] > 0
+    drafted = Answered(model, read, ids, 40, drafter=Script(tokens))
+    assert drafted.tokens == tokens[:40] and drafted.drafted[1] > 0
 
 
-def test_a_capture_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_failed_is_not_tried_again(llama: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next answer decodes without drafts from the start, by captured steps of one token."""
-    model = build_model("llama")
-    read, ids = read_by(model, 700)
-    alone, tried = Answered(model, read, ids, 40), list[int]()
-    captured = decode_graph.capture
+    model, read, ids, tokens = llama
+    Answered(model, read, ids, 2)  # captures the step of one token
+    tried, captured = list[int](), decode_graph.capture
 
     def failing(binding: Any, token: torch.Tensor, position: torch.Tensor) -> Any:
         tried.append(len(token))
@@ -309,18 +314,16 @@ def test_a_capture_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(decode_graph, "capture", failing)
     for _ in range(2):
-        drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
-        assert drafted.tokens == alone.tokens and drafted.drafted == (0, 0) and drafted.how == "graph"
+        drafted = Answered(model, read, ids, 40, drafter=Script(tokens))
+        assert drafted.tokens == tokens[:40] and drafted.drafted == (0, 0) and drafted.how == "graph"
     assert len(tried) == 1 and tried[0] in BLOCKS
 
 
 def test_a_plan_that_fails_halfway_ends_drafts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llama: Shared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Raise in the middle of a plan: the running step ends, and no block uses the incomplete plan."""
-    model = build_model("llama")
-    read, ids = read_by(model, 900)
-    alone = Answered(model, read, ids, 40)
+    model, read, ids, tokens = llama
     take = decode_graph.DecodeGraph.take
 
     def failing(self: Any, *args: Any) -> Any:
@@ -330,9 +333,9 @@ def test_a_plan_that_fails_halfway_ends_drafts(
             yield layer
 
     monkeypatch.setattr(decode_graph.DecodeGraph, "take", failing)
-    Answered(model, read, ids, 40, drafter=Script(alone.tokens))  # captures blocks, which plans
-    drafted = Answered(model, read, ids, 40, drafter=Script(alone.tokens))
-    assert drafted.tokens == alone.tokens and drafted.how == "graph" and "no memory" in caplog.text
+    Answered(model, read, ids, 40, drafter=Script(tokens))  # captures blocks, which plans
+    drafted = Answered(model, read, ids, 40, drafter=Script(tokens))
+    assert drafted.tokens == tokens[:40] and drafted.how == "graph" and "no memory" in caplog.text
     assert drafted.drafted[0] < 40
 
 
@@ -355,24 +358,24 @@ def test_answers_over_all_keys(host_dtype: str, needle_model_path: Any, monkeypa
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}, {"repetition_penalty": 1.1}])
-def test_answers_of_contexts(options: dict[str, Any], loaded: Loaded) -> None:
+def test_answers_of_contexts(loaded: Loaded) -> None:
     """Greedy, sampled and penalized answers have the tokens that they have without drafts; forks and stops too."""
     line = "def area(width, height): return width * height  # of a rectangle, in square metres\n"
-    text, answers = line * 40, []
+    ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}, {"repetition_penalty": 1.1}]
+    answers = []
     for drafts in (False, True):
-        context = ra.Context(*loaded, ra.Config(drafts=drafts, window=128, sink=16)).read(text, progress=False)
+        read = ra.Context(*loaded, ra.Config(drafts=drafts, window=128, sink=16)).read(line * 20, progress=False)
         captured = idle_decoders(loaded[0])
         assert captured
-        found = [context.ask(line * 2, max_new_tokens=60, ignore_eos=True, **options)]
-        found.append(context.fork().ask("And now?", max_new_tokens=30, **options))
-        found.append(context.ask(line, max_new_tokens=40, stop=("metres",), **options))
-        answers.append(found)
-    assert [one.tokens for one in answers[0]] == [one.tokens for one in answers[1]]
-    assert [one.text for one in answers[0]] == [one.text for one in answers[1]]
-    assert all(one.stats.decoded == "graph" for found in answers for one in found)
-    assert not any(one.stats.drafted_tokens for one in answers[0])
-    assert any(one.stats.accepted_tokens for one in answers[1])
+        for options in ways:
+            context = read.fork()
+            found = [context.ask(line * 2, max_new_tokens=40, ignore_eos=True, **options)]
+            found.append(context.fork().ask("And now?", max_new_tokens=16, **options))
+            found.append(context.ask(line, max_new_tokens=32, stop=("metres",), **options))
+            assert all(one.stats.decoded == "graph" for one in found)
+            assert any(one.stats.accepted_tokens if drafts else one.stats.drafted_tokens for one in found) == drafts
+            answers.append([(one.tokens, one.text) for one in found])
+    assert answers[: len(ways)] == answers[len(ways) :]
 
 
 def test_texts_without_drafts_are_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from retrieval_attn.index.formats import Format
 from retrieval_attn.index.kernels.packed import keep_best
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.model.bundled import BUNDLED
+from tests.preloaded import run_preloaded
 from tests.test_structure import ROOT
 from tests.waiting import WAIT_SECONDS, comes_true
 
@@ -56,6 +57,14 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setattr("numba.config.CACHE_DIR", "")
     return tmp_path / "kernels"
+
+
+@pytest.fixture(scope="module")
+def int8_kernels() -> None:
+    """Those that a short read runs are loaded, from the folder that other tests use."""
+    for job in kernel_jobs(Format.INT8, IndexSpec.of("flat"), retrieve_all=True):
+        if not job.target.endswith(":build"):
+            job.run()
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -246,7 +255,7 @@ def nothing_under_way() -> bool:
 
 
 def test_loading_a_model_begins_what_its_reads_wait_for(
-    own_folder: Path, begun: list[CompileJob], monkeypatch: pytest.MonkeyPatch
+    int8_kernels: None, own_folder: Path, begun: list[CompileJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for both, and nobody waits in the load. Of the jobs a quick one: others take half a minute."""
     given: list[Any] = []
@@ -294,7 +303,10 @@ def test_a_load_that_ends_early_ends_the_other_processes(
 def test_what_nobody_waits_for_ends_with_the_process(tmp_path: Path) -> None:
     """A model that is loaded and never used: no wait, no crash, no compiler that goes on."""
     code = f"""
-import time
+import os, time
+import numba
+os.environ.pop("NUMBA_CACHE_DIR", None)
+numba.config.CACHE_DIR = ""
 import retrieval_attn as ra
 from retrieval_attn.compile import jobs
 from retrieval_attn.runner import ready
@@ -304,7 +316,7 @@ ra.LLM({str(BUNDLED)!r}, device="cpu")
 while not compilation._workers: time.sleep(0.01)
 print(compilation._workers[0].pid)
 """
-    done = python(code, **{place.VARIABLE: str(tmp_path)})
+    done = run_preloaded(["-c", code], environment={place.VARIABLE: str(tmp_path)}, finalizes=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)

@@ -67,7 +67,7 @@ def test_steps_spills_and_tiers(tmp_path: Path) -> None:
         assert some["engine_steps_total"] >= 10 and 0 < host <= waiting < step
         assert some["window_evictions_total"] == 0
         # as many tokens as the window has gather behind it, then they move to the host
-        body = {"model": "bundled", "prompt": document(), "max_tokens": 150, "temperature": 0}
+        body = {"model": "bundled", "prompt": document(), "max_tokens": 80, "temperature": 0}
         tokens = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
         assert tokens > 64 and samples(http)["window_evictions_total"] == tokens // 64
         record = saved(http, name="book", text=document())

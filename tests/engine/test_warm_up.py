@@ -6,13 +6,14 @@ import logging
 import re
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from retrieval_attn.attention.cache import RetrievalCache
 from retrieval_attn.engine import warm_up
-from retrieval_attn.engine.engine import Engine
+from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.node import Sizes
 from retrieval_attn.engine.request import Request
 from retrieval_attn.engine.stepper import Stepper
@@ -52,10 +53,10 @@ def asked(lengths: list[int], draw: SamplingParams, tokens: int) -> list[Request
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
-        ({}, 6),
-        (DEVICE, 6),
+        ({}, 3),
+        (DEVICE, 3),
         (REACHED, 30),
-        ({"paged_prefix_tokens": 128}, 6),
+        ({"paged_prefix_tokens": 128}, 3),
         ({**REACHED, "paged_prefix_tokens": 128}, 30),
     ],
     ids=["own", "device", "rows", "pages", "rows and pages"],
@@ -63,14 +64,14 @@ def asked(lengths: list[int], draw: SamplingParams, tokens: int) -> list[Request
 def test_nothing_is_captured_after_it(
     options: dict[str, Any], tokens: int, captures: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By rows of any length and number, in every way to draw; of answers nothing changes. tokens: of the last
-    answers, in the course of which the host gets keys that the device has no codes of.
+    """By rows of any length and number, also as many as there may be, in every way to draw; of answers nothing changes.
+    tokens: of the last answers, in the course of which the host gets keys that the device has no codes of.
     """
     monkeypatch.setattr(search, "MIN_CLASS", 128)  # else all rows of such a model are of one class
     engine_options = {name: value for name, value in options.items() if name == "paged_prefix_tokens"}
     llm = llm_of(CONFIG.replace(**{name: value for name, value in options.items() if name not in engine_options}))
-    lengths = [700, 20, 60, 300, 90, 128]
-    with Engine(llm, **engine_options) as engine:
+    lengths = [700, 20, 60, 300, 128]
+    with Engine(llm, limits=replace(default_limits(llm.model, llm.config), rows=4), **engine_options) as engine:
         counted: list[int] = []  # what graphs take beside tensors is known once all of them are there
         monkeypatch.setattr(warm_up, "lower_cap_for_graphs", lambda device: counted.append(len(captures)))
         engine.warm_up(tokens=1000, progress=False)
@@ -79,7 +80,7 @@ def test_nothing_is_captured_after_it(
         runner = engine._stepper._runner
         assert (runner.reason, runner._pool is not None and not runner._pool.rows) == ("", True)
         for draw in warm_up.DRAWS:
-            count = tokens if draw is warm_up.DRAWS[-1] else 6
+            count = tokens if draw is warm_up.DRAWS[-1] else 3
             requests = asked(lengths, draw, count)
             answers = [ticket.result() for ticket in [engine.submit(request) for request in requests]]
             assert all(len(answer.tokens) == count for answer in answers)
@@ -109,7 +110,9 @@ def test_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(self.size)
         return step(self, *args, **options)
 
-    with Engine(llm_of(), paged_prefix_tokens=128) as engine:
+    llm = llm_of()
+    limits = replace(default_limits(llm.model, llm.config), rows=3)
+    with Engine(llm, limits=limits, paged_prefix_tokens=128) as engine:
         engine.warm_up(progress=False)
         assert seen and not [one for one in seen if one() is not None]
         assert engine._exact is not None and engine._exact.free_pages and not engine._exact.counts.held
@@ -182,9 +185,8 @@ def wait_until_warm(engine: Engine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated_graphs")
-@pytest.mark.parametrize("options", [{}, REACHED], ids=["own", "rows"])
 def test_requests_go_before_a_background_warm_up(
-    options: dict[str, Any], captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It waits for one piece at most, the text is freed meanwhile, and in the end nothing is left to capture."""
     caplog.set_level(logging.INFO, "retrieval_attn.engine.warm_up")
@@ -192,12 +194,12 @@ def test_requests_go_before_a_background_warm_up(
     monkeypatch.setattr(warm_up, "IDLE_SECONDS", 0.0)
     counted: list[int] = []
     monkeypatch.setattr(warm_up, "lower_cap_for_graphs", lambda device: counted.append(len(captures)))
-    llm = llm_of(CONFIG.replace(drafts=False, **options))
+    llm = llm_of(CONFIG.replace(drafts=False, **REACHED))
     with Engine(llm) as engine:
         gate = Gate(engine, monkeypatch)
         engine.warm_up(rows=4, tokens=1000, progress=False, background=True)
         assert gate.reached.wait(WAIT_SECONDS)
-        ways = 4 if options else 2
+        ways = 4
         assert gate.events == [1] * ways and str(engine.warming) == f"{ways} of {3 * ways} graphs"
         request = asked([700], SamplingParams(), 6)[0]
         ticket = engine.submit(request)
@@ -217,7 +219,7 @@ def test_requests_go_before_a_background_warm_up(
     assert same(answer, alone(llm, request))
     first, others = (record.getMessage() for record in caplog.records if " graphs after " in record.getMessage())
     piece = r"\w+ x {} [\d.]+ \+ [\d.]+"
-    alone_first = 3 if options else 2  # rows whose keys the host and the device read may be captured later
+    alone_first = 3  # rows whose keys the host and the device read may be captured later
     assert first.startswith(f"{alone_first} of {3 * ways} graphs") and others.startswith(
         f"{3 * ways} of {3 * ways} graphs"
     )

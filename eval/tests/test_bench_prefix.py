@@ -24,8 +24,6 @@ from retrieval_attn_eval.load.line import Line
 from retrieval_attn_eval.load.long_prompts import AgentProfile, agent_lines, document_lines
 from retrieval_attn_eval.load.sender import FORMS, Asking
 
-pytestmark = pytest.mark.usefixtures("modules_stay_frozen")
-
 TINY = ("--shape", "tiny", "--random-ids", "--device", "cpu", "--index", "flat", "--threads", "1", "--no-plot")
 
 

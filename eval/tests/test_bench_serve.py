@@ -29,7 +29,7 @@ from retrieval_attn_eval.bench.serve.workload import Ids, Workload, calls_of, li
 from retrieval_attn_eval.bench.session.subject import Subject
 from retrieval_attn_eval.load.line import Block, read_trace
 
-pytestmark = pytest.mark.usefixtures("one_thread", "modules_stay_frozen")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORKLOAD = Workload(
     kind="clients", requests=5, length=80, question=8, tokens=4, scale=0.01, rate=0.0, speed=10.0, clients=2, seed=3

@@ -37,14 +37,16 @@ SPARE = 16
 @contextmanager
 def collections_are_short() -> Iterator[None]:
     """Within, garbage collections leave alone what is there now, as in a server: to visit modules and model takes .3 s,
-    beside a GPU's libraries every second or two, and all rows wait.
+    beside a GPU's libraries every second or two, and all rows wait. Where some was frozen before, all stays frozen.
     """
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 @dataclass(frozen=True)

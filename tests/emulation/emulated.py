@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from retrieval_attn.cpu.serve import CallTable
 from retrieval_attn.gpu.decode.kernels import replaced_kernels
 from retrieval_attn.runner.graph.support import replaced_runtime
-from tests.emulation.naps import NappingTable
 from tests.emulation.runtime import EmulatedRuntime
 from tests.reference.kernels import reference_kernels
 
@@ -25,4 +25,4 @@ def emulated(runtime: EmulatedRuntime | None = None) -> Iterator[None]:
 
 @functools.cache
 def _shared() -> EmulatedRuntime:
-    return EmulatedRuntime(NappingTable)
+    return EmulatedRuntime(CallTable)

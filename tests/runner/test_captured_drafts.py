@@ -117,6 +117,25 @@ def furthest(one: Answered, other: Answered) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(one.logits, other.logits, strict=True))
 
 
+def drafted_greedily(
+    alone: Answered, model: Any, read: RetrievalCache, ids: torch.Tensor, options: dict[str, Any], right: bool
+) -> Answered:
+    """The tokens of `alone` again, by blocks: all drafts right, or one in four wrong."""
+    drafted = Answered(model, read, ids, 90, drafter=Script(alone.tokens, None if right else random.Random(5)))
+    assert drafted.tokens == alone.tokens
+    proposed, accepted = drafted.drafted
+    least = 30 if options.get("window") == 30 else 40  # after an eviction a plan comes first
+    assert accepted == proposed > least if right else 10 < accepted < proposed
+    return drafted
+
+
+def greedy_answers(model: Any, options: dict[str, Any], right: bool) -> tuple[Answered, Answered]:
+    """The model's own tokens, by steps launched ahead and by blocks."""
+    read, ids = read_by(model, 900, **options)
+    alone = Answered(model, read, ids, 90)
+    return alone, drafted_greedily(alone, model, read, ids, options, right)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_as_without_drafts(name: str) -> None:
     """Right and wrong drafts over several evictions, forced tokens: logits, windows, host keys, indexes, clusters."""
@@ -152,15 +171,11 @@ def test_greedy_answers(options: dict[str, Any]) -> None:
     """The model's own tokens, by steps launched ahead and by blocks: all drafts right, then one in four wrong."""
     model = build_model("llama")
     read, ids = read_by(model, 900, **options)
-    alone, evicts = Answered(model, read, ids, 90), options.get("window") == 30  # after an eviction a plan comes first
-    for chance in (None, random.Random(5)):
-        drafted = Answered(model, read, ids, 90, drafter=Script(alone.tokens, chance))
-        assert drafted.tokens == alone.tokens and drafted.steps is not None
-        proposed, accepted = drafted.drafted
-        if chance is None:
-            assert accepted == proposed > (30 if evicts else 40) and drafted.steps.replays < (60 if evicts else 50)
-        else:
-            assert 10 < accepted < proposed and drafted.steps.replays < 75
+    alone = Answered(model, read, ids, 90)
+    for right in (True, False):
+        drafted = drafted_greedily(alone, model, read, ids, options, right)
+        most = 75 if not right else 60 if options.get("window") == 30 else 50
+        assert drafted.steps is not None and drafted.steps.replays < most
         require_equal(drafted.cache, alone.cache, 1e-4)
 
 

@@ -249,7 +249,8 @@ def require_equal(one: RetrievalCache, other: RetrievalCache, tolerance: float =
         np.testing.assert_allclose(mine, yours, rtol=0, atol=tolerance * max(1.0, np.abs(yours).max(initial=0.0)))
 
 
-SERVED = [name for name, (_, changes) in CONFIGS.items() if "longrope" not in str(changes)]
+# "yi" is "llama" with another base of its positions
+SERVED = [name for name, (_, changes) in CONFIGS.items() if "longrope" not in str(changes) and name != "yi"]
 
 
 @pytest.fixture(params=SERVED)
@@ -333,21 +334,21 @@ def test_the_last_positions_of_a_model() -> None:
 # -- answers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}, {"repetition_penalty": 1.1}])
-def test_answers_of_contexts(options: dict[str, Any], loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy, sampled and penalized answers have the tokens that they have without drafts; forks and saves too."""
+def test_answers_of_contexts(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, sampled and penalized answers have the tokens that they have without drafts; forks and stops too."""
     # fixed costs: with measured ones a loaded machine turns drafts off
     monkeypatch.setattr(BlockCosts, "extra", lambda self, rows, drafts: 0.1 * drafts)
     monkeypatch.setattr(BlockCosts, "spent", lambda self, seconds: 0.0)
     line = "def area(width, height): return width * height  # of a rectangle, in square metres\n"
-    text, answers = line * 40, []
+    ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5, "top_p": 0.9}, {"repetition_penalty": 1.1}]
+    answers = []
     for drafts in (False, True):
-        context = ra.Context(*loaded, ra.Config(drafts=drafts, window=128, sink=16)).read(text, progress=False)
-        found = [context.ask(line * 2, max_new_tokens=60, ignore_eos=True, **options)]
-        found.append(context.fork().ask("And now?", max_new_tokens=30, **options))
-        found.append(context.ask(line, max_new_tokens=40, stop=("metres",), **options))
-        answers.append(found)
-    assert [one.tokens for one in answers[0]] == [one.tokens for one in answers[1]]
-    assert [one.text for one in answers[0]] == [one.text for one in answers[1]]
-    assert not any(one.stats.drafted_tokens for one in answers[0])
-    assert any(one.stats.accepted_tokens for one in answers[1])
+        read = ra.Context(*loaded, ra.Config(drafts=drafts, window=128, sink=16)).read(line * 20, progress=False)
+        for options in ways:
+            context = read.fork()
+            found = [context.ask(line * 2, max_new_tokens=40, ignore_eos=True, **options)]
+            found.append(context.fork().ask("And now?", max_new_tokens=16, **options))
+            found.append(context.ask(line, max_new_tokens=32, stop=("metres",), **options))
+            assert any(one.stats.accepted_tokens if drafts else one.stats.drafted_tokens for one in found) == drafts
+            answers.append([(one.tokens, one.text) for one in found])
+    assert answers[: len(ways)] == answers[len(ways) :]

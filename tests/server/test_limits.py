@@ -303,7 +303,7 @@ class TestBodies:
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=60)
 
 
 def counted(value: Any, depth: int = 1) -> Iterator[tuple[str, int]]:
@@ -320,7 +320,7 @@ def counted(value: Any, depth: int = 1) -> Iterator[tuple[str, int]]:
             yield "strings", 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(VALUES, st.integers(1, 6), st.booleans(), st.sampled_from((None, 1)))
 @example("\\", 1, True, None)
 @example('"', 1, False, None)

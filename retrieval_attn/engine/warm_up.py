@@ -44,7 +44,8 @@ PAGED_TOKENS = 64
 READS = Reads.DEVICE, None, Reads.HOST, Reads.BOTH
 """In order of need: rows of long texts, rows that retrieve nothing, rows of a few hundred keys, long answers."""
 DRAFTED = Reads.DEVICE, Reads.HOST
-"""Readers of rows that may have drafts: each has four graphs more, of 30 MB each."""
+"""Readers of rows that may have drafts: each has four graphs more, which take seconds to capture (7.6 for both) and
+20 MB together."""
 SHORT_TOKENS = 16
 """Tokens, after its pages, of a text from which nothing is retrieved."""
 BAR_DELAY_SECONDS = 2.0

@@ -46,8 +46,6 @@ LAYOUT_TOKENS = 131072
 GRAPH_BYTES = GIB
 """Bytes for the graphs of an engine's steps, and for the work of a question while a text is read: .96 GiB lay outside
 the allocator after the graphs of 16 rows of Llama-3-8B's shape were captured (H200)."""
-DRAFT_GRAPH_BYTES = GIB // 4
-"""The same for steps with drafts: eight graphs of 30 MB."""
 
 
 class IndexChoice:
@@ -310,8 +308,7 @@ def _beside_windows(model: PreTrainedModel, config: Config, rows: int, free: int
     two.
     """
     size = DeviceSize(model_shape(model), config, config.prefill_chunk, 1 << max(0, rows - 1).bit_length())
-    graphs = GRAPH_BYTES + DRAFT_GRAPH_BYTES * (config.drafts is not False)
-    return max(0, free - MARGIN - size.window_bytes - size.sliding_bytes - sum(state_bytes(size)) - graphs)
+    return max(0, free - MARGIN - size.window_bytes - size.sliding_bytes - sum(state_bytes(size)) - GRAPH_BYTES)
 
 
 def free_device_bytes(model: Any) -> int | None:

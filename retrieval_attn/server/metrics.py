@@ -47,6 +47,8 @@ ENGINE = {
         "host_stall_seconds",
         "Upper bound of the seconds of decode steps in which the device was idle or stalled on the host",
     ),
+    "drafted_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that decode steps verified"),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were the sampled ones"),
     "content_hits": ("saved_context_hits", "Requests that continue a saved context without naming it"),
     "content_hit_tokens": ("saved_context_hit_tokens", "Prompt tokens of saved contexts that were not named"),
     "disk_saves": ("prefix_cache_disk_saves", "Prefix-cache entries written to the disk"),

@@ -85,7 +85,7 @@ class Settings:
 WARM_TOKENS = 16_384, 131_072
 """Tokens that a server warms up for if nothing is said, without a GPU and with one. Graphs of steps serve shorter rows
 as fast, and longer ones need others: a second set that the first long answer waits for, and less GPU memory for texts
-(docs/archive/log.md, 2026-11-30: graphs for 128K from the start)."""
+(docs/archive/log.md, 2026-12-01: graphs for 128K from the start)."""
 GENERATION_CONFIGS = ("auto", "none", "vllm")
 """Of `--generation-config`: use the model's sampling values, or neutral ones ("vllm" is vLLM's word for "none")."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -160,6 +160,18 @@ def test_counters_go_on_when_an_engine_begins_anew() -> None:
         assert f"retrieval_attn:window_evictions_total {total}.0" in text
 
 
+def test_drafts_have_the_names_of_vllm() -> None:
+    counts = Counts()
+    counts.add_drafts(7, 5)
+    counts.add_drafts(3, 0)
+    shared = dict.fromkeys([*PREFIX_CACHE, *PREFIX_CACHE_EVENTS], 0)
+    others = dict.fromkeys(["rows", "waiting", "saves_running", "saves_failed", "slot_utilization"], 0)
+    stats = {**others, "waiting_gpu_memory": 0, "shared": shared, **counts.plain, **DiskCounts()._asdict()}
+    text = Metrics().text(stats, 0).decode()
+    assert "retrieval_attn:spec_decode_num_draft_tokens_total 10.0" in text
+    assert "retrieval_attn:spec_decode_num_accepted_tokens_total 5.0" in text
+
+
 def damage(store: ContextStore, name: str, array: str) -> None:
     """Change 64 bytes in the middle of an array of the context's last layer."""
     node = store.get(store.resolve(name).digest)

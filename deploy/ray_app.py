@@ -55,8 +55,8 @@ TRIES = 3
 class Options(BaseModel):
     """Of `serve run`, as NAME=VALUE. gpus, cpus: of each replica. gpu_memory: as `retrieval-attn serve` takes it. keys:
     the file of API keys. name: of the model, for clients. body_bytes: of a request at most. apart: the engine has a
-    process of its own, as `--engine process` gives it one. warm_up: as `--warm-up`. allowed_hosts: names of the server
-    without keys, as `--allowed-host`, with commas between them.
+    process of its own, as `--engine process` gives it one. warm_up: tokens of `--warm-up`, or auto. allowed_hosts:
+    names of the server without keys, as `--allowed-host`, with commas between them.
     """
 
     model_config = ConfigDict(extra="forbid")

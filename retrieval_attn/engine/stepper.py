@@ -148,7 +148,7 @@ class Stepper:
         draws: Sequence[SamplingParams],
         tokens: int = 0,
         *,
-        drafts: bool = False,
+        drafts: int = 0,
     ) -> None:
         """Compile kernels and capture graphs of steps of `rows` sequences like `cache`.
 
@@ -158,7 +158,7 @@ class Stepper:
             rows: sequences in the step.
             draws: sampling parameters; one step runs for each.
             tokens: longest sequence that graphs shall serve.
-            drafts: capture the steps of one sequence with drafts, too.
+            drafts: tokens of a step of one sequence with drafts, which is captured, too; 0: none.
 
         Raises the errors of a step.
         """
@@ -174,7 +174,7 @@ class Stepper:
                     raise error
             if drafts:
                 compile_lookup()
-                self._runner.capture_blocks(forks[0], draws)
+                self._runner.capture_block(forks[0], draws, drafts)
         finally:
             self._runner.clear()
             self._clock.take()  # a rehearsal is not counted

@@ -30,6 +30,7 @@ from retrieval_attn.gpu.memory import lower_cap_for_graphs
 from retrieval_attn.index.auto import SKETCH_FROM
 from retrieval_attn.memory.device_room import layout_of
 from retrieval_attn.runner.drafted_steps import steps_eagerly
+from retrieval_attn.runner.drafts import BLOCKS
 from retrieval_attn.runner.graph.host_row_gather import Reads
 from retrieval_attn.runner.rows import can_draft
 from retrieval_attn.sampling.sampling_params import SamplingParams
@@ -44,8 +45,7 @@ PAGED_TOKENS = 64
 READS = Reads.DEVICE, None, Reads.HOST, Reads.BOTH
 """In order of need: rows of long texts, rows that retrieve nothing, rows of a few hundred keys, long answers."""
 DRAFTED = Reads.DEVICE, Reads.HOST
-"""Readers of rows that may have drafts: each has four graphs more, which take seconds to capture (7.6 for both) and
-20 MB together."""
+"""Readers of rows that may have drafts by default. The graphs of both take 7.6 s to capture, and 20 MB."""
 SHORT_TOKENS = 16
 """Tokens, after its pages, of a text from which nothing is retrieved."""
 BAR_DELAY_SECONDS = 2.0
@@ -101,7 +101,12 @@ class WarmUp(NamedTuple):
         alone = [Piece(read, pool, 1) for read, pool in ways]
         first = [piece for piece in alone if piece.read != Reads.BOTH]
         batches = [Piece(*way, size) for way, size in itertools.product(ways, sizes) if size > 1]
-        drafted = [piece._replace(drafts=True) for piece in alone if piece.read in DRAFTED and _drafts(loop, config)]
+        drafting = DRAFTED if config.drafts == "auto" else READS
+        drafted = [
+            piece._replace(drafts=count)
+            for piece, count in itertools.product(alone, BLOCKS if _drafts(loop, config) else ())
+            if piece.read in drafting
+        ]
         return first, [*alone[len(first) :], *batches, *drafted]
 
     def _cache(self, loop: AnswerLoop, config: Config) -> RetrievalCache:
@@ -164,18 +169,19 @@ class Piece(NamedTuple):
         read: reader of retrieved rows; None: nothing is retrieved.
         exact: pages that hold the start of the text; None: it has none.
         rows: sequences in the step.
-        drafts: capture the steps with drafts, if the sequence may have some.
+        drafts: tokens of a step with drafts, which is captured if the sequence may have some; 0: of one without.
     """
 
     read: Reads | None
     exact: PagedKVPool | None
     rows: int
-    drafts: bool = False
+    drafts: int = 0
 
     def __str__(self) -> str:
         """Return its name in logs."""
         read = "none" if self.read is None else self.read.name.lower()
-        return f"{read}{'' if self.exact is None else ', pages'} x {self.rows}{' with drafts' if self.drafts else ''}"
+        drafts = f", {self.drafts} tokens" if self.drafts else ""
+        return f"{read}{'' if self.exact is None else ', pages'} x {self.rows}{drafts}"
 
 
 class _Run:

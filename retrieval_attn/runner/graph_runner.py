@@ -33,7 +33,7 @@ from retrieval_attn.model.adapters import unwrapped
 from retrieval_attn.model.placement import input_device
 from retrieval_attn.offload.threads import foreground
 from retrieval_attn.runner.decode import note_eager
-from retrieval_attn.runner.drafts import BLOCKS, DRAFTED_TOKENS
+from retrieval_attn.runner.drafts import DRAFTED_TOKENS
 from retrieval_attn.runner.graph.decode_graph import BATCHED
 from retrieval_attn.runner.graph.decoder import attending
 from retrieval_attn.runner.graph.pages import prefix_of
@@ -337,18 +337,17 @@ class GraphRunner:
         return self._block_sampler([draw] * count, logits, range(position + 1, position + 1 + count))
 
     @ordinary_tensors
-    def capture_blocks(self, cache: RetrievalCache, draws: Sequence[SamplingParams]) -> None:
-        """Capture the steps of several tokens of a cache that had a step, and undo them. draws: how to sample."""
+    def capture_block(self, cache: RetrievalCache, draws: Sequence[SamplingParams], count: int) -> None:
+        """Capture the step of `count` tokens of a cache that had a step, and undo it. draws: how to sample."""
         position = cache.get_seq_length()
-        for count in BLOCKS:
-            if self._pool is None or count > self.block_room(cache):
-                return
-            with self._turn:
-                logits = self._pool.launch_block(cache, [0] * count, position)
-                if logits is not None:
-                    for draw in draws:
-                        self._sample_block(draw, logits, position)
-                self._pool.undo()
+        if self._pool is None or count > self.block_room(cache):
+            return
+        with self._turn:
+            logits = self._pool.launch_block(cache, [0] * count, position)
+            if logits is not None:
+                for draw in draws:
+                    self._sample_block(draw, logits, position)
+            self._pool.undo()
 
     def _serves(self, cache: RetrievalCache) -> bool:
         """Return whether a graph can serve this cache. The first cache sets the shape of the pool."""

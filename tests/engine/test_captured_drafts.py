@@ -242,6 +242,19 @@ def test_by_default_drafts_wait_for_no_capture(loaded: Loaded, monkeypatch: pyte
         assert captures >= 1 + len(BLOCKS)
         require_same([engine.submit(request).result()], wanted)
         assert engine._stepper._runner.captures == captures and engine.stats["accepted_tokens"] > 15
+        drafted = engine.stats["drafted_tokens"]
+        # of another kind of step: nothing is retrieved, and no such blocks are captured
+        short = Request((request.parts[0][:12] * 3,), 30, stop_ids=frozenset())
+        assert engine.submit(short).result().error is None
+        assert engine.stats["drafted_tokens"] == drafted and engine._stepper._runner.blocks.graphs
+        assert engine._stepper._runner.captures == captures
+
+
+def test_only_captured_blocks_are_ready() -> None:
+    blocks = BlockGraphs()
+    assert blocks.is_ready(4), "a step that waits for its capture is planned with it"
+    blocks.captures = False
+    assert not blocks.is_ready(4)
 
 
 def test_steps_launched_early_are_used(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,8 @@ def test_generate_takes_the_switch_from_the_options() -> None:
     assert decoder.replays == out[0].shape[1] - PROMPT - 1
     with pytest.raises(ConfigError, match='graph must be "auto", True or False, got 3'):
         ra.Config(graph=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match='drafts must be "auto", True or False, got 3'):
+        ra.Config(drafts=3)  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -60,8 +60,8 @@ class BlockGraphs(BlockPlans):
     graphs: by the number of tokens. launched: the last one that was launched; None: a step of one token was. refused:
     whether one could not be captured or lacked memory, so that none is launched until the pool is cleared; after a
     failed capture none is launched then either. kind: that the sequence needs. captures: whether drafts may wait for a
-    capture, about a second each; else `launch` captures all beforehand. delay: seconds in which steps waited for
-    plans, since `take_delay`.
+    capture, about a second each; else only those that were captured ahead are ready. delay: seconds in which steps
+    waited for plans, since `take_delay`.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class BlockGraphs(BlockPlans):
         self._layers: Iterator[None] | None = None  # of that step, from the next one to be planned on
 
     def is_ready(self, tokens: int) -> bool:
-        """See `BlockPlans`. A step that is not captured yet is planned as it is captured."""
+        """See `BlockPlans`. With `captures`, a step that is not captured yet is planned as it is captured."""
         if tokens in self._unplanned:
             return False
         return self.captures or (tokens in self.graphs and self.graphs[tokens].is_captured)

@@ -207,7 +207,8 @@ def test_unknown_options_are_refused() -> None:
 def test_ruler_tasks_through_lm_evals_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own RULER tasks at 4096, offline; the bundled model finds the needle and follows the chain."""
     index = importlib.import_module("lm_eval.tasks._index").TaskIndex
-    build = index.build  # of 13,000 tasks, which takes ten seconds; so do 500 samples, of which one is asked for
+    build = index.build
+    # only RULER's of 13,000 tasks, and one sample of 500: all of either would take ten seconds
     monkeypatch.setattr(index, "build", staticmethod(lambda paths: build([path / "ruler" for path in paths])))
     for name in ("prepare_niah", "vt_utils"):
         module = importlib.import_module(f"lm_eval.tasks.ruler.{name}")

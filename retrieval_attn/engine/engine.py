@@ -537,7 +537,7 @@ class Engine:
                 "waiting": self._scheduler.waiting,
                 "rows": self._scheduler.slots_in_use,
                 "slot_utilization": utilization,
-                "waiting_gpu_memory": sum(row.lacks_room for row in list(self._rows.values())),
+                "waiting_gpu_memory": sum(row.lacks_room for row in self._rows.values()),
             }
             return {
                 **now,
@@ -558,7 +558,7 @@ class Engine:
         clock in seconds.
         """
         with self._changed:
-            rows = {key: row for key, row in list(self._rows.items()) if namespace in (None, row.request.namespace)}
+            rows = {key: row for key, row in self._rows.items() if namespace in (None, row.request.namespace)}
             states = {key: self._scheduler.state(key) for key in rows}
             prefills = [
                 {"tokens": row.prompt_tokens, "done": self._scheduler.progress(key), "context": row.request.context}
@@ -602,7 +602,7 @@ class Engine:
             self._closing = True
             self._scheduler.drain()
             if not drain:
-                for number in list(self._rows):
+                for number in self._rows:
                     self._scheduler.abort(number)
             self._changed.notify_all()
         self._thread.join()
@@ -624,7 +624,7 @@ class Engine:
 
     def _abort(self, handle: RequestHandle) -> None:
         with self._changed:
-            for number in [number for number, row in list(self._rows.items()) if row.handle is handle]:
+            for number in [number for number, row in self._rows.items() if row.handle is handle]:
                 self._scheduler.abort(number)
             self._changed.notify_all()
 
@@ -670,7 +670,9 @@ class Engine:
             if reason == "length" and (damage := row.damage()) is not None:
                 self._fail(number, damage, failed)
             row.finish(reason)
-            self._rows.pop(number).leave(self._answers)
+            with self._changed:  # other threads look at all requests
+                del self._rows[number]
+            row.leave(self._answers)
         for number in plan.start:
             self._expected.remove(number)
         if not self._replays:

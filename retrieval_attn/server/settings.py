@@ -82,10 +82,10 @@ class Settings:
         return 4 * self.body_bytes
 
 
-WARM_TOKENS = 16_384, 131_072
-"""Tokens that a server warms up for if nothing is said, without a GPU and with one. Graphs of steps serve shorter rows
-as fast, and longer ones need others: a second set that the first long answer waits for, and less GPU memory for texts
-(docs/archive/log.md, 2026-12-01: graphs for 128K from the start)."""
+WARM_TOKENS = 16_384
+"""Tokens that a server without a GPU warms up for if nothing is said; with one, LAYOUT_TOKENS. Graphs of steps serve
+shorter rows as fast, and longer ones need others: a second set that the first long answer waits for, and less GPU
+memory for texts (docs/archive/log.md, 2026-12-01: graphs for 128K from the start)."""
 GENERATION_CONFIGS = ("auto", "none", "vllm")
 """Of `--generation-config`: use the model's sampling values, or neutral ones ("vllm" is vLLM's word for "none")."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -110,7 +110,7 @@ class EngineSpec:
     """model: folder or hub name. loading: keywords of `LLM`. config: `Config.to_dict`. rows, prefix_cache_bytes,
     prefix_cache_device_bytes, prefix_cache_disk_bytes: None: as the engine chooses. store: folder of saved contexts and
     of idle texts that host memory has no room for; None: the user's.
-    warm_tokens: of `Engine.warm_up`; 0: none; None: one of WARM_TOKENS. cache_generated, keep_session_seconds: of
+    warm_tokens: of `Engine.warm_up`; 0: none; None: see WARM_TOKENS. cache_generated, keep_session_seconds: of
     `Engine`. generation_config: one of GENERATION_CONFIGS.
     """
 
@@ -142,6 +142,7 @@ class EngineSpec:
         from retrieval_attn.config import Config
         from retrieval_attn.engine.engine import Engine, default_limits
         from retrieval_attn.llm import LLM
+        from retrieval_attn.memory.device_room import LAYOUT_TOKENS
         from retrieval_attn.model.rope import ContextLimit, limit_context
         from retrieval_attn.store import ContextStore
 
@@ -168,11 +169,12 @@ class EngineSpec:
         )
         started = time.perf_counter()
         on_loaded()
+        on_gpu = llm.model.device.type == "cuda"
         if self.warm_tokens != 0:
-            tokens = WARM_TOKENS[llm.model.device.type == "cuda"] if self.warm_tokens is None else self.warm_tokens
+            tokens = self.warm_tokens or (LAYOUT_TOKENS if on_gpu else WARM_TOKENS)
             engine.warm_up(tokens=min(tokens, llm.max_context), progress=False, background=True)
         ready = time.perf_counter()
-        opens = llm.model.device.type == "cuda"  # elsewhere a context is mapped from its files, and that is all
+        opens = on_gpu  # elsewhere a context is mapped from its files, and that is all
         threading.Thread(target=_tend, args=(engine, store, opens), name="retrieval_attn-gc", daemon=True).start()
         log.info(
             "ready after %.1f s: imports %.1f, model %.1f, engine %.1f, first graphs %.1f",

@@ -55,7 +55,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 WAIT = 60.0
 ATTENDING = "llama", "mistral_sliding", "qwen3", "phi3", "gemma2", "gemma3", "gemma4", "gpt_oss"
-"""Models of which no two attend alike: others differ from one of these in how keys are turned, or beside attention."""
+"""One model for each way to attend. Other models differ from one of these in rotary factors or outside attention."""
 
 
 def loop_of(model: Any) -> AnswerLoop:

@@ -141,10 +141,9 @@ def test_the_share_of_waiting() -> None:
     assert (plain["step_seconds"], plain["host_seconds"], plain["host_stall_seconds"]) == (2.0, 0.25, 0.5)
 
 
-def test_counters_go_on_when_an_engine_begins_anew() -> None:
-    """A process of its own that was lost counts from 0 again; the server's counters never go back."""
-    metrics = Metrics()
-    stats: dict[str, Any] = {
+def stats_of(counts: Counts) -> dict[str, Any]:
+    """Statistics of an idle engine with these counts."""
+    return {
         "rows": 0,
         "waiting": 0,
         "saves_running": 0,
@@ -152,9 +151,14 @@ def test_counters_go_on_when_an_engine_begins_anew() -> None:
         "slot_utilization": 0.0,
         "waiting_gpu_memory": 0,
         "shared": dict.fromkeys([*PREFIX_CACHE, *PREFIX_CACHE_EVENTS], 0),
-        **Counts().plain,
+        **counts.plain,
         **DiskCounts()._asdict(),
     }
+
+
+def test_counters_go_on_when_an_engine_begins_anew() -> None:
+    """A process of its own that was lost counts from 0 again; the server's counters never go back."""
+    metrics, stats = Metrics(), stats_of(Counts())
     for evictions, total in ((3, 3), (5, 5), (0, 5), (2, 7)):
         text = metrics.text({**stats, "window_evictions": evictions}, 0).decode()
         assert f"retrieval_attn:window_evictions_total {total}.0" in text
@@ -164,10 +168,7 @@ def test_drafts_have_the_names_of_vllm() -> None:
     counts = Counts()
     counts.add_drafts(7, 5)
     counts.add_drafts(3, 0)
-    shared = dict.fromkeys([*PREFIX_CACHE, *PREFIX_CACHE_EVENTS], 0)
-    others = dict.fromkeys(["rows", "waiting", "saves_running", "saves_failed", "slot_utilization"], 0)
-    stats = {**others, "waiting_gpu_memory": 0, "shared": shared, **counts.plain, **DiskCounts()._asdict()}
-    text = Metrics().text(stats, 0).decode()
+    text = Metrics().text(stats_of(counts), 0).decode()
     assert "retrieval_attn:spec_decode_num_draft_tokens_total 10.0" in text
     assert "retrieval_attn:spec_decode_num_accepted_tokens_total 5.0" in text
 

@@ -8,6 +8,7 @@ ranges; the first two also serve steps with retrieval.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -23,10 +24,11 @@ from retrieval_attn.attention.source import AttentionRequest, AttentionSource, S
 from retrieval_attn.cpu.budgets import LEVELS, SAMPLED_QUERIES
 from retrieval_attn.cpu.segment import PathPart
 from retrieval_attn.cpu.store import COPIED_TOKENS, SequenceKV, indexed_from
-from retrieval_attn.errors import CacheMismatchError
+from retrieval_attn.errors import CacheMismatchError, MemoryPlanError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge
 from retrieval_attn.gpu.attention.window import sinks_of
+from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.offload.clusters import drifted
 from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.staging import TORCH_DTYPE
@@ -188,6 +190,11 @@ class UploadSource(AttentionSource[TokenRange]):
 
 DRIFT_SHARE = 8
 """Clusters are rebuilt if a turn adds at least 1/N of the clustered tokens."""
+GROWTH, CODED_GROWTH = 2.0, 1.5
+"""A turn builds a new index if a text has more than these times the tokens that its index covers. CODED_GROWTH: if new
+tokens can get no codes on the device beside those of others, so that the host attends to them in each step."""
+MERGE_SPARE = 1 << 30
+"""Bytes of host memory that are left beyond a copy of a layer's tokens."""
 METRIC_QUERIES = 256
 """Queries of each head in whose metric clusters are made, and of which some tell what keys usually weigh."""
 
@@ -213,6 +220,7 @@ class ExactPass:
         count = spec.training_queries(total)
         # else no query is ever asked for
         anew = held.retrieves_after(total) and (self._first or _needs_new_index(held, total))
+        self._may_merge = anew and not self._first and not held.batch.forgotten.tokens
         self._sample = TrainingQueries(total, count) if spec.trains and anew else None
         # of its own: clusters are the same whatever the index trains on
         self._metric_sample = TrainingQueries(total, METRIC_QUERIES) if config.estimates and anew else None
@@ -264,7 +272,13 @@ class ExactPass:
         new = self.new
         if new.filled != new.total:
             raise CacheMismatchError(f"A pass announced {new.total} tokens and brought {new.filled}.")
-        return self._held.host_work(*new.new, new.valid, make)
+        work = self._held.host_work(*new.new, new.valid, make)
+        if self._may_merge:
+            for host, (row, *_) in rows_by_path(self._held.hosts):
+                if _outgrows(host, self._held.ranges[row][0], new.count(row)):
+                    with contextlib.suppress(MemoryPlanError):  # new tokens are scanned then
+                        work.merge(host)
+        return work
 
     def finish(
         self, work: HostWork, model: nn.Module | None, module: nn.Module | None, *, slid: bool = False,
@@ -282,7 +296,7 @@ class ExactPass:
             start, stop = held.ranges[row]
             if stop <= start:
                 continue
-            if not self._first and 2 * indexed_from(host, start) >= stop - start:
+            if not self._first and not _lacks_index(host, start, stop):
                 work.extend(host, stop)
                 if DRIFT_SHARE * new.count(row) >= stop - start and drifted(host, new.new_of(row, 0)):
                     queries = self._moved(self._metric_sample, model, module, row)
@@ -350,11 +364,32 @@ class ExactPass:
                 sample.restore(sampled)
 
 
+def _lacks_index(host: SequenceKV, start: int, stop: int, less: int = 0) -> bool:
+    """Return whether indexes cover too little of a path's tokens [start, stop). less: tokens that are not counted."""
+    growth = CODED_GROWTH if _is_split(host) else GROWTH
+    return growth * (indexed_from(host, start) - less) < stop - start
+
+
+def _is_split(host: SequenceKV) -> bool:
+    """Return whether codes of a path's earlier tokens are in another segment than the tokens that it appends."""
+    apart = len(host.segments) > 1 or any(segment.sealed for segment in host.segments)
+    return apart and host.spec.keeps_codes(host.head_dim)
+
+
+def _outgrows(host: SequenceKV, start: int, more: int) -> bool:
+    """Return whether a path with `more` tokens needs a new index, which it can only have over a copy of its own."""
+    if not _is_split(host) or any(segment.is_hole for segment in host.segments):
+        return False
+    free = available_host_bytes() - MERGE_SPARE
+    return _lacks_index(host, start, len(host) + more) and len(host) * host.token_bytes <= free
+
+
 def _needs_new_index(held: LayerKV, total: int) -> bool:
     """Return whether `total` more tokens may need a new index or new clusters of any row, see `ExactPass.finish`."""
     for host, (row, *_) in rows_by_path(held.hosts):
         start, stop = held.ranges[row]
-        indexed = indexed_from(host, start) - COPIED_TOKENS  # a short last segment may be copied, without its index
-        if 2 * indexed < held.columns + total - start or DRIFT_SHARE * total >= stop - start:
+        # a short last segment may be copied, without its index
+        lacks_index = _lacks_index(host, start, held.columns + total, COPIED_TOKENS)
+        if lacks_index or DRIFT_SHARE * total >= stop - start:
             return True
     return False

@@ -44,6 +44,7 @@ class PathSnapshot(NamedTuple):
     length: int
     replicas: Replicas
     budgets: HeadBudgets | None
+    spans: tuple[Span, ...]
 
 
 class SequenceKV:
@@ -87,6 +88,8 @@ class SequenceKV:
         """Bytes of one token's keys and values."""
         self.replicas: Replicas = new_replicas(self, of_segments=False)
         self.budgets: HeadBudgets | None = None  # as measured for `Config(retrieve="auto")`
+        self.is_merged = False
+        """Whether `merge` has copied what the path shared with others. Not so of its forks, which share the copy."""
         self._spans: list[Span] = []
         self._length, self._changes, self._reserved, self._sure = 0, 0, RESERVE_TOKENS, RESERVE_TOKENS
 
@@ -188,6 +191,20 @@ class SequenceKV:
                 replica.follow_copy(self._spans[-1].segment, segment)
         return replaced, segment
 
+    def merge(self, room: int, each: Each = map) -> None:
+        """Copy all tokens into one segment of this path, without an index, with room for `room` more.
+
+        A device searches codes of one segment: a path that grew in many would never have codes of all of its tokens.
+        each: as in `append`. Raises MemoryPlanError if memory cannot be had; the path is then unchanged.
+        """
+        expected, dims = self._length + room, (self.head_dim, self.value_dim)
+        segment = Segment(self.num_kv_heads, expected * 3 // 2, *dims, self.fmt, expected=expected)
+        for part in self.parts(0, self._length):
+            segment.append(*part.segment.read(part.low, part.high), each)
+        self._spans, self.is_merged = [Span(segment, self._length)], True
+        self._changes += 1
+        self.steps.clear()
+
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on. Memory that a fork or a built index still uses is left to it.
 
@@ -232,11 +249,13 @@ class SequenceKV:
 
     def snapshot(self) -> PathSnapshot:
         """Return the state of the path, for `restore`. Costs no copy of tokens."""
-        return PathSnapshot(self._length, _forked(self.replicas), self.budgets)
+        return PathSnapshot(self._length, _forked(self.replicas), self.budgets, self.spans)
 
     def restore(self, snapshot: PathSnapshot) -> None:
         """Drop what followed a snapshot. Nothing may have been dropped since that it has."""
         self.replicas, self.budgets = dict(snapshot.replicas), snapshot.budgets
+        if self._spans and snapshot.spans and self._spans[0].segment is not snapshot.spans[0].segment:  # merged since
+            self._spans, self._length, self.is_merged = list(snapshot.spans), snapshot.length, False
         self.truncate(snapshot.length)
 
     def forget(self, start: int, stop: int) -> None:
@@ -289,6 +308,7 @@ class SequenceKV:
         used where the range lies in one segment. each: does what `map` does, in threads say, for the heads of a
         segment; it then looks after Numba's threads. coder: makes codes on a device, for kinds that keep some there.
         Replaces earlier indexes of the segments touched, for their forks too (answers stay right), but for sealed ones.
+        A kind with codes on a device builds none beside those of a sealed segment.
         Adds to `index_seconds`.
         """
         began = time.perf_counter()
@@ -298,7 +318,9 @@ class SequenceKV:
             grouped = _by_kv_head(check_queries("training queries", queries, 3), self.num_kv_heads)
         by_head = None if lists is None or len(parts) > 1 else _by_kv_head(lists, self.num_kv_heads)
         with kernel_threads(self.threads) if each is None else contextlib.nullcontext():
-            for segment, low, high, _ in (part for part in parts if not part.segment.sealed):
+            coded = any(one.sealed and one.indexes for one in self.segments)
+            alone = coded and self.spec.keeps_codes(self.head_dim)
+            for segment, low, high, _ in (part for part in parts if not part.segment.sealed and not alone):
                 segment.build_index(self.spec, low, high, grouped, by_head, each or map, coder)
         self.index_seconds += time.perf_counter() - began
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from retrieval_attn.engine.ids import Ids
 from retrieval_attn.engine.node import Node, Payload, Sizes
-from retrieval_attn.engine.prefix_handle import FIRST_MARK, AnswerEntry, PrefixEntry, text_mark
+from retrieval_attn.engine.prefix_handle import FIRST_MARK, PrefixEntry, text_mark
 from retrieval_attn.engine.radix_cache import Lease, RadixCache
 from retrieval_attn.engine.saved_text import BLOCK_TOKENS, SavedTexts, UnsavedText
 from retrieval_attn.errors import InputDataError, StoreError, UnknownContextError
@@ -454,7 +454,9 @@ class DiskTier:
             return False
         if entry.saved is not None and entry.saved.name in self._names:
             return True
-        return entry.opened is not None and node.namespace is None and node.start == 0  # it came from there
+        if entry.opened is None or node.namespace is not None or node.start:
+            return False
+        return node.end - node.marks <= entry.opened.text.tokens  # it came from there
 
     def _wants(self, node: Node) -> bool:
         """Return whether a node's text can be saved, and reading it again takes longer than opening it."""
@@ -598,8 +600,9 @@ def _has_answers(node: Node) -> bool:
     """Return whether a node's text has generated answers."""
     entry = node.held
     opened = entry.opened if isinstance(entry, PrefixEntry) else None
+    held = (one.held for one in node.path())
     return (opened is not None and opened.text.generated) or any(
-        isinstance(one.held, AnswerEntry) for one in node.path()
+        isinstance(one, PrefixEntry) and one.has_answer for one in held
     )
 
 

@@ -28,7 +28,7 @@ from retrieval_attn.attention.cache import (
     windows_of,
 )
 from retrieval_attn.attention.retrieval import DECODE_TOKENS, RetrievalLayer
-from retrieval_attn.cpu.store import held_memory
+from retrieval_attn.cpu.store import SequenceKV, held_memory
 from retrieval_attn.engine.ids import Ids, int32_row
 from retrieval_attn.engine.inflight_prefills import PrefillClaim
 from retrieval_attn.engine.node import Namespace, Node, Place, Sizes
@@ -54,10 +54,12 @@ class PrefixEntry:
     """Cache of a prefix, as payload of a node. Requests continue forks of it, which share its keys and indexes.
 
     opened: the saved context that the prefix is, or continues. saved: the copy that the disk tier made of it, or None.
-    saved_use: `Node.used` when that copy was made. unsavable: whether the disk tier cannot save it.
+    saved_use: `Node.used` when that copy was made. unsavable: whether the disk tier cannot save it. has_answer: whether
+    it ends with a generated answer, or is a copy of one that does with more.
     """
 
     copied = False
+    has_answer = False
 
     def __init__(
         self, cache: RetrievalCache, sizes: Sizes, shared: Sizes, opened: OpenedText | None, *, first: bool
@@ -172,6 +174,11 @@ class PrefixEntry:
             return self._cache.view()
 
 
+def paths_of(cache: RetrievalCache) -> list[SequenceKV]:
+    """Return the paths of all layers and rows."""
+    return [host for layer in cache.layers if isinstance(layer, RetrievalLayer) for host in layer.hosts]
+
+
 def on_device(tensor: Tensor) -> bool:
     """Return whether a tensor is in device memory."""
     return tensor.device.type != "cpu"
@@ -188,8 +195,7 @@ def _sizes(cache: RetrievalCache) -> tuple[Sizes, Sizes]:
     apart = sum(one.nbytes for one in tensors if on_device(one))
     pages = 0 if cache.batch.paged_prefix is None else cache.batch.paged_prefix.nbytes
     codes = cache.device_nbytes - own - pages
-    paths = [host for layer in cache.layers if isinstance(layer, RetrievalLayer) for host in layer.hosts]
-    host = held_memory(paths, reclaimable=False).host - mapped_bytes(cache).nbytes
+    host = held_memory(paths_of(cache), reclaimable=False).host - mapped_bytes(cache).nbytes
     shared = Sizes(host, codes, pages) if apart else Sizes(host + codes, 0, pages)
     return Sizes(own - apart, apart), shared
 
@@ -418,6 +424,8 @@ class PrefixHandle:
         fed = cache.get_seq_length() + self.marks - len(self.ids)
         assert 0 <= fed <= len(tokens), f"{fed} of {len(tokens)} tokens of an answer are held"
         whole = cache.fork()  # with windows of its own, where the row's are a graph's
+        for one, copy in zip(paths_of(cache), paths_of(whole), strict=True):
+            copy.is_merged = one.is_merged
         ids = np.concatenate((self.ids, int32_row(tokens[:fed])))
         whole.batch.note_ids(torch.from_numpy(ids[self.marks :].astype(np.int64))[None])
         seal(whole)
@@ -500,9 +508,16 @@ class PrefixHandle:
                 return tree.lease(node)  # the entry that it was cropped from has all of it
             if match.length == len(ids) and match.tokens < len(node) and node.parent is not None:
                 place = Place(node.parent, node.at)  # another text goes on where this one ends: they stand side by side
+            merged = [path.is_merged for path in paths_of(whole)]
+            self._before = Sizes() if any(merged) else self._before
+            has_answer = False
+            if merged and all(merged):  # it needs none of its ancestors, which may be evicted before it
+                place = Place(tree.root, 0)
+                has_answer = any(isinstance(one.held, PrefixEntry) and one.held.has_answer for one in node.path())
             rest = ids[place.length :]
             if len(rest):
                 entry = kind.beyond(whole, self._before, opened)
+                entry.has_answer = entry.has_answer or has_answer
                 node = tree.insert(place, rest, entry, namespace, rebuild_seconds=seconds)
             return tree.lease(node)
 

@@ -72,6 +72,11 @@ class KVCopy:
         kinds = replica_kinds(of_segments=True)
         self._begun[id(host)] = {cls.kind: cls.of_prefill(host, key, value) for cls in kinds}
 
+    @property
+    def tokens(self) -> int:
+        """New tokens of a row, before they are copied."""
+        return int(self._kv[0][0].shape[2])
+
     def is_whole(self, host: SequenceKV) -> bool:
         """Return True if `host` holds nothing but this prefill, so that its keys are on the device unchanged."""
         return id(host) in self._whole
@@ -187,6 +192,10 @@ class HostWork:
     def append(self, row: int, host: SequenceKV, real: np.ndarray | None) -> None:
         """See `KVCopy.append`."""
         self._copy.append(row, host, real)
+
+    def merge(self, host: SequenceKV) -> None:
+        """See `SequenceKV.merge`; the new tokens, which are appended later, have room."""
+        host.merge(self._copy.tokens, _fillers().map if self._overlaps else map)
 
     def extend(self, host: SequenceKV, stop: int) -> None:
         """See `IndexBuild.extend`."""

@@ -200,7 +200,6 @@ class Stepper:
         try:
             # a graph chooses from the model's logits: rows whose scores are changed before choose from what it returns
             draws = [None if row.history else row.draw for row in rows]
-            overlap = overlap and not matchers  # a mask depends on the token before
             drafts = {place: blocks[number].drafts for place, number in enumerate(fed) if number in blocks}
             foreground.note()
             began = time.perf_counter()

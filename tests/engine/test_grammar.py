@@ -18,6 +18,7 @@ from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.llm import LLM
+from retrieval_attn.runner.graph.decode_graph import DecodeGraph
 from retrieval_attn.sampling import sampler
 from retrieval_attn.sampling.grammar import MAX_ERROR, GrammarCompiler, GrammarSpec, TokenMatcher
 from retrieval_attn.sampling.sampler import DrawMode, MaskedParams, Sampler
@@ -117,6 +118,25 @@ def test_rows_with_a_grammar_choose_in_the_graph(llm: LLM, monkeypatch: pytest.M
     check(found)
     assert texts(found) == texts(expected)
     assert sum(apart) <= len(requests) + len(found[5].tokens)  # each first token, and the row with a penalty
+
+
+@pytest.mark.usefixtures("emulated_graphs")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_steps_with_a_grammar_are_launched_early(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model runs while the token before is told; only the choice waits for its mask."""
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "window": 1024}
+    llm, eager = LLM("bundled", **options), LLM("bundled", graph=False, **options)
+    requests = requests_of(llm)[:rows]
+    expected, early, sample = answers(eager, requests), [0], DecodeGraph._sample
+
+    def counted(self: DecodeGraph, step: Any) -> None:
+        early[0] += 1
+        sample(self, step)
+
+    monkeypatch.setattr(DecodeGraph, "_sample", counted)
+    found = answers(llm, requests)
+    assert texts(found) == texts(expected) and json.loads(found[0].text)["name"]
+    assert early[0] > len(found[0].tokens) // 2
 
 
 def test_without_the_mask_no_answer_is_valid(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

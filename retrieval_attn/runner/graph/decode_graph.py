@@ -122,6 +122,11 @@ class GraphSampler:
         self._drawing = drawings[0]
         return there
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the step of `prepare` samples by masks, which the tokens before it tell."""
+        return self._sampler.mode.masked
+
     def launch(self) -> GraphSampling:
         """Sample after the step of `prepare`. Returns the memory of the result.
 
@@ -163,7 +168,7 @@ class LaunchedStep:
         draws: sampling parameters by place.
         kind: kind of the graph.
         graph: the launched graph.
-        drawing: memory of the sampled tokens; None without sampling.
+        drawing: memory of the sampled tokens; None without sampling, and until it is launched.
         over: marks the end of all launches, see `Runtime.mark`; None if nothing waits for it.
         generation: number of the replay.
         meters: `StepMemory.host_meters` of the step; None without host work.
@@ -352,8 +357,11 @@ class DecodeGraph:
             if step is not None:
                 self.undo()
             step = self._launch(inputs, draws, launched)
-        elif launched is not None:
-            launched()
+        else:
+            if launched is not None:
+                launched()
+            if step.drawing is None:
+                self._sample(step)
         behind = self._launch_overlapped(inputs, draws) if overlap and draws is not None else None
         decoder = self.decoder
         decoder.replays += 1
@@ -407,7 +415,7 @@ class DecodeGraph:
         if self.in_flight or not self._can_overlap(self._next):
             return
         try:
-            self._launch(dict(self._next), draws)
+            self._launch(dict(self._next), draws, early=True)
         except Exception as error:  # the caller's next step raises it
             log.debug("the next step was not launched early: %s", error)
             self.undo()
@@ -425,7 +433,7 @@ class DecodeGraph:
         if self._moved or not self._can_overlap(inputs, 1):
             return None
         try:
-            return self._launch(None, draws)
+            return self._launch(None, draws, early=True)
         except Exception as error:  # the caller's next step raises it
             log.debug("a step was not launched behind another: %s", error)
             # the device may have counted its tokens: it is unused, and undone
@@ -438,11 +446,13 @@ class DecodeGraph:
         given: Inputs | StepTokens | None,
         draws: Mapping[int, SamplingParams] | None = None,
         launched: Callable[[], None] | None = None,
+        *,
+        early: bool = False,
     ) -> LaunchedStep:
         """Launch a step behind those in flight.
 
         given: token and position by place, or of all places; None: the tokens that the step in
-        flight chooses. draws, launched: see `step`.
+        flight chooses. draws, launched: see `step`. early: nobody has asked for it yet; with masks it samples later.
         """
         decoder, inputs = self.decoder, {} if given is None or isinstance(given, StepTokens) else given
         if given is not None and not self._uploaded:
@@ -476,12 +486,18 @@ class DecodeGraph:
             raise
         step = LaunchedStep(inputs, draws, self.kind, graph, generation=graph.replay.generation)
         self.in_flight.append(step)
-        step.drawing = None if draws is None else self.draw.launch()
+        if draws is not None and not (early and self.draw.needs_tokens):
+            step.drawing = self.draw.launch()
         step.over = None if self.greedy else decoder.runtime.mark()
         self._read_host(step)
         copy_ahead_share(self.sequences)
         self._meanwhile(self.sequences, self.kind.needs_host)
         return step
+
+    def _sample(self, step: LaunchedStep) -> None:
+        """Sample after a step that was launched early, once the tokens before it are known."""
+        step.drawing = self.draw.launch()
+        step.over = None if self.greedy else self.decoder.runtime.mark()
 
     def _read_host(self, step: LaunchedStep) -> None:
         """Keep the host's report of the last replay: the next one overwrites it."""

@@ -191,8 +191,10 @@ class UploadSource(AttentionSource[TokenRange]):
 DRIFT_SHARE = 8
 """Clusters are rebuilt if a turn adds at least 1/N of the clustered tokens."""
 GROWTH, CODED_GROWTH = 2.0, 1.5
-"""A turn builds a new index if a text has more than these times the tokens that its index covers. CODED_GROWTH: if new
-tokens can get no codes on the device beside those of others, so that the host attends to them in each step."""
+"""A turn builds a new index if a text has more than these times the tokens that its index covers. CODED_GROWTH: where
+new tokens would lie in another segment than those with codes, so that the host attends to them in each step."""
+MERGED_TOKENS = 512
+"""New tokens from which on a text is copied. An engine keeps no entry of fewer: the next question would copy it again."""
 MERGE_SPARE = 1 << 30
 """Bytes of host memory that are left beyond a copy of a layer's tokens."""
 METRIC_QUERIES = 256
@@ -296,9 +298,10 @@ class ExactPass:
             start, stop = held.ranges[row]
             if stop <= start:
                 continue
-            if not self._first and not _lacks_index(host, start, stop):
+            more = new.count(row)
+            if not self._first and not (host.takes_index and _lacks_index(host, start, stop, more)):
                 work.extend(host, stop)
-                if DRIFT_SHARE * new.count(row) >= stop - start and drifted(host, new.new_of(row, 0)):
+                if DRIFT_SHARE * more >= stop - start and drifted(host, new.new_of(row, 0)):
                     queries = self._moved(self._metric_sample, model, module, row)
                     self._cluster(work, host, (start, stop), queries, row, between)
                 else:
@@ -364,24 +367,31 @@ class ExactPass:
                 sample.restore(sampled)
 
 
-def _lacks_index(host: SequenceKV, start: int, stop: int, less: int = 0) -> bool:
-    """Return whether indexes cover too little of a path's tokens [start, stop). less: tokens that are not counted."""
-    growth = CODED_GROWTH if _is_split(host) else GROWTH
+def _lacks_index(host: SequenceKV, start: int, stop: int, more: int, less: int = 0) -> bool:
+    """Return whether indexes cover too little of a path's tokens [start, stop), of which `more` are being appended.
+
+    less: indexed tokens that are not counted.
+    """
+    growth = CODED_GROWTH if _splits(host, more) else GROWTH
     return growth * (indexed_from(host, start) - less) < stop - start
 
 
-def _is_split(host: SequenceKV) -> bool:
-    """Return whether codes of a path's earlier tokens are in another segment than the tokens that it appends."""
-    apart = len(host.segments) > 1 or any(segment.sealed for segment in host.segments)
-    return apart and host.spec.keeps_codes(host.head_dim)
+def _splits(host: SequenceKV, more: int) -> bool:
+    """Return whether `more` new tokens lie in another segment than earlier ones, of a kind with codes on a device."""
+    if not host.segments or not host.spec.keeps_codes(host.head_dim):
+        return False
+    last = host.segments[-1]
+    return len(host.segments) > 1 or last.frozen or last.capacity - last.length < more
 
 
 def _outgrows(host: SequenceKV, start: int, more: int) -> bool:
-    """Return whether a path with `more` tokens needs a new index, which it can only have over a copy of its own."""
-    if not _is_split(host) or any(segment.is_hole for segment in host.segments):
+    """Return whether a path with `more` tokens needs a new index that it can have over a copy of its tokens only, and
+    the host has memory for it. Tokens that are not stored cannot be copied.
+    """
+    if more < MERGED_TOKENS or not _splits(host, more) or any(segment.is_hole for segment in host.segments):
         return False
     free = available_host_bytes() - MERGE_SPARE
-    return _lacks_index(host, start, len(host) + more) and len(host) * host.token_bytes <= free
+    return _lacks_index(host, start, len(host) + more, more) and len(host) * host.token_bytes <= free
 
 
 def _needs_new_index(held: LayerKV, total: int) -> bool:
@@ -389,7 +399,7 @@ def _needs_new_index(held: LayerKV, total: int) -> bool:
     for host, (row, *_) in rows_by_path(held.hosts):
         start, stop = held.ranges[row]
         # a short last segment may be copied, without its index
-        lacks_index = _lacks_index(host, start, held.columns + total, COPIED_TOKENS)
+        lacks_index = _lacks_index(host, start, held.columns + total, total, COPIED_TOKENS)
         if lacks_index or DRIFT_SHARE * total >= stop - start:
             return True
     return False

@@ -45,6 +45,7 @@ class PathSnapshot(NamedTuple):
     replicas: Replicas
     budgets: HeadBudgets | None
     spans: tuple[Span, ...]
+    is_merged: bool
 
 
 class SequenceKV:
@@ -89,7 +90,7 @@ class SequenceKV:
         self.replicas: Replicas = new_replicas(self, of_segments=False)
         self.budgets: HeadBudgets | None = None  # as measured for `Config(retrieve="auto")`
         self.is_merged = False
-        """Whether `merge` has copied what the path shared with others. Not so of its forks, which share the copy."""
+        """Whether `merge` has copied what the path shared. False for a fork: it shares the copy."""
         self._spans: list[Span] = []
         self._length, self._changes, self._reserved, self._sure = 0, 0, RESERVE_TOKENS, RESERVE_TOKENS
 
@@ -116,6 +117,14 @@ class SequenceKV:
     @clusters.setter
     def clusters(self, value: PathClusters | None) -> None:
         self.replicas[PathClusters.kind] = value
+
+    @property
+    def takes_index(self) -> bool:
+        """Whether segments that are not sealed may get an index: not beside codes on a device, which are searched for
+        one segment only.
+        """
+        kept = [one for one in self.segments if one.indexes and (one.sealed or (one.frozen and len(self._spans) > 1))]
+        return not (kept and self.spec.keeps_codes(self.head_dim))
 
     @property
     def index_kinds(self) -> dict[str, int]:
@@ -195,6 +204,7 @@ class SequenceKV:
         """Copy all tokens into one segment of this path, without an index, with room for `room` more.
 
         A device searches codes of one segment: a path that grew in many would never have codes of all of its tokens.
+        Replicas of the segments, such as int8 rows, are not copied; clusters assign the tokens of the copy when asked.
         each: as in `append`. Raises MemoryPlanError if memory cannot be had; the path is then unchanged.
         """
         expected, dims = self._length + room, (self.head_dim, self.value_dim)
@@ -249,13 +259,17 @@ class SequenceKV:
 
     def snapshot(self) -> PathSnapshot:
         """Return the state of the path, for `restore`. Costs no copy of tokens."""
-        return PathSnapshot(self._length, _forked(self.replicas), self.budgets, self.spans)
+        return PathSnapshot(self._length, _forked(self.replicas), self.budgets, self.spans, self.is_merged)
 
     def restore(self, snapshot: PathSnapshot) -> None:
         """Drop what followed a snapshot. Nothing may have been dropped since that it has."""
         self.replicas, self.budgets = dict(snapshot.replicas), snapshot.budgets
         if self._spans and snapshot.spans and self._spans[0].segment is not snapshot.spans[0].segment:  # merged since
-            self._spans, self._length, self.is_merged = list(snapshot.spans), snapshot.length, False
+            *before, (last, length) = snapshot.spans
+            length = length if last.frozen else last.length  # what was appended there before the merge
+            self._spans = [*before, Span(last, length)]
+            self._length = sum(span.length for span in self._spans)
+        self.is_merged = snapshot.is_merged
         self.truncate(snapshot.length)
 
     def forget(self, start: int, stop: int) -> None:
@@ -308,7 +322,7 @@ class SequenceKV:
         used where the range lies in one segment. each: does what `map` does, in threads say, for the heads of a
         segment; it then looks after Numba's threads. coder: makes codes on a device, for kinds that keep some there.
         Replaces earlier indexes of the segments touched, for their forks too (answers stay right), but for sealed ones.
-        A kind with codes on a device builds none beside those of a sealed segment.
+        Builds none unless `takes_index`.
         Adds to `index_seconds`.
         """
         began = time.perf_counter()
@@ -318,9 +332,7 @@ class SequenceKV:
             grouped = _by_kv_head(check_queries("training queries", queries, 3), self.num_kv_heads)
         by_head = None if lists is None or len(parts) > 1 else _by_kv_head(lists, self.num_kv_heads)
         with kernel_threads(self.threads) if each is None else contextlib.nullcontext():
-            coded = any(one.sealed and one.indexes for one in self.segments)
-            alone = coded and self.spec.keeps_codes(self.head_dim)
-            for segment, low, high, _ in (part for part in parts if not part.segment.sealed and not alone):
+            for segment, low, high, _ in (part for part in parts if self.takes_index and not part.segment.sealed):
                 segment.build_index(self.spec, low, high, grouped, by_head, each or map, coder)
         self.index_seconds += time.perf_counter() - began
 

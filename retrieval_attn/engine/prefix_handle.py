@@ -55,7 +55,7 @@ class PrefixEntry:
 
     opened: the saved context that the prefix is, or continues. saved: the copy that the disk tier made of it, or None.
     saved_use: `Node.used` when that copy was made. unsavable: whether the disk tier cannot save it. has_answer: whether
-    it ends with a generated answer, or is a copy of one that does with more.
+    it has a generated answer that none of its ancestors has.
     """
 
     copied = False
@@ -247,6 +247,8 @@ class AnswerEntry(PrefixEntry):
     A prompt continues it wherever one of its own parts ends. Keys of the answer were computed with retrieval, as in a
     cache that goes on.
     """
+
+    has_answer = True
 
 
 class PrefixHandle:
@@ -512,14 +514,20 @@ class PrefixHandle:
             self._before = Sizes() if any(merged) else self._before
             has_answer = False
             if merged and all(merged):  # it needs none of its ancestors, which may be evicted before it
-                place = Place(tree.root, 0)
-                has_answer = any(isinstance(one.held, PrefixEntry) and one.held.has_answer for one in node.path())
+                place, has_answer = Place(tree.root, 0), self._continues_answer
             rest = ids[place.length :]
             if len(rest):
                 entry = kind.beyond(whole, self._before, opened)
-                entry.has_answer = entry.has_answer or has_answer
+                entry.has_answer |= has_answer
                 node = tree.insert(place, rest, entry, namespace, rebuild_seconds=seconds)
             return tree.lease(node)
+
+    @property
+    def _continues_answer(self) -> bool:
+        """Whether the ids that were continued have a generated answer."""
+        path = [] if self.lease is None else self.lease.node.path()
+        begun = [one.held for one in path if one.start < self.held_end]
+        return any(isinstance(one, PrefixEntry) and one.has_answer for one in begun)
 
     def _continue(self, tree: RadixCache, lease: Lease, end: int, cache: RetrievalCache) -> None:
         """Continue `cache`, which holds the first `end` ids of the leased node's entry."""

@@ -74,7 +74,7 @@ class KVCopy:
 
     @property
     def tokens(self) -> int:
-        """New tokens of a row, before they are copied."""
+        """New columns, before they are copied."""
         return int(self._kv[0][0].shape[2])
 
     def is_whole(self, host: SequenceKV) -> bool:
@@ -163,8 +163,8 @@ LAYERS_AT_ONCE = 3
 class HostWork:
     """Copies one layer's new keys and values (batch, kv_heads, new, dim) into paths and builds their indexes.
 
-    Order: `append` for each row, `start_copy`, `index` or `extend` for each path, and what `clusters` and `budgets` are
-    asked for, `start_build`; then `finish` before anybody else touches the paths.
+    Order: `append` for each row, `merge` of paths, `start_copy`, `index` or `extend` for each path, and what `clusters`
+    and `budgets` are asked for, `start_build`; then `finish` before anybody else touches the paths.
 
     shares: what later layers of the pass find as long as it is kept here: until all of them are read and finished.
     """

@@ -23,8 +23,9 @@ TURN = 90
 
 @pytest.fixture(autouse=True)
 def short_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of 64 tokens become entries."""
+    """Prompts of 64 tokens become entries, and may be copied with what they continue."""
     monkeypatch.setattr(prefix_handle, "LAST_TOKENS", 64)
+    monkeypatch.setattr(exact, "MERGED_TOKENS", 64)
 
 
 def entries_of(engine: Engine) -> list[PrefixEntry]:

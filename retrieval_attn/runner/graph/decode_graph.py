@@ -168,7 +168,7 @@ class LaunchedStep:
         draws: sampling parameters by place.
         kind: kind of the graph.
         graph: the launched graph.
-        drawing: memory of the sampled tokens; None without sampling, and until it is launched.
+        drawing: memory of the sampled tokens; None while nothing samples them.
         over: marks the end of all launches, see `Runtime.mark`; None if nothing waits for it.
         generation: number of the replay.
         meters: `StepMemory.host_meters` of the step; None without host work.

@@ -194,7 +194,7 @@ GROWTH, CODED_GROWTH = 2.0, 1.5
 """A turn builds a new index if a text has more than these times the tokens that its index covers. CODED_GROWTH: where
 new tokens would lie in another segment than those with codes, so that the host attends to them in each step."""
 MERGED_TOKENS = 512
-"""New tokens from which on a text is copied. An engine keeps no entry of fewer: the next question would copy it again."""
+"""New tokens from which on a text is copied. Engines keep no entry of fewer: each question would copy again."""
 MERGE_SPARE = 1 << 30
 """Bytes of host memory that are left beyond a copy of a layer's tokens."""
 METRIC_QUERIES = 256

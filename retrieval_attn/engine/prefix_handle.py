@@ -515,6 +515,7 @@ class PrefixHandle:
             has_answer = False
             if merged and all(merged):  # it needs none of its ancestors, which may be evicted before it
                 place, has_answer = Place(tree.root, 0), self._continues_answer
+                seconds += sum(one.rebuild_seconds for one in self._path)
             rest = ids[place.length :]
             if len(rest):
                 entry = kind.beyond(whole, self._before, opened)
@@ -523,11 +524,15 @@ class PrefixHandle:
             return tree.lease(node)
 
     @property
+    def _path(self) -> list[Node]:
+        """Nodes of the tokens that were continued, root first."""
+        path = [] if self.lease is None else self.lease.node.path()
+        return [one for one in path if one.start < self.held_end]
+
+    @property
     def _continues_answer(self) -> bool:
         """Whether the ids that were continued have a generated answer."""
-        path = [] if self.lease is None else self.lease.node.path()
-        begun = [one.held for one in path if one.start < self.held_end]
-        return any(isinstance(one, PrefixEntry) and one.has_answer for one in begun)
+        return any(isinstance(one.held, PrefixEntry) and one.held.has_answer for one in self._path)
 
     def _continue(self, tree: RadixCache, lease: Lease, end: int, cache: RetrievalCache) -> None:
         """Continue `cache`, which holds the first `end` ids of the leased node's entry."""

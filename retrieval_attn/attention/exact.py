@@ -28,7 +28,6 @@ from retrieval_attn.errors import CacheMismatchError, MemoryPlanError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge
 from retrieval_attn.gpu.attention.window import sinks_of
-from retrieval_attn.memory.host_room import available_host_bytes
 from retrieval_attn.offload.clusters import drifted
 from retrieval_attn.offload.queries import TrainingQueries
 from retrieval_attn.offload.staging import TORCH_DTYPE
@@ -195,8 +194,6 @@ GROWTH, CODED_GROWTH = 2.0, 1.5
 new tokens would lie in another segment than those with codes, so that the host attends to them in each step."""
 MERGED_TOKENS = 512
 """New tokens from which on a text is copied. Engines keep no entry of fewer: each question would copy again."""
-MERGE_SPARE = 1 << 30
-"""Bytes of host memory that are left beyond a copy of a layer's tokens."""
 METRIC_QUERIES = 256
 """Queries of each head in whose metric clusters are made, and of which some tell what keys usually weigh."""
 
@@ -266,10 +263,12 @@ class ExactPass:
             whole.lse[one, :, here] = part.lse
         return whole
 
-    def host_work(self, make: Callable[..., HostWork] = HostWork) -> HostWork:
+    def host_work(
+        self, make: Callable[..., HostWork] = HostWork, *, may_copy: Callable[[int, int], bool] = lambda *_: False
+    ) -> HostWork:
         """Return the work, not started, of copying the pass to the host. Raises CacheMismatchError without all tokens.
 
-        make: takes what `HostWork` takes.
+        make: takes what `HostWork` takes. may_copy: see `IndexChoice.make_room_to_copy`.
         """
         new = self.new
         if new.filled != new.total:
@@ -277,10 +276,17 @@ class ExactPass:
         work = self._held.host_work(*new.new, new.valid, make)
         if self._may_merge:
             for host, (row, *_) in rows_by_path(self._held.hosts):
-                if _outgrows(host, self._held.ranges[row][0], new.count(row)):
+                if _outgrows(host, self._held.ranges[row][0], new.count(row)) and self._copies(host, may_copy):
                     with contextlib.suppress(MemoryPlanError):  # new tokens are scanned then
                         work.merge(host)
         return work
+
+    def _copies(self, host: SequenceKV, may_copy: Callable[[int, int], bool]) -> bool:
+        """Return whether the layers of this pass copy paths. may_copy: see `host_work`."""
+        batch, columns = self._held.batch, self._held.columns + self.new.total
+        if batch.copies[0] != columns:
+            batch.copies = columns, may_copy(columns, len(host) * host.token_bytes)
+        return batch.copies[1]
 
     def finish(
         self, work: HostWork, model: nn.Module | None, module: nn.Module | None, *, slid: bool = False,
@@ -385,13 +391,13 @@ def _splits(host: SequenceKV, more: int) -> bool:
 
 
 def _outgrows(host: SequenceKV, start: int, more: int) -> bool:
-    """Return whether a path with `more` tokens needs a new index that it can have over a copy of its tokens only, and
-    the host has memory for it. Tokens that are not stored cannot be copied.
+    """Return whether a path with `more` tokens needs a new index that it can have over a copy of its tokens only.
+
+    Tokens that are not stored cannot be copied.
     """
     if more < MERGED_TOKENS or not _splits(host, more) or any(segment.is_hole for segment in host.segments):
         return False
-    free = available_host_bytes() - MERGE_SPARE
-    return _lacks_index(host, start, len(host) + more, more) and len(host) * host.token_bytes <= free
+    return _lacks_index(host, start, len(host) + more, more)
 
 
 def _needs_new_index(held: LayerKV, total: int) -> bool:

@@ -220,7 +220,7 @@ class RetrievalLayer(CacheLayer):
             self.held.take_paged(done.new.total)
             self._note_stored(done.new.total)
         elif done is not None:
-            self._work = done.host_work()
+            self._work = done.host_work(may_copy=self.index.make_room_to_copy)
             self._finish_pass(done, self._work, between=between)
         super().end_pass()
 
@@ -341,7 +341,7 @@ class RetrievalLayer(CacheLayer):
     def send_read(self, make: Callable[..., HostWork]) -> None:
         """Hand the pass to a host work that the caller begins. make: has the parameters of `HostWork`."""
         assert self._pass is not None
-        self._work = self._pass.host_work(make)
+        self._work = self._pass.host_work(make, may_copy=self.index.make_room_to_copy)
 
     def slide_of(self, tokens: slice) -> Slide | None:
         """See `LayerKV.slide_of`."""

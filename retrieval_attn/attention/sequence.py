@@ -91,6 +91,7 @@ class Batch:
     transformers, whose masks count columns.
     broken: why nothing can follow, a forward failed half-way; "" else. spilled: full windows moved tokens to the host,
     until a reader of it sets False.
+    copies: columns after a pass, and whether its layers copy paths that outgrow their codes, as the first one decides.
     """
 
     def __init__(self) -> None:
@@ -110,6 +111,7 @@ class Batch:
         self.rows_alone = False
         self.broken = ""
         self.spilled = False
+        self.copies = 0, False
 
     def start(self, rows: int) -> None:
         """Make the sequences of an empty batch. Raises CacheMismatchError if there are others than `rows`, or if it is

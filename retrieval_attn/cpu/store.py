@@ -120,8 +120,8 @@ class SequenceKV:
 
     @property
     def takes_index(self) -> bool:
-        """Whether segments that are not sealed may get an index: not beside codes on a device, which are searched for
-        one segment only.
+        """Whether segments that are not sealed may get an index. False if another one has codes on a device, which are
+        searched for one segment only.
         """
         kept = [one for one in self.segments if one.indexes and (one.sealed or (one.frozen and len(self._spans) > 1))]
         return not (kept and self.spec.keeps_codes(self.head_dim))

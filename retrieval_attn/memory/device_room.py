@@ -43,6 +43,8 @@ ROWS_BUS = 24e9
 shape took 29 us by one of 63 GB/s on an H100, whose host took 60 to 70. PCIe 4 of 16 lanes has 32, PCIe 3 has 16."""
 LAYOUT_TOKENS = 131072
 """Longest text for which the index of an engine's texts is chosen; longer ones may get another one."""
+COPY_SPARE = GIB
+"""Bytes of host memory that are left beyond a copy of a text."""
 GRAPH_BYTES = GIB
 """Bytes for the graphs of an engine's steps, and for the work of a question while a text is read: .96 GiB lay outside
 the allocator after the graphs of 16 rows of Llama-3-8B's shape were captured (H200)."""
@@ -119,6 +121,24 @@ class IndexChoice:
     def make_room_to_ask(self, nbytes: int, tokens: int) -> None:
         """Free GPU memory of idle texts if `nbytes` bytes and a question about `tokens` tokens lack room."""
         self._reclaim(lambda shape, room: nbytes + question_bytes(shape, tokens))
+
+    def make_room_to_copy(self, tokens: int, layer_bytes: int) -> bool:
+        """Return whether there is host memory for a copy of `layer_bytes` bytes in each layer, and GPU memory for the
+        codes of `tokens` tokens that get a new index; if so, free GPU memory of idle texts for these.
+        """
+        model = self._loaded
+        shape = None if model is None else _shape_of(model)
+        layers = 1 if shape is None else shape.full_layers
+        if layers * layer_bytes > available_host_bytes() - COPY_SPARE:
+            return False
+        free = None if model is None else _free_bytes(model)
+        if free is None or shape is None:
+            return True
+        room, idle = free - MARGIN, idle_device_bytes()
+        needed = reading_bytes(shape, self.config, tokens, room + idle)
+        if room < needed <= room + idle:
+            reclaim(device=needed - room)
+        return needed <= room + idle
 
     def make_room_for_image(self, tokens: int) -> None:
         """Free GPU memory of idle texts if the embedding of an image of `tokens` tokens lacks room."""

@@ -12,6 +12,7 @@ from retrieval_attn.attention.cache import Rollback
 from retrieval_attn.engine import prefix_handle
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.prefix_handle import PrefixEntry, paths_of
+from retrieval_attn.memory import device_room
 from tests.emulation.emulated import emulated
 from tests.engine.audit import check_engine
 from tests.engine.test_reuse import SHARED, Session, ids, llm_of, request
@@ -67,7 +68,7 @@ def test_a_conversation_has_codes_of_one_segment(options: dict[str, Any], caplog
 
 def test_without_memory_for_a_copy_new_tokens_are_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text keeps its codes, and no other segment gets some."""
-    monkeypatch.setattr(exact, "available_host_bytes", lambda: 0)
+    monkeypatch.setattr(device_room, "available_host_bytes", lambda: device_room.COPY_SPARE)
     llm, prompt = llm_of(index="device", retrieve="all", tail=False), ids(200, 1)
     with emulated(), Engine(llm, prefix_cache_bytes=SHARED) as engine:
         for turn in range(5):

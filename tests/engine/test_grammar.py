@@ -18,7 +18,7 @@ from retrieval_attn.engine.engine import Engine, default_limits
 from retrieval_attn.engine.request import Finished, Request
 from retrieval_attn.errors import ConfigError, InputDataError
 from retrieval_attn.llm import LLM
-from retrieval_attn.runner.graph.decode_graph import DecodeGraph
+from retrieval_attn.runner.graph.decode_graph import GraphSampler
 from retrieval_attn.sampling import sampler
 from retrieval_attn.sampling.grammar import MAX_ERROR, GrammarCompiler, GrammarSpec, TokenMatcher
 from retrieval_attn.sampling.sampler import DrawMode, MaskedParams, Sampler
@@ -127,13 +127,13 @@ def test_steps_with_a_grammar_are_launched_early(rows: int, monkeypatch: pytest.
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "window": 1024}
     llm, eager = LLM("bundled", **options), LLM("bundled", graph=False, **options)
     requests = requests_of(llm)[:rows]
-    expected, early, sample = answers(eager, requests), [0], DecodeGraph._sample
+    expected, early, resume = answers(eager, requests), [0], GraphSampler.resume
 
-    def counted(self: DecodeGraph, step: Any) -> None:
-        early[0] += 1
-        sample(self, step)
+    def counted(self: GraphSampler, step: Any, launched: Any) -> None:
+        early[0] += step.drawing is None
+        resume(self, step, launched)
 
-    monkeypatch.setattr(DecodeGraph, "_sample", counted)
+    monkeypatch.setattr(GraphSampler, "resume", counted)
     found = answers(llm, requests)
     assert texts(found) == texts(expected) and json.loads(found[0].text)["name"]
     assert early[0] > len(found[0].tokens) // 2

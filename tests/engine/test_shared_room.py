@@ -189,6 +189,26 @@ def test_idle_texts_yield_to_a_question(monkeypatch: pytest.MonkeyPatch) -> None
     assert IndexChoice(None, Config(index="flat")).can_ask(1 << 50, 1)
 
 
+def test_idle_texts_yield_to_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is copied where host and device have room for it; idle texts yield only then."""
+    model, free, host = tiny_model("llama"), [0], [0]
+    choice = IndexChoice(model, Config(index="flat"))
+    tree = RadixCache()
+    register(tree)
+    tree.insert(tree.root, ids(100, 1), Text(Sizes(10, GIB)), "", rebuild_seconds=1.0)
+    monkeypatch.setattr(module, "whole_device_bytes", lambda _: free[0])
+    monkeypatch.setattr(module, "available_host_bytes", lambda: host[0])
+    shape = model_shape(model)
+    needed = reading_bytes(shape, choice.config, 400_000, 64 * GIB)
+    nbytes = shape.full_layers * 1000 + module.COPY_SPARE
+    for free[0], host[0], fits, left in (
+        (MARGIN + needed, nbytes, True, 1), (MARGIN + needed, nbytes - 1, False, 1),
+        (MARGIN + 10 - GIB, nbytes, False, 1), (MARGIN + needed - GIB, nbytes, True, 0),
+    ):  # fmt: skip
+        assert choice.make_room_to_copy(400_000, 1000) == fits, (free, host)
+        assert len(tree) == left, (free, host)
+
+
 class Text(NamedTuple):
     """Payload of a node."""
 

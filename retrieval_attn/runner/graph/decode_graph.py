@@ -122,20 +122,25 @@ class GraphSampler:
         self._drawing = drawings[0]
         return there
 
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the step of `prepare` samples by masks, which the tokens before it tell."""
-        return self._sampler.mode.masked
-
-    def launch(self) -> GraphSampling:
+    def launch(self, early: bool = False) -> GraphSampling | None:
         """Sample after the step of `prepare`. Returns the memory of the result.
 
-        Masks of grammars are copied to the device while the step runs.
+        Masks of grammars are copied to the device while the step runs. early: the tokens before are not known; None if
+        there are masks, which depend on them.
         """
         assert self._drawing is not None
+        if early and self._sampler.mode.masked:
+            return None
         self._sampler.upload_masks()
         self._drawing.replay()
         return self._drawing
+
+    def resume(self, step: LaunchedStep, launched: Callable[[], None] | None) -> None:
+        """Sample after a step that was launched early, unless that was done. launched: called before."""
+        if launched is not None:
+            launched()
+        if step.drawing is None:
+            step.drawing, step.over = self.launch(), self._runtime.mark()
 
     def choices(self, drawing: GraphSampling, places: Sequence[int]) -> list[SampledToken | None]:
         """Return the sampled token of each place; None if its logits hold NaN or infinity."""
@@ -358,10 +363,7 @@ class DecodeGraph:
                 self.undo()
             step = self._launch(inputs, draws, launched)
         else:
-            if launched is not None:
-                launched()
-            if step.drawing is None:
-                self._sample(step)
+            self.draw.resume(step, launched)
         behind = self._launch_overlapped(inputs, draws) if overlap and draws is not None else None
         decoder = self.decoder
         decoder.replays += 1
@@ -446,13 +448,12 @@ class DecodeGraph:
         given: Inputs | StepTokens | None,
         draws: Mapping[int, SamplingParams] | None = None,
         launched: Callable[[], None] | None = None,
-        *,
         early: bool = False,
     ) -> LaunchedStep:
         """Launch a step behind those in flight.
 
-        given: token and position by place, or of all places; None: the tokens that the step in
-        flight chooses. draws, launched: see `step`. early: nobody has asked for it yet; with masks it samples later.
+        given: token and position by place, or of all places; None: the tokens that the step in flight chooses. draws,
+        launched: see `step`. early: the step was not requested yet, see `GraphSampler.launch`.
         """
         decoder, inputs = self.decoder, {} if given is None or isinstance(given, StepTokens) else given
         if given is not None and not self._uploaded:
@@ -486,18 +487,12 @@ class DecodeGraph:
             raise
         step = LaunchedStep(inputs, draws, self.kind, graph, generation=graph.replay.generation)
         self.in_flight.append(step)
-        if draws is not None and not (early and self.draw.needs_tokens):
-            step.drawing = self.draw.launch()
+        step.drawing = None if draws is None else self.draw.launch(early)
         step.over = None if self.greedy else decoder.runtime.mark()
         self._read_host(step)
         copy_ahead_share(self.sequences)
         self._meanwhile(self.sequences, self.kind.needs_host)
         return step
-
-    def _sample(self, step: LaunchedStep) -> None:
-        """Sample after a step that was launched early, once the tokens before it are known."""
-        step.drawing = self.draw.launch()
-        step.over = None if self.greedy else self.decoder.runtime.mark()
 
     def _read_host(self, step: LaunchedStep) -> None:
         """Keep the host's report of the last replay: the next one overwrites it."""

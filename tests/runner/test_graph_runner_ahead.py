@@ -73,9 +73,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     launch, undo, launch_next = DecodeGraph._launch, DecodeGraph.undo, DecodeGraph.launch_next
 
-    def launched(self: DecodeGraph, *given: Any) -> Any:
+    def launched(self: DecodeGraph, *given: Any, **named: Any) -> Any:
         seen.append("launched")
-        return launch(self, *given)
+        return launch(self, *given, **named)
 
     def undone(self: DecodeGraph) -> None:
         seen.append("undone")
@@ -153,10 +153,10 @@ def test_the_next_step_is_launched_before_one_is_over(monkeypatch: pytest.Monkey
     seen: list[str] = []
     launch, wait = DecodeGraph._launch, EmulatedRuntime.wait
 
-    def launched(self: DecodeGraph, *given: Any) -> Any:
+    def launched(self: DecodeGraph, *given: Any, **named: Any) -> Any:
         if self is rows.bucket:
             seen.append("launched")
-        return launch(self, *given)
+        return launch(self, *given, **named)
 
     def waited(self: EmulatedRuntime, mark: None) -> None:
         seen.append("over")

@@ -377,9 +377,8 @@ def seal(cache: RetrievalCache, *, coded: bool = True) -> None:
             keeps_codes = coded and layer.index.spec.keeps_device_keys
             for host in layer.held.hosts if keeps_codes else ():
                 host.extend_index(len(host))
-            for segment in (one for host in layer.held.hosts for one in host.segments):
-                segment.freeze()
-                segment.sealed = True
+            for host in layer.held.hosts:
+                host.seal()
             for host in layer.held.hosts if keeps_codes else ():
                 join_ahead(host)
 

@@ -155,6 +155,10 @@ class _SegmentClusters:
         """Bytes of members, with room for more, and of mean values."""
         return self.members.nbytes + self.mean_values.nbytes
 
+    def cut(self, stop: int) -> None:
+        """Forget members from the segment's token `stop` on."""
+        self.length = max(0, min(self.length, stop - self.first))
+
     def cover(self, ids: np.ndarray[Any, Any], stop: int) -> None:
         """Take members up to the segment's token `stop` out of ids (kv_heads, tokens) on the host."""
         length = stop - self.first

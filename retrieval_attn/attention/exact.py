@@ -274,19 +274,31 @@ class ExactPass:
         if new.filled != new.total:
             raise CacheMismatchError(f"A pass announced {new.total} tokens and brought {new.filled}.")
         work = self._held.host_work(*new.new, new.valid, make)
-        if self._may_merge:
+        if not self._first and not self._held.batch.forgotten.tokens:
             for host, (row, *_) in rows_by_path(self._held.hosts):
-                if _outgrows(host, self._held.ranges[row][0], new.count(row)) and self._copies(host, may_copy):
+                more, start = new.count(row), self._held.ranges[row][0]
+                if not _splits_codes(host, more):
+                    continue
+                held, columns = len(host), self._held.columns + new.total
+                # codes that outgrow their memory take more to spare, see `DeviceCodes.write`
+                room, copied = (more + held // 16, 0), (columns, held * host.token_bytes)
+                outgrown = host.outgrows_codes(held + more) and self._may_merge and self._has_room(may_copy, *copied)
+                if not outgrown and self._has_room(may_copy, *room) and work.continue_first(host):
+                    continue
+                lacks = self._may_merge and _lacks_index(host, start, held + more, more)
+                if lacks and self._has_room(may_copy, *copied):
                     with contextlib.suppress(MemoryPlanError):  # new tokens are scanned then
                         work.merge(host)
         return work
 
-    def _copies(self, host: SequenceKV, may_copy: Callable[[int, int], bool]) -> bool:
-        """Return whether the layers of this pass copy paths. may_copy: see `host_work`."""
+    def _has_room(self, may_copy: Callable[[int, int], bool], tokens: int, layer_bytes: int) -> bool:
+        """Return what `may_copy` said in the first layer of this pass. See `host_work`."""
         batch, columns = self._held.batch, self._held.columns + self.new.total
         if batch.copies[0] != columns:
-            batch.copies = columns, may_copy(columns, len(host) * host.token_bytes)
-        return batch.copies[1]
+            batch.copies = columns, {}
+        if tokens not in batch.copies[1]:
+            batch.copies[1][tokens] = may_copy(tokens, layer_bytes)
+        return batch.copies[1][tokens]
 
     def finish(
         self, work: HostWork, model: nn.Module | None, module: nn.Module | None, *, slid: bool = False,
@@ -311,7 +323,7 @@ class ExactPass:
                     queries = self._moved(self._metric_sample, model, module, row)
                     self._cluster(work, host, (start, stop), queries, row, between)
                 else:
-                    work.clusters.extend(host, (start, stop))
+                    work.clusters.extend(host, (start, stop), new.new_of(row, 0))
                 continue
             where = model, module, row
             if self._metric_sample is not None:
@@ -378,6 +390,8 @@ def _lacks_index(host: SequenceKV, start: int, stop: int, more: int, less: int =
 
     less: indexed tokens that are not counted.
     """
+    if host.outgrows_codes(stop):
+        return True
     growth = CODED_GROWTH if _splits(host, more) else GROWTH
     return growth * (indexed_from(host, start) - less) < stop - start
 
@@ -386,18 +400,15 @@ def _splits(host: SequenceKV, more: int) -> bool:
     """Return whether `more` new tokens lie in another segment than earlier ones, of a kind with codes on a device."""
     if not host.segments or not host.spec.keeps_codes(host.head_dim):
         return False
-    last = host.segments[-1]
-    return len(host.segments) > 1 or last.frozen or last.capacity - last.length < more
+    return not host.appends_in_place(more)
 
 
-def _outgrows(host: SequenceKV, start: int, more: int) -> bool:
-    """Return whether a path with `more` tokens needs a new index that it can have over a copy of its tokens only.
+def _splits_codes(host: SequenceKV, more: int) -> bool:
+    """Return whether `more` new tokens, of a pass whose entry will be kept, lie in another segment than the codes.
 
-    Tokens that are not stored cannot be copied.
+    Tokens that are not stored cannot be copied to it.
     """
-    if more < MERGED_TOKENS or not _splits(host, more) or any(segment.is_hole for segment in host.segments):
-        return False
-    return _lacks_index(host, start, len(host) + more, more)
+    return more >= MERGED_TOKENS and _splits(host, more) and not any(segment.is_hole for segment in host.segments)
 
 
 def _needs_new_index(held: LayerKV, total: int) -> bool:

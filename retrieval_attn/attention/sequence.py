@@ -91,7 +91,7 @@ class Batch:
     transformers, whose masks count columns.
     broken: why nothing can follow, a forward failed half-way; "" else. spilled: full windows moved tokens to the host,
     until a reader of it sets False.
-    copies: columns after a pass, and whether its layers copy paths that outgrow their codes, as the first one decides.
+    copies: columns after a pass, and whether there is room for codes of so many tokens, as its first layer found.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Batch:
         self.rows_alone = False
         self.broken = ""
         self.spilled = False
-        self.copies = 0, False
+        self.copies: tuple[int, dict[int, bool]] = 0, {}
 
     def start(self, rows: int) -> None:
         """Make the sequences of an empty batch. Raises CacheMismatchError if there are others than `rows`, or if it is

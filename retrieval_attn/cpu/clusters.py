@@ -246,6 +246,8 @@ class KeyClusters:
             held = self._members.get(segment)
             if held is not None:
                 held.stop = max(held.first, min(held.stop, length))
+                for there in self.on_devices.get(segment, {}).values():
+                    there.cut(length)
         if self.late is not None:
             self.late.forget(segment, length)
 

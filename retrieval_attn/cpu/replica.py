@@ -78,7 +78,10 @@ class KVReplica(ABC, Generic[Owner]):
         """
 
     def append_device(self, owner: Owner, start: int, keys: Any, values: Any) -> None:
-        """Follow the same tokens by tensors (kv_heads, n, dim) on the device that computed them, its current stream."""
+        """Follow the same tokens by tensors (kv_heads, n, dim) on the device that computed them, its current stream.
+
+        Tokens before `start` may lack, too.
+        """
 
     def follow_copy(self, segment: Any, copy: Any) -> None:
         """Know the tokens of `copy`, which begins with those of `segment`, as they are known in `segment`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -25,6 +26,11 @@ from retrieval_attn.index.formats import Format, check_rows
 from retrieval_attn.index.memory import HUGE_PAGE, PAGE, mapped
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.threads import uninterrupted
+
+ROOM_SHARE = 16
+"""Address space of a segment with codes, in times the first tokens that it gets: prompts that go on lie there, too."""
+LEARNED_SHARE = 4
+"""A text is copied and gets new codes once it has more than so many times the tokens that these were learned from."""
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 """Does what `map` does, in threads say."""
@@ -49,6 +55,8 @@ class SegmentIndex(KVReplica["Segment"]):
     of_segments: ClassVar[bool] = True
     first: int
     heads: tuple[base.KeyIndex, ...]
+    learned: int = 0
+    """Number of keys that it was built from."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,12 +78,22 @@ class SegmentIndex(KVReplica["Segment"]):
         return all([head.truncate(min(kept, len(head))) for head in self.heads])
 
 
+class SegmentTail:
+    """The tokens of a frozen segment from `start` on, as long as a path keeps this: see `Segment.continue_from`."""
+
+    __slots__ = ("__weakref__", "segment", "start")
+
+    def __init__(self, segment: Segment, start: int) -> None:
+        self.segment, self.start = segment, start
+
+
 class Segment:
     """Up to `capacity` tokens: keys (kv_heads, capacity, head_dim), values (kv_heads, capacity, value_dim), as stored.
 
-    Tokens [0, length) are written. Only the owner appends, and only until `freeze`. The index may be
-    extended by any path that shares the segment: it covers tokens that no longer change, and each search is
-    limited to the part that its path sees. What it finds depends on what was inserted: nothing is once `sealed`.
+    Tokens [0, length) are written. Only the owner appends, and only until `freeze`; then one path may go on behind the
+    last token, see `continue_from`. The index may be extended by any path that shares the segment: it covers tokens
+    that no longer change, and each search is limited to the part that its path sees. What it finds depends on what was
+    inserted: once `sealed`, only a path that goes on inserts.
     """
 
     def __init__(
@@ -124,6 +142,7 @@ class Segment:
         self.replicas: Replicas = new_replicas(self, of_segments=True)
         self._tails: tuple[tuple[base.KeyIndex, ...], int, tuple[base.Searchable, ...]] | None = None
         self._extending = threading.Lock()
+        self._continued: list[tuple[int, weakref.ref[SegmentTail]]] = []  # where each began
 
     @property
     def capacity(self) -> int:
@@ -165,9 +184,62 @@ class Segment:
         with self._extending:
             yield self.indexes
 
-    def extend_index(self, stop: int) -> None:
-        """Insert the tokens between the end of the index and `stop`, if there is an index."""
-        if self._index is not None and not self.sealed:
+    def outgrows_codes(self, tokens: int) -> bool:
+        """Return whether its index was built from a small part of `tokens` tokens."""
+        index = self._index
+        return index is not None and index.first + LEARNED_SHARE * index.learned < tokens
+
+    def continue_from(self, length: int, room: int) -> SegmentTail | None:
+        """Let one path append up to `room` tokens behind the first `length` tokens of a frozen segment.
+
+        Others see their own first tokens, and codes find the same among these whatever follows. Returns None if there
+        are other tokens behind, no room, or an index of another kind. The tokens count until nothing keeps the tail.
+        """
+        index = self._index
+        if index is None or not all(isinstance(one, base.DeviceSearch) for one in index.heads):
+            return None
+        if not self.frozen or self.is_hole or length + room > self.capacity:
+            return None
+        with self._extending:
+            self._drop_unheld()
+            if length != self.length:
+                return None
+            tail = SegmentTail(self, length)
+            self._continued.append((length, weakref.ref(tail)))
+            return tail
+
+    def _drop_unheld(self) -> None:
+        """Drop the tokens of tails that nothing keeps."""
+        while self._continued and self._continued[-1][1]() is None:
+            start, _ = self._continued.pop()
+            self._cut(start)
+
+    def _cut(self, length: int) -> None:
+        """Drop the tokens from `length` on."""
+        if length < self.length:
+            dropped = [one.truncate(self, length) for one in present(self.replicas)]
+            assert all(dropped), "codes and rows are dropped token by token"
+            self.length = length
+
+    def cut(self, tail: SegmentTail, length: int) -> None:
+        """Drop tokens of the newest tail from `length` on, to be overwritten by its path."""
+        with self._extending:
+            self._drop_unheld()
+            assert self._continued[-1][1]() is tail, "another path goes on"
+            self._cut(max(length, tail.start))
+
+    def resume(self, tail: SegmentTail) -> None:
+        """Let the path of an earlier tail go on again: what followed it was dropped."""
+        with self._extending:
+            while self._continued[-1][1]() is not tail:
+                self._continued.pop()
+
+    def extend_index(self, stop: int, *, continued: bool = False) -> None:
+        """Insert the tokens between the end of the index and `stop`, if there is an index.
+
+        continued: by the path that goes on behind a sealed segment.
+        """
+        if self._index is not None and (continued or not self.sealed):
             self._extended(self._index.first, stop)
 
     def append(self, keys: npt.NDArray[Any], values: npt.NDArray[Any], each: Each = map) -> None:
@@ -175,7 +247,8 @@ class Segment:
         the room. each: as `map`, for the heads.
         """
         start, stop = self.length, self.length + keys.shape[1]
-        assert not self.frozen and stop <= self.capacity, (self.frozen, stop, self.capacity)
+        assert stop <= self.capacity, (stop, self.capacity)
+        assert self._continued or not self.frozen, "a frozen segment is continued by one path"
 
         def put(head: int) -> None:
             self.keys[head, start:stop] = keys[head]
@@ -212,7 +285,8 @@ class Segment:
             if replica is not None and self.replicas.get(kind) is None:
                 replica.attach(self, start)
                 self.replicas[kind] = replica
-        return [one for one in present(self.replicas) if one.from_device and one.num_tokens == start]
+        followers = [one for one in present(self.replicas) if one.from_device]
+        return [one for one in followers if one.num_tokens == start or 0 < one.num_tokens < start]
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Views of keys and values of tokens [start, stop), not to be written to."""
@@ -242,7 +316,7 @@ class Segment:
 
     def take_index(self, first: int, heads: tuple[base.KeyIndex, ...]) -> None:
         """The index of each head, over the tokens from `first` on, in place of what the segment has."""
-        self.replicas[SegmentIndex.kind], self.grown = SegmentIndex(first, heads), ()
+        self.replicas[SegmentIndex.kind], self.grown = SegmentIndex(first, heads, len(heads[0])), ()
         self.changes += 1
 
     def pieces(self, low: int, high: int, first: int, most_tail: int) -> list[SearchRange]:
@@ -288,14 +362,25 @@ class Segment:
             assert index is not None
             if index.num_tokens < stop:
                 try:
-                    for head, one in enumerate(index.heads):
+                    for heads, keys in self._missing(index, stop):
                         with uninterrupted():  # forks share the index, and it must not hold half of its new keys
-                            one.insert(self.read(index.first + len(one), stop)[0][head])
+                            type(heads[0]).insert_heads(heads, keys)
                 finally:
                     self.changes += 1
                 if self.frozen:
                     self.grown = (*self.grown, stop)
             return index
+
+    def _missing(self, index: SegmentIndex, stop: int) -> Iterator[tuple[tuple[base.KeyIndex, ...], npt.NDArray[Any]]]:
+        """Yield heads with their keys before `stop` that the index lacks: several heads, unless an interruption left
+        some behind.
+        """
+        together = index.heads[0].built_together
+        for first in range(0, len(index.heads), together):
+            some = index.heads[first : first + together]
+            alike = len({(len(one), type(one)) for one in some}) == 1
+            for at, heads in [(first, some)] if alike else [(first + i, (one,)) for i, one in enumerate(some)]:
+                yield heads, self.read(index.first + len(heads[0]), stop)[0][at : at + len(heads)]
 
 
 def restored_segment(

@@ -20,11 +20,11 @@ from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import ClusterSums, ClusterTable, KeyClusters, PathClusters
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.replica import KVReplica, Replicas, new_replicas, present, total_memory
-from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment, Span, hole_for
+from retrieval_attn.cpu.segment import ROOM_SHARE, Each, HeadCoders, PathPart, Segment, SegmentTail, Span, hole_for
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.auto import notes
-from retrieval_attn.index.base import HeldMemory, QueryMoment
+from retrieval_attn.index.base import MAX_KEYS, HeldMemory, QueryMoment
 from retrieval_attn.index.flat import scans_exactly
 from retrieval_attn.index.formats import Format, check_queries, check_rows
 from retrieval_attn.index.spec import IndexSpec
@@ -46,6 +46,8 @@ class PathSnapshot(NamedTuple):
     budgets: HeadBudgets | None
     spans: tuple[Span, ...]
     is_merged: bool
+    tails: tuple[SegmentTail, ...]
+    appends: bool
 
 
 class SequenceKV:
@@ -92,6 +94,8 @@ class SequenceKV:
         self.is_merged = False
         """Whether `merge` has copied what the path shared. False for a fork: it shares the copy."""
         self._spans: list[Span] = []
+        self._tails: tuple[SegmentTail, ...] = ()  # of segments that this path, or one that it forked, has continued
+        self._appends = False  # whether the next tokens go behind the last segment's newest tail
         self._length, self._changes, self._reserved, self._sure = 0, 0, RESERVE_TOKENS, RESERVE_TOKENS
 
     def __len__(self) -> int:
@@ -125,6 +129,12 @@ class SequenceKV:
         """
         kept = [one for one in self.segments if one.indexes and (one.sealed or (one.frozen and len(self._spans) > 1))]
         return not (kept and self.spec.keeps_codes(self.head_dim))
+
+    def outgrows_codes(self, tokens: int) -> bool:
+        """Return whether a text of `tokens` tokens that goes on here needs codes that are learned again."""
+        return self.spec.keeps_codes(self.head_dim) and any(
+            span.segment.outgrows_codes(tokens) for span in self._spans[:1]
+        )
 
     @property
     def index_kinds(self) -> dict[str, int]:
@@ -165,7 +175,7 @@ class SequenceKV:
         if not count:
             return
         last = self._spans[-1].segment if self._spans else None
-        room = 0 if last is None or last.frozen else last.capacity - last.length
+        room = 0 if last is None or not self._is_open(last) else last.capacity - last.length
         added = self._new_tail(count - room) if count > room else None
         head = min(room, count)
         if head:
@@ -178,6 +188,58 @@ class SequenceKV:
         start, self._length, self._changes = self._length, self._length + count, self._changes + 1
         for replica in present(self.replicas):
             replica.append(self, start, keys, values)
+
+    def _is_open(self, last: Segment) -> bool:
+        """Return whether this path may write behind its last segment."""
+        return not last.frozen or self._goes_on(last)
+
+    def _goes_on(self, segment: Segment) -> bool:
+        """Return whether this path may go on behind a segment that others share."""
+        return self._appends and segment is self._tails[-1].segment
+
+    @property
+    def continues(self) -> bool:
+        """Whether all tokens lie in a segment that the path, or one that it forked, has continued."""
+        return len(self._spans) == 1 and bool(self._tails)
+
+    def appends_in_place(self, more: int) -> bool:
+        """Return whether `more` new tokens will lie in the path's only segment."""
+        if len(self._spans) != 1:
+            return False
+        last = self._spans[0].segment
+        return self._is_open(last) and last.capacity - last.length >= more
+
+    def continue_first(self, more: int, each: Each = map) -> bool:
+        """Have all tokens, and `more` that come next, lie in the first segment, whose codes take them in.
+
+        Where that is sealed and no other path has gone on behind the tokens that this path has of it, see
+        `Segment.continue_from`; what followed in other segments is copied. Returns False, and does nothing, elsewhere.
+        each: as in `append`.
+        """
+        first, behind = self._spans[0], self.parts(self._spans[0].length, self._length)
+        room = self._length - first.length + more
+        if self._goes_on(first.segment):
+            if first.length + room > first.segment.capacity:
+                return False
+        elif (tail := first.segment.continue_from(first.length, room)) is None:
+            return False
+        else:
+            self._tails = (*self._tails, tail)
+        if self.clusters is not None:
+            self.clusters.shared.forget(first.segment, first.length)  # those of tokens that are gone
+        for part in behind:
+            first.segment.append(*part.segment.read(part.low, part.high), each)
+        self._spans, self._appends = [Span(first.segment, self._length)], True
+        self._changes += 1
+        self.steps.clear()
+        return True
+
+    def seal(self) -> None:
+        """From now on the path's tokens are for forks to continue, and no fork changes what others find in them."""
+        self._appends = False
+        for segment in self.segments:
+            segment.freeze()
+            segment.sealed = True
 
     def _new_tail(self, count: int) -> tuple[int, Segment]:
         """A segment with room for `count` more, begun with a copy of a short frozen last one without an index; spans
@@ -208,10 +270,12 @@ class SequenceKV:
         each: as in `append`. Raises MemoryPlanError if memory cannot be had; the path is then unchanged.
         """
         expected, dims = self._length + room, (self.head_dim, self.value_dim)
-        segment = Segment(self.num_kv_heads, expected * 3 // 2, *dims, self.fmt, expected=expected)
+        capacity = min(expected * ROOM_SHARE, max(MAX_KEYS, expected))  # address space
+        segment = Segment(self.num_kv_heads, capacity, *dims, self.fmt, expected=expected)
         for part in self.parts(0, self._length):
             segment.append(*part.segment.read(part.low, part.high), each)
         self._spans, self.is_merged = [Span(segment, self._length)], True
+        self._tails, self._appends = (), False
         self._changes += 1
         self.steps.clear()
 
@@ -232,13 +296,20 @@ class SequenceKV:
                 break
             kept.append(Span(span.segment, min(span.length, left)))
             left -= kept[-1].length
-        if kept and kept[-1].length < kept[-1].segment.length and not kept[-1].segment.frozen:
-            kept[-1].segment.truncate(kept[-1].length)
+        if kept and kept[-1].length < kept[-1].segment.length:
+            if self._goes_on(kept[-1].segment):
+                kept[-1].segment.cut(self._tails[-1], kept[-1].length)
+            elif not kept[-1].segment.frozen:
+                kept[-1].segment.truncate(kept[-1].length)
         self._spans = kept
+        ends = {span.segment: span.length for span in kept}
+        tails = tuple(one for one in self._tails if ends.get(one.segment, 0) > one.start)
+        self._tails, self._appends = tails, self._appends and tails[-1:] == self._tails[-1:]
         self._length, self._changes = length, self._changes + 1
 
     def fork(self) -> SequenceKV:
         """A second path with the same tokens. All segments and indexes are shared; both may go on."""
+        self._appends = False
         for span in self._spans:  # a crop may go back into any of them, and write on from there
             span.segment.freeze()
         other = SequenceKV(
@@ -253,24 +324,32 @@ class SequenceKV:
         ).reserve(0)
         other.tail_tokens = self.tail_tokens
         other.replicas, other.budgets = _forked(self.replicas), self.budgets
-        other._spans = list(self._spans)
-        other._length = self._length
+        other._spans, other._tails = list(self._spans), self._tails
+        other._length, self._appends = self._length, False
         return other
 
     def snapshot(self) -> PathSnapshot:
         """Return the state of the path, for `restore`. Costs no copy of tokens."""
-        return PathSnapshot(self._length, _forked(self.replicas), self.budgets, self.spans, self.is_merged)
+        return PathSnapshot(
+            self._length, _forked(self.replicas), self.budgets, self.spans, self.is_merged, self._tails, self._appends
+        )
 
     def restore(self, snapshot: PathSnapshot) -> None:
         """Drop what followed a snapshot. Nothing may have been dropped since that it has."""
         self.replicas, self.budgets = dict(snapshot.replicas), snapshot.budgets
-        if self._spans and snapshot.spans and self._spans[0].segment is not snapshot.spans[0].segment:  # merged since
+        segments = [span.segment for span in snapshot.spans]
+        if segments and [span.segment for span in self._spans[: len(segments)]] != segments:  # copied since
             *before, (last, length) = snapshot.spans
-            length = length if last.frozen else last.length  # what was appended there before the merge
+            # what was appended there before the copy
+            length = last.length if snapshot.appends or not last.frozen else length
             self._spans = [*before, Span(last, length)]
             self._length = sum(span.length for span in self._spans)
+            self._tails, self._appends = snapshot.tails, snapshot.appends
         self.is_merged = snapshot.is_merged
         self.truncate(snapshot.length)
+        self._tails, self._appends = snapshot.tails, snapshot.appends
+        if self._appends:
+            self._tails[-1].segment.resume(self._tails[-1])
 
     def forget(self, start: int, stop: int) -> None:
         """Have replicas cover nothing but tokens [start, stop), the only ones that are retrieved from now on.
@@ -344,7 +423,7 @@ class SequenceKV:
         began = time.perf_counter()
         with kernel_threads(self.threads):
             for segment, _, high, _ in self.parts(0, stop):
-                segment.extend_index(high)
+                segment.extend_index(high, continued=self._goes_on(segment))
         self.index_seconds += time.perf_counter() - began
 
     @property
@@ -361,7 +440,7 @@ class SequenceKV:
             if not 0 <= length <= segment.length or not segment.frozen:
                 raise ConfigError(f"a span of {length} tokens needs a frozen segment of as many, got {segment.length}")
         self._changes += 1
-        self._spans = list(spans)
+        self._spans, self._tails, self._appends = list(spans), (), False
         self._length = sum(span.length for span in spans)
         self.reserve(0)
 
@@ -430,6 +509,22 @@ def join_clusters(path: SequenceKV, start: int, stop: int) -> None:
         shared = path.clusters.shared if late is None else late.shared
         for segment, low, high, _ in path.parts(start, stop):
             shared.members(segment, low, high, path.fmt)
+
+
+def join_newest(path: SequenceKV, members: npt.NDArray[np.uint8]) -> None:
+    """A path's newest tokens have these members (kv_heads, n); those before them without any join clusters first.
+
+    Nothing without clusters.
+    """
+    if path.clusters is None:
+        return
+    shared, start = path.clusters.shared, len(path) - members.shape[1]
+    for segment, low, high, first in path.parts(start, len(path)):
+        known, stop = shared.joined(segment)
+        if known < stop < low:
+            shared.members(segment, stop, low, path.fmt)
+        if not known < stop or stop <= high:  # else another path has all of them
+            shared.restore(segment, (low, high), members[:, first + low - start : first + high - start])
 
 
 def take_clusters(

@@ -62,9 +62,12 @@ class PrefixEntry:
     has_answer = False
 
     def __init__(
-        self, cache: RetrievalCache, sizes: Sizes, shared: Sizes, opened: OpenedText | None, *, first: bool
-    ) -> None:
-        """shared: bytes that forks share, those of all ancestors included. first: the entry continues no other one."""
+        self, cache: RetrievalCache, sizes: Sizes, shared: Sizes, opened: OpenedText | None, *, first: bool,
+        supersedes: Sequence[object] = (),
+    ) -> None:  # fmt: skip
+        """shared: bytes that forks share, those of all ancestors included. first: the entry continues no other one.
+        supersedes: entries whose codes are its own from now on.
+        """
         self._cache, self.shared, self.opened = cache, shared, opened
         self._maps = opened is not None and first
         self.saved: UnsavedText | None = None
@@ -73,7 +76,7 @@ class PrefixEntry:
         self._codes = head_codes_of(cache)
         self._own: list[HeadCodes] = []  # those that no ancestor has
         for one in self._codes:
-            if one.owner is None or one.owner() is None:
+            if one.owner is None or (owner := one.owner()) is None or owner in supersedes:
                 one.owner = weakref.ref(self)
                 self._own.append(one)
         self._segments = CodedSegments(cache, self._own)
@@ -82,14 +85,17 @@ class PrefixEntry:
         self._offloaded = self._windows_copied = False  # windows are in host memory, for good, or there as well
 
     @classmethod
-    def beyond(cls, cache: RetrievalCache, before: Sizes, opened: OpenedText | None = None) -> PrefixEntry:
+    def beyond(
+        cls, cache: RetrievalCache, before: Sizes, opened: OpenedText | None = None, supersedes: Sequence[object] = ()
+    ) -> PrefixEntry:
         """Make an entry of a cache that is not changed from now on; its windows keep no room.
 
-        before: bytes that the fork which the cache continued shares with its own entry.
+        before: bytes that the fork which the cache continued shares with its own entry. supersedes: see there.
         """
         pack(cache)
         own, shared = _sizes(cache)  # every node has windows of its own
-        return cls(cache, own.plus(shared.beyond(before)), shared, opened, first=not before.total)
+        sizes = own.plus(shared.beyond(before))
+        return cls(cache, sizes, shared, opened, first=not before.total, supersedes=supersedes)
 
     @property
     def sizes(self) -> Sizes:
@@ -276,6 +282,7 @@ class PrefixHandle:
         self.claim: PrefillClaim | None = None
         self.lacks_room = False
         self.held_end = self._matched = 0
+        self._superseded: list[Node] = []  # by the entry that was inserted last
         self._before = Sizes()  # of the continued fork, shared with its entry
 
     @property
@@ -377,6 +384,7 @@ class PrefixHandle:
             self.claim.done(lease.node)
             self.claim = None
         self._continue(tree, lease, len(ids), whole)
+        tree.drop(self._superseded)
 
     def _is_in_later_entry(self, done: int) -> bool:
         if not self._crops or done >= len(self.ends) - 1 or (self._saved and done == 1):
@@ -516,12 +524,35 @@ class PrefixHandle:
             if merged and all(merged):  # it needs none of its ancestors, which may be evicted before it
                 place, has_answer = Place(tree.root, 0), self._continues_answer
                 seconds += sum(one.rebuild_seconds for one in self._path)
+            self._superseded = self._superseded_by(tree, whole, match.lease)
+            if self._superseded and not all(merged):
+                last = self._superseded[-1]
+                assert last.parent is not None
+                place, before = Place(last.parent, last.at), last.parent.held
+                self._before = before.shared if isinstance(before, PrefixEntry) else Sizes()
+                has_answer = self._continues_answer
+                seconds += sum(one.rebuild_seconds for one in self._superseded)
             rest = ids[place.length :]
             if len(rest):
-                entry = kind.beyond(whole, self._before, opened)
+                entry = kind.beyond(whole, self._before, opened, [one.held for one in self._superseded])
                 entry.has_answer |= has_answer
                 node = tree.insert(place, rest, entry, namespace, rebuild_seconds=seconds)
             return tree.lease(node)
+
+    def _superseded_by(self, tree: RadixCache, whole: RetrievalCache, lease: Lease) -> list[Node]:
+        """Return the nodes whose entries `whole` makes superfluous: it has gone on in the segments of the leased one or
+        copied them, and is cropped as well as that. Their windows take more memory than a turn's keys.
+
+        The first of several parts stays: it outlasts what follows. lease: another one of this request.
+        """
+        if self.lease is None or self.held_end < self.lease.node.end or not self._crops:
+            return []
+        if not (paths := paths_of(whole)) or not all(path.continues or path.is_merged for path in paths):
+            return []
+        found = tree.superseded((self.lease, lease), self.ends[0] if len(self.ends) > 1 else 0)
+        held = [one.held for one in found]
+        own = [one.opened is None and one.saved is None for one in held if isinstance(one, PrefixEntry)]
+        return found if len(own) == len(found) and all(own) else []
 
     @property
     def _path(self) -> list[Node]:

@@ -384,6 +384,30 @@ class RadixCache:
             release(gone)
         return freed
 
+    def superseded(self, leases: Sequence[Lease], start: int) -> list[Node]:
+        """Return the node of the first lease and its ancestors, deepest first, as far as nothing but these leases needs
+        their payloads once another node has all of their tokens: no other request, and no other child. Those up to
+        `start` ids stay.
+        """
+        found, node, children = list[Node](), leases[0].node, 0
+        with self._lock:
+            while node.end > start and node.held_children == children and node.held is not None:
+                if node.refs > sum(node in one.node.path() for one in leases):
+                    break
+                found.append(node)
+                if node.parent is None or node.at < len(node.parent):
+                    break
+                node, children = node.parent, 1
+        return found
+
+    def drop(self, nodes: Sequence[Node]) -> None:
+        """Drop payloads that another node supersedes, deepest first; those that are in use again stay."""
+        with self._lock:
+            for node in nodes:
+                if node.held is not None and not node.refs and not node.held_children:
+                    self._residents.drop(node)
+                    self._prune(node)
+
     def offload(self, device: int, *, copied: bool | None = None) -> int:
         """Have idle entries move to host memory until `device` bytes of GPU memory are free, the last used one last.
 

@@ -278,6 +278,12 @@ class KeyIndex(ABC):
     def insert(self, keys: npt.NDArray[Any]) -> None:
         """Append keys (n, head_dim) of the index's format, n may be 0. The caller must not change them afterwards."""
 
+    @classmethod
+    def insert_heads(cls, heads: Sequence[KeyIndex], keys: npt.NDArray[Any]) -> None:
+        """Append keys (heads, n, head_dim), the same number to each head's index of this kind."""
+        for one, own in zip(heads, keys, strict=True):
+            one.insert(own)
+
     def truncate(self, length: int) -> bool:
         """Forget all ids >= length, so that other keys may be inserted there. Return False if the kind cannot."""
         return False

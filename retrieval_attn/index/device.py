@@ -173,6 +173,9 @@ class KeyCodes(Protocol):
     def add(self, keys: npt.NDArray[Any]) -> None:
         """Code keys (n, head_dim), as stored, behind the others. Raises NotFiniteError for NaN or infinity."""
 
+    def add_heads(self, heads: Sequence[Any], keys: npt.NDArray[Any]) -> None:
+        """`add` for the codes of several heads of a layer, of this kind, keys (heads, n, head_dim): all or none."""
+
     def cut(self, length: int) -> None:
         """Forget the codes from `length` on."""
 
@@ -239,6 +242,12 @@ class HostCodes:
         self._codes = np.concatenate([self._codes, encode(self._space, numbers)])
         if self._finer is not None:
             self._finer.add(keys)
+
+    def add_heads(self, heads: Sequence[HostCodes], keys: npt.NDArray[Any]) -> None:
+        if not np.isfinite(to_float32(keys, self._fmt)).all():
+            raise NotFiniteError(NOT_FINITE)
+        for one, own in zip(heads, keys, strict=True):
+            one.add(own)
 
     def cut(self, length: int) -> None:
         self._codes = self._codes[:length]
@@ -359,6 +368,16 @@ class DeviceIndex(KeyIndex, DeviceSearch):
         self._keys.check(keys)
         self.codes.add(keys)
         self._keys.add(keys)
+
+    @classmethod
+    def insert_heads(cls, heads: Sequence[KeyIndex], keys: npt.NDArray[Any]) -> None:
+        """Append keys (heads, n, head_dim): to all heads, or to none. Raises as `insert`."""
+        some = [one for one in heads if isinstance(one, DeviceIndex)]
+        for one, own in zip(some, keys, strict=True):
+            one._keys.check(own)
+        some[0].codes.add_heads([one.codes for one in some], keys)
+        for one, own in zip(some, keys, strict=True):
+            one._keys.add(own)
 
     def truncate(self, length: int) -> bool:
         """Forget all ids >= length. Always possible."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from retrieval_attn.cpu.cluster_sums import SampledKeys
 from retrieval_attn.cpu.clusters import (
+    TOKENS_AT_ONCE,
     ClusterSums,
     ClusterTable,
     KeyClusters,
@@ -21,7 +22,7 @@ from retrieval_attn.cpu.clusters import (
     mean_values,
     samples_for,
 )
-from retrieval_attn.cpu.store import SequenceKV, cluster_table, take_clusters
+from retrieval_attn.cpu.store import SequenceKV, cluster_table, join_newest, take_clusters
 from retrieval_attn.gpu.clusters.cluster import (
     make_clusters,
     mean_distances,
@@ -41,14 +42,15 @@ to 1.38."""
 
 @dataclass
 class _ClusterJob:
-    """Clusters of tokens [start, stop) of a path. made: on the device, then on the host; none: tokens join those that
-    the path has.
+    """Clusters of tokens [start, stop) of a path. made: on the device, then on the host. joins: tokens join those that
+    the path has, its newest ones as `made` says, if it says anything.
     """
 
     host: SequenceKV
     start: int
     stop: int
     made: list[Any] = field(default_factory=list)
+    joins: bool = False
 
 
 class ClusterBuild:
@@ -102,10 +104,14 @@ class ClusterBuild:
             made.append(sample_keys(keys, found, samples_for(found.counts.shape[1])))
         self._jobs.append(_ClusterJob(host, *span, made))
 
-    def extend(self, host: SequenceKV, span: tuple[int, int]) -> None:
-        """The clusters of `host` take in the tokens of span that they do not know."""
+    def extend(self, host: SequenceKV, span: tuple[int, int], keys: Tensor) -> None:
+        """The clusters of `host` take in the tokens of span that they do not know.
+
+        keys: (kv_heads, n, head_dim), of the path's newest tokens; a GPU that has them finds their clusters.
+        """
         if host.clusters is not None:
-            self._jobs.append(_ClusterJob(host, *span))
+            made = [_nearest(host.clusters.shared, keys)] if keys.is_cuda else []
+            self._jobs.append(_ClusterJob(host, *span, made, joins=True))
 
     def fetch(self, ready: torch.cuda.Event | None) -> None:
         """Bring what was made to the host, once `ready` is over."""
@@ -128,7 +134,9 @@ class ClusterBuild:
         """Give the paths their clusters: the tokens have come. `fetch` came before."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
-            if not job.made:
+            if job.joins:
+                for members in job.made:
+                    join_newest(job.host, members)
                 cluster_table(job.host, job.start, job.stop)
                 continue
             probes, offsets, members, counts, key_sums, value_sums, distances, shifts, *sampled = job.made
@@ -143,6 +151,16 @@ class ClusterBuild:
             take_clusters(job.host, shared, (job.start, job.stop), members, sums)
             if coded:
                 shared.mean_values = mean_values(_coded_table(job.host, job.start, job.stop))
+
+
+def _nearest(shared: KeyClusters, keys: Tensor) -> Tensor:
+    """The cluster of each key (heads, n, head_dim) on a device: uint8 (heads, n). See `KeyClusters.assign`."""
+    probes, offsets = (torch.from_numpy(array).to(keys.device) for array in (shared.probes, shared.offsets))
+    some = [
+        (part.float() @ probes.transpose(1, 2) + offsets[:, None]).argmax(dim=2).to(torch.uint8)
+        for part in keys.split(TOKENS_AT_ONCE, dim=1)
+    ]
+    return torch.cat(some, dim=1)
 
 
 def cluster_stored(host: SequenceKV, start: int, stop: int) -> None:

@@ -399,19 +399,22 @@ class HeadCodes:
     def add(self, keys: np.ndarray[Any, Any]) -> None:
         """See `KeyCodes`. Raises MemoryPlanError where the device has no room."""
         self.settle()  # more room may be taken for all of them
-        codes = self.device
-        self._copy = None
-        device, length = codes.device, codes.length
+        device = self.device.device
         with side_stream(device):
-            try:
-                for rows in self._on_device(keys, device):
-                    if not codes.add(rows):
-                        raise NotFiniteError(NOT_FINITE)
-            except (torch.OutOfMemoryError, MemoryPlanError, NotFiniteError) as error:
-                codes.hold(length)  # all of the keys are added, or none
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise _no_room(error) from error
-                raise
+            _add([self], ([rows] for rows in self._on_device(keys, device)))
+
+    def add_heads(self, heads: Sequence[HeadCodes], keys: np.ndarray[Any, Any]) -> None:
+        """See `KeyCodes`: one copy to the device and one wait for all heads. Raises as `add`."""
+        for one in heads:
+            one.settle()
+        device, most = self.device.device, max(1, SENT_AT_ONCE // len(heads))
+        with side_stream(device):
+            there = (
+                stored_on(device, _outbox.filled(keys[:, start : start + most], device), self._fmt)
+                for start in range(0, keys.shape[1], most)
+            )
+            int8 = self._fmt is Format.INT8
+            _add(heads, (list(unpack(rows, self._fmt, torch.float32) if int8 else rows) for rows in there))
 
     def _on_device(self, keys: np.ndarray[Any, Any], device: torch.device) -> Iterator[Tensor]:
         """Keys (n, head_dim), as stored, there: in pieces."""
@@ -455,6 +458,24 @@ class HeadCodes:
                 select_candidates(self.device, torch.from_numpy(queries).to(where), count, stop).cpu().numpy()
             )
         return found
+
+
+def _add(heads: Sequence[HeadCodes], pieces: Iterable[Sequence[Tensor]]) -> None:
+    """Code pieces of keys (n, head_dim) of each head on the device: all of the keys, or none. Raises as `add`."""
+    codes = [one.device for one in heads]
+    lengths = [one.length for one in codes]
+    for one in heads:
+        one._copy = None
+    try:
+        for rows in pieces:
+            if not add_to_heads(codes, rows):
+                raise NotFiniteError(NOT_FINITE)
+    except (torch.OutOfMemoryError, MemoryPlanError, NotFiniteError) as error:
+        for own, length in zip(codes, lengths, strict=True):
+            own.hold(length)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise _no_room(error) from error
+        raise
 
 
 @functools.cache

@@ -55,6 +55,10 @@ WORD = torch.int32
 """Dtype of writes to rows."""
 
 
+GROWN_SHARE = 4
+"""One part in so many more rows than are needed are allocated where they outgrow their memory: all are copied then."""
+
+
 @register_replica
 class Int8RowMirror(KVReplica[Segment]):
     """See the module. `length` tokens of the segment have rows, from token `first` on: before it are
@@ -153,7 +157,17 @@ class Int8RowMirror(KVReplica[Segment]):
 
     def append_device(self, owner: Segment, start: int, keys: Tensor, values: Tensor) -> None:
         """See `KVReplica`. Without memory for them the segment drops its rows."""
-        self._written(owner, keys, values)
+        with self._turn:
+            self._load()
+            if self._has_rows_to(owner, start) and self.num_tokens == start:
+                self._written(owner, keys, values)
+
+    def _has_rows_to(self, segment: Segment, stop: int) -> bool:
+        """Copy rows of tokens before `stop` that are missing from the host. Return False if there is no memory."""
+        if stop <= self.num_tokens:
+            return True
+        stored = segment.read(self.num_tokens, stop)
+        return self._written(segment, *(stored_on(self._device, array, segment.fmt) for array in stored))
 
     def _written(self, segment: Segment, keys: Tensor, values: Tensor) -> bool:
         """Call `write`. Return False if there is no memory: the segment then drops its rows."""
@@ -176,7 +190,7 @@ class Int8RowMirror(KVReplica[Segment]):
             self._taken = None
         if stop > self._rows.shape[1]:
             before, steps = self._rows, self._steps
-            self._take(capacity_for(stop + stop // 16))
+            self._take(capacity_for(stop + stop // GROWN_SHARE))
             self._rows[:, :start], self._steps[:, :start] = before[:, :start], steps[:, :start]
         words = self._rows.view(WORD)
         for head, both in enumerate(zip(keys, values, strict=True)):
@@ -199,10 +213,8 @@ class Int8RowMirror(KVReplica[Segment]):
         with self._turn:
             self.used = next(_uses)
             self._load()
-            if stop > self.num_tokens:
-                stored = segment.read(self.num_tokens, stop)
-                if not self._written(segment, *(stored_on(self._device, array, segment.fmt) for array in stored)):
-                    return None
+            if not self._has_rows_to(segment, stop):
+                return None
             asked = start, stop, least, self._rows.data_ptr()
             if self._asked is None or self._asked[0] != asked:  # the same objects, which plans compare by identity
                 span = slice(start - self.first, stop - self.first)

@@ -26,7 +26,7 @@ from retrieval_attn.cpu.segment import PathPart, Segment
 from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.gpu.memory import spare_bytes
 from retrieval_attn.offload.page_lock import lock_file, lockable, locked_rows
-from retrieval_attn.offload.staging import TORCH_DTYPE, pinned, unpack
+from retrieval_attn.offload.staging import TORCH_DTYPE, copy_runs, pinned, unpack
 from retrieval_attn.offload.threads import ThreadPool, foreground, questions
 
 BLOCK_BYTES = 128 << 20
@@ -276,14 +276,24 @@ class Uploads:
             (self._gather if block.loose_bytes > INLINE_BYTES else self._copy_block)(block)
 
     def _gather(self, block: _Block) -> None:
-        """Send a block of ordinary memory: threads copy its rows into a page-locked buffer that looks like it."""
+        """Send a block of which some is in ordinary memory: what is page-locked crosses as it lies, while threads copy
+        the other rows into a page-locked buffer that looks like the block.
+        """
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             placed = block.rows_in(block.buffer)
             buffer, sent = _gather_ring().take(placed.flat.nbytes)
-            staged, first = block.rows_in(buffer), block.cut.first_head
-            pieces = _pieces(block.cut.parts)
-            _copiers().map(_copy, [pair for part, offset, _ in pieces for pair in _rows(part, offset, staged, first)])
-            placed.flat.copy_(staged.flat, non_blocking=True)
+            staged, first, pieces = block.rows_in(buffer), block.cut.first_head, list(_pieces(block.cut.parts))
+            for part, offset in [(part, offset) for part, offset, locked in pieces if locked]:
+                for source, target in _rows(part, offset, placed, first, locked=True):
+                    target.copy_(source, non_blocking=True)
+            loose = [(part, offset) for part, offset, locked in pieces if not locked]
+            _copiers().map(_copy, [pair for part, offset in loose for pair in _rows(part, offset, staged, first)])
+            if len(loose) == len(pieces):
+                placed.flat.copy_(staged.flat, non_blocking=True)
+            else:
+                for low, high in ((offset, offset + part.high - part.low) for part, offset in loose):
+                    for into, rows in zip(placed[1:], staged[1:], strict=True):
+                        copy_runs(into[:, low:high], rows[:, low:high])
             sent.record(self._stream)
             block.arrived.record(self._stream)
 

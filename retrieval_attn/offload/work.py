@@ -163,8 +163,8 @@ LAYERS_AT_ONCE = 3
 class HostWork:
     """Copies one layer's new keys and values (batch, kv_heads, new, dim) into paths and builds their indexes.
 
-    Order: `append` for each row, `merge` of paths, `start_copy`, `index` or `extend` for each path, and what `clusters`
-    and `budgets` are asked for, `start_build`; then `finish` before anybody else touches the paths.
+    Order: `append` for each row, `continue_first` or `merge` of paths, `start_copy`, `index` or `extend` for each path,
+    and what `clusters` and `budgets` are asked for, `start_build`; then `finish` before anybody else touches the paths.
 
     shares: what later layers of the pass find as long as it is kept here: until all of them are read and finished.
     """
@@ -196,6 +196,10 @@ class HostWork:
     def merge(self, host: SequenceKV) -> None:
         """See `SequenceKV.merge`; the new tokens, which are appended later, have room."""
         host.merge(self._copy.tokens, _fillers().map if self._overlaps else map)
+
+    def continue_first(self, host: SequenceKV) -> bool:
+        """See `SequenceKV.continue_first`; the new tokens are appended later."""
+        return host.continue_first(self._copy.tokens, _fillers().map if self._overlaps else map)
 
     def extend(self, host: SequenceKV, stop: int) -> None:
         """See `IndexBuild.extend`."""

@@ -74,6 +74,8 @@ class DeviceCodes:
         if stop > len(self.codes):
             codes = self._room(capacity_for(stop + stop // 16))
             codes[: self.length] = self.codes[: self.length]
+            if self.codes.is_cuda:  # the step of another sequence may read them now
+                self.codes.record_stream(torch.cuda.default_stream(self.codes.device))
             self.codes = codes
         if len(keys):
             write_codes(self.space, keys, self.codes[self.length : stop], bad)

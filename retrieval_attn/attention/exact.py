@@ -23,7 +23,7 @@ from retrieval_attn.attention.sequence import Cutter, rows_by_path, stacked, uns
 from retrieval_attn.attention.source import AttentionRequest, AttentionSource, SourcePlan, SourceResult, TokenRange
 from retrieval_attn.cpu.budgets import LEVELS, SAMPLED_QUERIES
 from retrieval_attn.cpu.segment import PathPart
-from retrieval_attn.cpu.store import COPIED_TOKENS, SequenceKV, indexed_from
+from retrieval_attn.cpu.store import COPIED_TOKENS, SequenceKV, indexed_from, outgrows_codes
 from retrieval_attn.errors import CacheMismatchError, MemoryPlanError
 from retrieval_attn.gpu.attention.flash import attend
 from retrieval_attn.gpu.attention.merge import Partial, Scoring, empty_partial, merge
@@ -282,7 +282,7 @@ class ExactPass:
                 held, columns = len(host), self._held.columns + new.total
                 # codes that outgrow their memory take more to spare, see `DeviceCodes.write`
                 room, copied = (more + held // 16, 0), (columns, held * host.token_bytes)
-                outgrown = host.outgrows_codes(held + more) and self._may_merge and self._has_room(may_copy, *copied)
+                outgrown = outgrows_codes(host, held + more) and self._may_merge and self._has_room(may_copy, *copied)
                 if not outgrown and self._has_room(may_copy, *room) and work.continue_first(host):
                     continue
                 lacks = self._may_merge and _lacks_index(host, start, held + more, more)
@@ -323,7 +323,7 @@ class ExactPass:
                     queries = self._moved(self._metric_sample, model, module, row)
                     self._cluster(work, host, (start, stop), queries, row, between)
                 else:
-                    work.clusters.extend(host, (start, stop), new.new_of(row, 0))
+                    work.clusters.extend(host, (start, stop), functools.partial(new.new_of, row, 0))
                 continue
             where = model, module, row
             if self._metric_sample is not None:
@@ -390,7 +390,7 @@ def _lacks_index(host: SequenceKV, start: int, stop: int, more: int, less: int =
 
     less: indexed tokens that are not counted.
     """
-    if host.outgrows_codes(stop):
+    if outgrows_codes(host, stop):
         return True
     growth = CODED_GROWTH if _splits(host, more) else GROWTH
     return growth * (indexed_from(host, start) - less) < stop - start

@@ -91,7 +91,7 @@ class Batch:
     transformers, whose masks count columns.
     broken: why nothing can follow, a forward failed half-way; "" else. spilled: full windows moved tokens to the host,
     until a reader of it sets False.
-    copies: columns after a pass, and whether there is room for codes of so many tokens, as its first layer found.
+    copies: columns after a pass, and by numbers of tokens whether their codes have room, as its first layer found.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from retrieval_attn.index.threads import uninterrupted
 ROOM_SHARE = 16
 """Address space of a segment with codes, in times the first tokens that it gets: prompts that go on lie there, too."""
 LEARNED_SHARE = 4
-"""A text is copied and gets new codes once it has more than so many times the tokens that these were learned from."""
+"""A text is copied and gets new codes once it has more than this times the tokens that these were learned from."""
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 """Does what `map` does, in threads say."""
@@ -184,7 +184,7 @@ class Segment:
         with self._extending:
             yield self.indexes
 
-    def outgrows_codes(self, tokens: int) -> bool:
+    def outgrows_index(self, tokens: int) -> bool:
         """Return whether its index was built from a small part of `tokens` tokens."""
         index = self._index
         return index is not None and index.first + LEARNED_SHARE * index.learned < tokens

@@ -130,12 +130,6 @@ class SequenceKV:
         kept = [one for one in self.segments if one.indexes and (one.sealed or (one.frozen and len(self._spans) > 1))]
         return not (kept and self.spec.keeps_codes(self.head_dim))
 
-    def outgrows_codes(self, tokens: int) -> bool:
-        """Return whether a text of `tokens` tokens that goes on here needs codes that are learned again."""
-        return self.spec.keeps_codes(self.head_dim) and any(
-            span.segment.outgrows_codes(tokens) for span in self._spans[:1]
-        )
-
     @property
     def index_kinds(self) -> dict[str, int]:
         """How many heads of the path's indexed segments have an index of each kind."""
@@ -175,7 +169,7 @@ class SequenceKV:
         if not count:
             return
         last = self._spans[-1].segment if self._spans else None
-        room = 0 if last is None or not self._is_open(last) else last.capacity - last.length
+        room = 0 if last is None or not (not last.frozen or self._goes_on(last)) else last.capacity - last.length
         added = self._new_tail(count - room) if count > room else None
         head = min(room, count)
         if head:
@@ -189,10 +183,6 @@ class SequenceKV:
         for replica in present(self.replicas):
             replica.append(self, start, keys, values)
 
-    def _is_open(self, last: Segment) -> bool:
-        """Return whether this path may write behind its last segment."""
-        return not last.frozen or self._goes_on(last)
-
     def _goes_on(self, segment: Segment) -> bool:
         """Return whether this path may go on behind a segment that others share."""
         return self._appends and segment is self._tails[-1].segment
@@ -203,18 +193,16 @@ class SequenceKV:
         return len(self._spans) == 1 and bool(self._tails)
 
     def appends_in_place(self, more: int) -> bool:
-        """Return whether `more` new tokens will lie in the path's only segment."""
-        if len(self._spans) != 1:
-            return False
-        last = self._spans[0].segment
-        return self._is_open(last) and last.capacity - last.length >= more
+        """Return whether `more` new tokens will lie in the path's only segment. The path is not empty."""
+        last = self._spans[-1].segment
+        is_open = len(self._spans) == 1 and (not last.frozen or self._goes_on(last))
+        return is_open and last.capacity - last.length >= more
 
     def continue_first(self, more: int, each: Each = map) -> bool:
         """Have all tokens, and `more` that come next, lie in the first segment, whose codes take them in.
 
-        Where that is sealed and no other path has gone on behind the tokens that this path has of it, see
-        `Segment.continue_from`; what followed in other segments is copied. Returns False, and does nothing, elsewhere.
-        each: as in `append`.
+        Where no other path has gone on there, see `Segment.continue_from`; what followed in other segments is copied.
+        Returns False, and does nothing, elsewhere. each: as in `append`.
         """
         first, behind = self._spans[0], self.parts(self._spans[0].length, self._length)
         room = self._length - first.length + more
@@ -330,9 +318,8 @@ class SequenceKV:
 
     def snapshot(self) -> PathSnapshot:
         """Return the state of the path, for `restore`. Costs no copy of tokens."""
-        return PathSnapshot(
-            self._length, _forked(self.replicas), self.budgets, self.spans, self.is_merged, self._tails, self._appends
-        )
+        followed = _forked(self.replicas), self.budgets
+        return PathSnapshot(self._length, *followed, self.spans, self.is_merged, self._tails, self._appends)
 
     def restore(self, snapshot: PathSnapshot) -> None:
         """Drop what followed a snapshot. Nothing may have been dropped since that it has."""
@@ -481,6 +468,12 @@ def keep_no_memory(path: SequenceKV, tokens: int) -> None:
     hole = hole_for(tokens, path.num_kv_heads, path.head_dim, path.value_dim, path.fmt)
     path.set_spans([Span(hole, tokens)])
     path.steps.clear()
+
+
+def outgrows_codes(path: SequenceKV, tokens: int) -> bool:
+    """Return whether a text of `tokens` tokens that goes on behind a path needs codes that are learned again."""
+    first = path.segments[0] if path.segments and path.spec.keeps_codes(path.head_dim) else None
+    return first is not None and first.outgrows_index(tokens)
 
 
 def indexed_from(path: SequenceKV, start: int) -> int:

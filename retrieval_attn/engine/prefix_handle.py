@@ -63,7 +63,7 @@ class PrefixEntry:
 
     def __init__(
         self, cache: RetrievalCache, sizes: Sizes, shared: Sizes, opened: OpenedText | None, *, first: bool,
-        supersedes: Sequence[object] = (),
+        supersedes: Sequence[object],
     ) -> None:  # fmt: skip
         """shared: bytes that forks share, those of all ancestors included. first: the entry continues no other one.
         supersedes: entries whose codes are its own from now on.
@@ -152,7 +152,7 @@ class PrefixEntry:
             return self
         if not self.can_fork(tokens):
             return None
-        return PrefixEntry(self.fork(tokens), Sizes(), Sizes(), self.opened, first=False)
+        return PrefixEntry(self.fork(tokens), Sizes(), Sizes(), self.opened, first=False, supersedes=())
 
     def require_savable(self) -> None:
         """Raise InputDataError if the entry cannot be saved."""
@@ -444,6 +444,14 @@ class PrefixHandle:
             tree, ids, AnswerEntry, whole, opened=opened, namespace=self.namespace, seconds=seconds
         ) as lease:
             self._keep_session(tree, lease)
+
+    def join_rest(self, part: int, known: int) -> None:
+        """Have the rest of a part, behind `known` ids inside it, be read with the last part, if it is too short for an
+        entry: each read brings all earlier keys to the GPU. So an agent's turn is one read: its answer, and a result.
+        """
+        is_before_last = 0 < part == len(self.ends) - 2
+        if self._crops and is_before_last and self.ends[part - 1] < known and self.ends[part] - known < LAST_TOKENS:
+            del self.ends[part]
 
     def claim_part(self, tree: RadixCache, part: int, start: int) -> bool:
         """Claim the prefill of a part after `start` ids. Returns whether another request prefills it."""

@@ -214,6 +214,8 @@ class RunningRequest:
             sharing.forget()  # and look it up again
             self.cache, self._done, self._inside, self.cached_tokens = None, 0, 0, 0
             return
+        if tree is not None and self._pages is None and self._images is None:
+            sharing.join_rest(self._done, self._known)
         unread = sharing.ends[self._done] - self._known
         shares = tree is not None and (self._done < len(sharing.ends) - 1 or sharing.keeps_last(unread))
         if tree is not None and shares and sharing.claim_part(tree, self._done, self._known):

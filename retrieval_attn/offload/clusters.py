@@ -104,13 +104,13 @@ class ClusterBuild:
             made.append(sample_keys(keys, found, samples_for(found.counts.shape[1])))
         self._jobs.append(_ClusterJob(host, *span, made))
 
-    def extend(self, host: SequenceKV, span: tuple[int, int], keys: Tensor) -> None:
+    def extend(self, host: SequenceKV, span: tuple[int, int], keys: Callable[[], Tensor]) -> None:
         """The clusters of `host` take in the tokens of span that they do not know.
 
-        keys: (kv_heads, n, head_dim), of the path's newest tokens; a GPU that has them finds their clusters.
+        keys: gives those of the path's newest tokens (kv_heads, n, head_dim); a GPU that has them finds their clusters.
         """
         if host.clusters is not None:
-            made = [_nearest(host.clusters.shared, keys)] if keys.is_cuda else []
+            made = [_nearest(host.clusters.shared, keys())] if self._device.type == "cuda" else []
             self._jobs.append(_ClusterJob(host, *span, made, joins=True))
 
     def fetch(self, ready: torch.cuda.Event | None) -> None:

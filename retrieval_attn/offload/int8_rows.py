@@ -56,7 +56,7 @@ WORD = torch.int32
 
 
 GROWN_SHARE = 4
-"""One part in so many more rows than are needed are allocated where they outgrow their memory: all are copied then."""
+"""Where rows outgrow their memory, a part in this number more are allocated than are needed: all are copied then."""
 
 
 @register_replica

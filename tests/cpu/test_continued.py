@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieval_attn.cpu.segment import LEARNED_SHARE
-from retrieval_attn.cpu.store import PathSnapshot, SequenceKV
+from retrieval_attn.cpu.store import PathSnapshot, SequenceKV, outgrows_codes
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 from tests.cpu.reference import whole_numbers
@@ -173,4 +173,4 @@ def test_indexes_on_the_host_are_not_continued() -> None:
 
 def test_a_text_outgrows_the_codes_of_its_beginning() -> None:
     path, _ = path_of(np.random.default_rng(6))
-    assert not path.outgrows_codes(LEARNED_SHARE * FIRST) and path.outgrows_codes(LEARNED_SHARE * FIRST + 1)
+    assert not outgrows_codes(path, LEARNED_SHARE * FIRST) and outgrows_codes(path, LEARNED_SHARE * FIRST + 1)

@@ -10,6 +10,8 @@ import pytest
 from retrieval_attn.attention import exact
 from retrieval_attn.attention.cache import Rollback
 from retrieval_attn.engine import prefix_handle
+from retrieval_attn.engine.batched_prefill import PrefillRequest
+from retrieval_attn.engine.chunked_prefill import ChunkedPrefill
 from retrieval_attn.engine.engine import Engine
 from retrieval_attn.engine.prefix_handle import PrefixEntry, paths_of
 from retrieval_attn.memory import device_room
@@ -70,6 +72,29 @@ def test_a_conversation_lies_in_one_segment(options: dict[str, Any], caplog: pyt
                 # room for codes that come is not the same
                 assert entry.sizes.total == pytest.approx(entries_of(fresh)[0].sizes.total, rel=0.05)
     assert options["retrieve"] == "all" or "eager" not in caplog.text
+
+
+def test_a_turn_of_an_agent_is_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the part in which its answer lies is read with the result behind it."""
+    read: list[int] = []
+    for kind in (ChunkedPrefill, PrefillRequest):
+
+        def begin(
+            self: Any, loop: Any, cache: Any, ids: Any, *given: Any, old: Any = kind.__init__, **more: Any
+        ) -> None:
+            read.append(len(ids))
+            old(self, loop, cache, ids, *given, **more)
+
+        monkeypatch.setattr(kind, "__init__", begin)
+    llm, parts = llm_of(index="device", retrieve="all", tail=False), [ids(200, 1), ids(70, 2)]
+    with Engine(llm, prefix_cache_bytes=4 * SHARED) as engine:
+        answer(engine, tuple(parts))
+        for turn in range(3):
+            del read[:]
+            parts += [ids(20, 100 + turn), ids(TURN, 200 + turn)]
+            assert answer(engine, tuple(parts)).cached_tokens == sum(map(len, parts[:-2]))
+            assert read == [20 + TURN]
+            check_engine(engine)
 
 
 @FEW_AND_ALL

@@ -95,7 +95,7 @@ class SequenceKV:
         """Whether `merge` has copied what the path shared. False for a fork: it shares the copy."""
         self._spans: list[Span] = []
         self._tails: tuple[SegmentTail, ...] = ()  # of segments that this path, or one that it forked, has continued
-        self._appends = False  # whether the next tokens go behind the last segment's newest tail
+        self._appends = False  # whether it writes behind the last of them
         self._length, self._changes, self._reserved, self._sure = 0, 0, RESERVE_TOKENS, RESERVE_TOKENS
 
     def __len__(self) -> int:
@@ -291,15 +291,15 @@ class SequenceKV:
                 kept[-1].segment.truncate(kept[-1].length)
         self._spans = kept
         ends = {span.segment: span.length for span in kept}
-        tails = tuple(one for one in self._tails if ends.get(one.segment, 0) > one.start)
-        self._tails, self._appends = tails, self._appends and tails[-1:] == self._tails[-1:]
+        before, self._tails = self._tails, tuple(one for one in self._tails if ends.get(one.segment, 0) > one.start)
+        self._appends &= self._tails[-1:] == before[-1:]
         self._length, self._changes = length, self._changes + 1
 
     def fork(self) -> SequenceKV:
         """A second path with the same tokens. All segments and indexes are shared; both may go on."""
         self._appends = False
-        for span in self._spans:  # a crop may go back into any of them, and write on from there
-            span.segment.freeze()
+        for segment in self.segments:  # a crop may go back into any of them, and write on from there
+            segment.freeze()
         other = SequenceKV(
             self.num_kv_heads,
             self.head_dim,
@@ -318,8 +318,8 @@ class SequenceKV:
 
     def snapshot(self) -> PathSnapshot:
         """Return the state of the path, for `restore`. Costs no copy of tokens."""
-        followed = _forked(self.replicas), self.budgets
-        return PathSnapshot(self._length, *followed, self.spans, self.is_merged, self._tails, self._appends)
+        state = _forked(self.replicas), self.budgets, self.spans, self.is_merged, self._tails, self._appends
+        return PathSnapshot(self._length, *state)
 
     def restore(self, snapshot: PathSnapshot) -> None:
         """Drop what followed a snapshot. Nothing may have been dropped since that it has."""
@@ -343,8 +343,7 @@ class SequenceKV:
 
         The path keeps its earlier tokens until `release_before`. Raises ConfigError outside the path.
         """
-        kept = {kind: None if one is None else one.forget(self, start, stop) for kind, one in self.replicas.items()}
-        self.replicas = kept
+        self.replicas = {kind: one and one.forget(self, start, stop) for kind, one in self.replicas.items()}
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Keys (kv_heads, n, head_dim), values (kv_heads, n, value_dim) of tokens [start, stop), as stored.

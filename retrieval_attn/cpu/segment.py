@@ -79,7 +79,7 @@ class SegmentIndex(KVReplica["Segment"]):
 
 
 class SegmentTail:
-    """The tokens of a frozen segment from `start` on, as long as a path keeps this: see `Segment.continue_from`."""
+    """The tokens of a sealed segment from `start` on, as long as a path keeps this: see `Segment.continue_from`."""
 
     __slots__ = ("__weakref__", "segment", "start")
 
@@ -190,7 +190,7 @@ class Segment:
         return index is not None and index.first + LEARNED_SHARE * index.learned < tokens
 
     def continue_from(self, length: int, room: int) -> SegmentTail | None:
-        """Let one path append up to `room` tokens behind the first `length` tokens of a frozen segment.
+        """Let one path append up to `room` tokens behind the first `length` tokens of a sealed segment.
 
         Others see their own first tokens, and codes find the same among these whatever follows. Returns None if there
         are other tokens behind, no room, or an index of another kind. The tokens count until nothing keeps the tail.
@@ -198,7 +198,7 @@ class Segment:
         index = self._index
         if index is None or not all(isinstance(one, base.DeviceSearch) for one in index.heads):
             return None
-        if not self.frozen or self.is_hole or length + room > self.capacity:
+        if not self.sealed or self.is_hole or length + room > self.capacity:
             return None
         with self._extending:
             self._drop_unheld()
@@ -367,7 +367,7 @@ class Segment:
                             type(heads[0]).insert_heads(heads, keys)
                 finally:
                     self.changes += 1
-                if self.frozen:
+                if self.frozen and not self.sealed:
                     self.grown = (*self.grown, stop)
             return index
 

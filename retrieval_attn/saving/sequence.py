@@ -24,6 +24,7 @@ from retrieval_attn.cpu.store import SequenceKV
 from retrieval_attn.errors import ConfigError, InputDataError, RetrievalAttentionError
 from retrieval_attn.index.auto import notes
 from retrieval_attn.index.base import KeyIndex
+from retrieval_attn.index.device import FINER, DeviceIndex
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
 
@@ -31,6 +32,8 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 STACKED_BYTES = 1 << 18
 """Arrays of one head up to this long are saved with those of the other heads: few arrays are found faster than many."""
 _ALL = "all"
+CODES = ("codes", f"{FINER}codes")
+"""Arrays of a state with a row for each key."""
 
 
 class PathMark(NamedTuple):
@@ -150,12 +153,17 @@ def _shape(path: SequenceKV) -> list[Any]:
 
 
 def _span_state(span: Span, prefix: str) -> State:
-    """Return the state of one span: `held` tokens of its segment, more than `length` if an index covers them."""
+    """Return the state of one span: `held` tokens of its segment, more than `length` if a graph covers them. Codes of
+    later tokens, which another path may write anew, are left out.
+    """
     segment = span.segment
     if segment.is_hole:
         return {"length": span.length, "held": segment.length, "hole": True}, {}
     with segment.steady_index() as heads:
-        index, arrays = _index_state(heads, segment.indexed[0], prefix)
+        first = segment.indexed[0]
+        coded = all(isinstance(head, DeviceIndex) for head in heads)
+        seen = heads if not coded or first < span.length else ()
+        index, arrays = _index_state(seen, first, prefix, span.length - first if coded else None)
     held = max([span.length, *(index["first"] + head["keys"] for head in index["heads"])])
     keys, values = segment.read(0, held)
     return {"length": span.length, "held": held, **index}, {f"{prefix}keys": keys, f"{prefix}values": values, **arrays}
@@ -171,14 +179,16 @@ def _before_state(span: Span, prefix: str, known: tuple[KeyIndex, ...] | None) -
         return {**told, **index}, arrays
 
 
-def _index_state(heads: Sequence[KeyIndex], first: int, prefix: str) -> State:
-    """Return the state of a segment's index; nothing is inserted into it meanwhile."""
+def _index_state(heads: Sequence[KeyIndex], first: int, prefix: str, most: int | None = None) -> State:
+    """Return the state of a segment's index; nothing is inserted into it meanwhile. most: keys of codes that count."""
     states = [head.state() for head in heads]
+    for state in states if most is not None else ():
+        state.update({name: array[:most] for name, array in state.items() if name in CODES})  # type: ignore[index]
     told = [
         {
             "kind": head.kind,
             "note": notes.get(head, ""),
-            "keys": len(head),
+            "keys": len(head) if most is None else min(len(head), most),
             "plain": {name: _plain(value) for name, value in state.items() if not isinstance(value, np.ndarray)},
         }
         for head, state in zip(heads, states, strict=True)

@@ -13,6 +13,7 @@ from retrieval_attn.cpu.segment import LEARNED_SHARE
 from retrieval_attn.cpu.store import PathSnapshot, SequenceKV, outgrows_codes
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.saving.sequence import path_from_states, path_state
 from tests.cpu.reference import whole_numbers
 from tests.cpu.test_store import HEADS, VALUE_DIM, Model, assert_attend, tokens
 
@@ -169,6 +170,24 @@ def test_indexes_on_the_host_are_not_continued() -> None:
     path.build_index(0, FIRST)
     path.seal()
     assert not path.fork().continue_first(1)
+
+
+def test_a_save_has_no_token_of_another_path() -> None:
+    """Those that follow may be written anew while the file is written, and are another request's."""
+    rng = np.random.default_rng(7)
+    path, model = path_of(rng)
+    turn = path.fork()
+    assert turn.continue_first(20)
+    append(turn, model.fork(), 20, rng)
+    turn.extend_index(len(turn))
+    assert path.segments[0].indexed == (0, FIRST + 20)
+    state = plain, arrays = path_state(path, 0)
+    assert plain["spans"][0]["held"] == FIRST and arrays["0/keys"].shape[1] == FIRST
+    assert {arrays[name].shape[-2] for name in arrays if name.endswith("/codes")} == {FIRST}
+    again = SequenceKV(HEADS, DIM, VALUE_DIM, Format.FLOAT32, index=IndexSpec.of("device"))
+    path_from_states([(plain, {name: np.array(array) for name, array in state[1].items()})], again, None)
+    check(again, model, rng)
+    assert again.segments[0].indexed == (0, FIRST)
 
 
 def test_a_text_outgrows_the_codes_of_its_beginning() -> None:

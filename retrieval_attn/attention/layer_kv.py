@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retrieval_attn.attention.paged_prefix import PagedLayers, PagedSpan
 from retrieval_attn.attention.sequence import Batch, Forgotten, LayerUploads, retrieval_start, rows_by_path
 from retrieval_attn.config import Config
-from retrieval_attn.cpu.segment import ROOM_SHARE
+from retrieval_attn.cpu.segment import room_for
 from retrieval_attn.cpu.store import SequenceKV, join_clusters, keep_no_memory
 from retrieval_attn.errors import CacheMismatchError
 from retrieval_attn.gpu.attention.window import Slide, WindowCache, sinks_of
@@ -254,9 +254,9 @@ class LayerKV:
         for row, host in enumerate(self.batch.writable(self.number)):
             if len(host) == 0:
                 # address space only; memory is taken as tokens come
-                tokens = key.shape[2] + key.shape[2] // 2
-                if host.spec.keeps_codes(host.head_dim):  # prompts that continue it
-                    tokens = min(ROOM_SHARE * key.shape[2], MAX_KEYS // 2)
+                tokens = key.shape[2]
+                coded = host.spec.keeps_codes(host.head_dim)
+                tokens = room_for(tokens) if coded else tokens + tokens // 2
                 host.reserve(tokens + GENERATION_ROOM, sure=key.shape[2])
             work.append(row, host, None if valid is None else valid[row].numpy())
         return work

@@ -454,7 +454,7 @@ class PathClusters(KVReplica[PathTokens]):
             if one is not None and length < one.stop:
                 one.cover(one.start, max(length, one.start), owner.parts)
         for segment, low, _, _ in owner.parts(length, len(owner)):
-            if low and not segment.frozen:  # other tokens may be written there
+            if low and segment.may_change(low):  # other tokens may be written there
                 self.shared.forget(segment, low)
         return True
 

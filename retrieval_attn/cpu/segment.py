@@ -27,13 +27,18 @@ from retrieval_attn.index.memory import HUGE_PAGE, PAGE, mapped
 from retrieval_attn.index.spec import IndexSpec
 from retrieval_attn.index.threads import uninterrupted
 
-ROOM_SHARE = 16
-"""Address space of a segment with codes, in times the first tokens that it gets: prompts that go on lie there, too."""
+ROOM_SHARE, ROOM_TOKENS = 16, 1 << 18
+"""Address space of a text that prompts may continue, in times its tokens, and its maximum in tokens."""
 LEARNED_SHARE = 4
 """A text is copied and gets new codes once it has more than this times the tokens that these were learned from."""
 
 Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 """Does what `map` does, in threads say."""
+
+
+def room_for(tokens: int) -> int:
+    """Return the tokens that a segment has address space for, if prompts may continue its text of `tokens` tokens."""
+    return max(tokens + tokens // 2, min(ROOM_SHARE * tokens, ROOM_TOKENS))
 
 
 class HeadCoders(Protocol):
@@ -220,6 +225,10 @@ class Segment:
             dropped = [one.truncate(self, length) for one in present(self.replicas)]
             assert all(dropped), "codes and rows are dropped token by token"
             self.length = length
+
+    def may_change(self, token: int) -> bool:
+        """Return whether a path may write other tokens from `token` on, once it has dropped those there."""
+        return not self.frozen or any(start <= token for start, _ in list(self._continued))
 
     def cut(self, tail: SegmentTail, length: int) -> None:
         """Drop tokens of the newest tail from `length` on, to be overwritten by its path."""

@@ -20,11 +20,11 @@ from retrieval_attn.cpu.budgets import HeadBudgets
 from retrieval_attn.cpu.clusters import ClusterSums, ClusterTable, KeyClusters, PathClusters
 from retrieval_attn.cpu.pool import Pool
 from retrieval_attn.cpu.replica import KVReplica, Replicas, new_replicas, present, total_memory
-from retrieval_attn.cpu.segment import ROOM_SHARE, Each, HeadCoders, PathPart, Segment, SegmentTail, Span, hole_for
+from retrieval_attn.cpu.segment import Each, HeadCoders, PathPart, Segment, SegmentTail, Span, hole_for, room_for
 from retrieval_attn.cpu.step.plan import LayerStep
 from retrieval_attn.errors import ConfigError, ShapeError
 from retrieval_attn.index.auto import notes
-from retrieval_attn.index.base import MAX_KEYS, HeldMemory, QueryMoment
+from retrieval_attn.index.base import HeldMemory, QueryMoment
 from retrieval_attn.index.flat import scans_exactly
 from retrieval_attn.index.formats import Format, check_queries, check_rows
 from retrieval_attn.index.spec import IndexSpec
@@ -258,8 +258,7 @@ class SequenceKV:
         each: as in `append`. Raises MemoryPlanError if memory cannot be had; the path is then unchanged.
         """
         expected, dims = self._length + room, (self.head_dim, self.value_dim)
-        capacity = min(expected * ROOM_SHARE, max(MAX_KEYS, expected))  # address space
-        segment = Segment(self.num_kv_heads, capacity, *dims, self.fmt, expected=expected)
+        segment = Segment(self.num_kv_heads, room_for(expected), *dims, self.fmt, expected=expected)
         for part in self.parts(0, self._length):
             segment.append(*part.segment.read(part.low, part.high), each)
         self._spans, self.is_merged = [Span(segment, self._length)], True

@@ -199,7 +199,8 @@ class HostWork:
 
     def continue_first(self, host: SequenceKV) -> bool:
         """See `SequenceKV.continue_first`; the new tokens are appended later."""
-        return host.continue_first(self._copy.tokens, _fillers().map if self._overlaps else map)
+        copied = (len(host) - host.spans[0].length) * host.token_bytes
+        return host.continue_first(self._copy.tokens, map if copied < SHARED_COPY else _fillers().map)
 
     def extend(self, host: SequenceKV, stop: int) -> None:
         """See `IndexBuild.extend`."""

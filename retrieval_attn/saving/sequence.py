@@ -154,7 +154,7 @@ def _shape(path: SequenceKV) -> list[Any]:
 
 def _span_state(span: Span, prefix: str) -> State:
     """Return the state of one span: `held` tokens of its segment, more than `length` if a graph covers them. Codes of
-    later tokens, which another path may write anew, are left out.
+    later tokens, which another path may overwrite, are left out.
     """
     segment = span.segment
     if segment.is_hole:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieval_attn.cpu.segment import LEARNED_SHARE
-from retrieval_attn.cpu.store import PathSnapshot, SequenceKV, outgrows_codes
+from retrieval_attn.cpu.store import PathSnapshot, SequenceKV, cluster_table, outgrows_codes
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
+from retrieval_attn.offload.clusters import cluster_stored
 from retrieval_attn.saving.sequence import path_from_states, path_state
 from tests.cpu.reference import whole_numbers
 from tests.cpu.test_store import HEADS, VALUE_DIM, Model, assert_attend, tokens
@@ -154,6 +155,25 @@ def test_a_cropped_path_has_no_part_of_what_it_dropped() -> None:
     append(turn, longer, 3, rng)  # not over those of the first path
     check(turn, longer, rng)
     check(path, model, rng)
+
+
+def test_clusters_of_dropped_tokens_are_forgotten() -> None:
+    rng = np.random.default_rng(8)
+    path, model = path_of(rng)
+    cluster_stored(path, 0, FIRST)
+    turn, longer = path.fork(), model.fork()
+    assert turn.continue_first(20) and turn.clusters is not None
+    append(turn, longer, 20, rng)
+    cluster_table(turn, 0, len(turn))
+    shared = turn.clusters.shared
+    turn.truncate(FIRST + 5)
+    longer.truncate(FIRST + 5)
+    append(turn, longer, 9, rng)
+    table = cluster_table(turn, 0, len(turn))
+    assert table is not None and turn.clusters.shared is shared
+    members = shared.members(turn.segments[0], 0, len(turn), Format.FLOAT32)[:, : len(turn)]
+    np.testing.assert_array_equal(members[:, FIRST:], shared.assign(longer.keys[:, FIRST:]))
+    np.testing.assert_array_equal(table.counts[0], np.bincount(members[0], minlength=shared.clusters))
 
 
 def test_a_segment_without_room_is_not_continued() -> None:

@@ -6,9 +6,11 @@ import gc
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrieval_attn.attention.coded_clusters import _SegmentClusters
 from retrieval_attn.cpu.segment import LEARNED_SHARE
 from retrieval_attn.cpu.store import PathSnapshot, SequenceKV, cluster_table, outgrows_codes
 from retrieval_attn.index.formats import Format
@@ -174,6 +176,21 @@ def test_clusters_of_dropped_tokens_are_forgotten() -> None:
     members = shared.members(turn.segments[0], 0, len(turn), Format.FLOAT32)[:, : len(turn)]
     np.testing.assert_array_equal(members[:, FIRST:], shared.assign(longer.keys[:, FIRST:]))
     np.testing.assert_array_equal(table.counts[0], np.bincount(members[0], minlength=shared.clusters))
+
+
+def test_a_device_forgets_clusters_of_dropped_tokens() -> None:
+    rng = np.random.default_rng(9)
+    path, model = path_of(rng)
+    cluster_stored(path, 0, FIRST)
+    assert path.clusters is not None
+    shared, segment = path.clusters.shared, path.segments[0]
+    there = _SegmentClusters(np.zeros((HEADS, shared.clusters, VALUE_DIM), np.float32), 0, torch.device("cpu"))
+    shared.on_devices[segment] = {there.members.device: there}
+    ids = np.zeros((HEADS, FIRST), np.uint8)
+    there.cover(ids, FIRST)
+    shared.forget(segment, FIRST - 10)
+    there.cover(ids + 1, FIRST)
+    assert there.members[0, :FIRST].tolist() == [0] * (FIRST - 10) + [1] * 10
 
 
 def test_a_segment_without_room_is_not_continued() -> None:

@@ -110,7 +110,7 @@ class ClusterBuild:
         keys: gives those of the path's newest tokens (kv_heads, n, head_dim); a GPU that has them finds their clusters.
         """
         if host.clusters is not None:
-            made = [_nearest(host.clusters.shared, keys())] if self._device.type == "cuda" else []
+            made = [nearest_on_device(host.clusters.shared, keys())] if self._device.type == "cuda" else []
             self._jobs.append(_ClusterJob(host, *span, made, joins=True))
 
     def fetch(self, ready: torch.cuda.Event | None) -> None:
@@ -153,7 +153,7 @@ class ClusterBuild:
                 shared.mean_values = mean_values(_coded_table(job.host, job.start, job.stop))
 
 
-def _nearest(shared: KeyClusters, keys: Tensor) -> Tensor:
+def nearest_on_device(shared: KeyClusters, keys: Tensor) -> Tensor:
     """The cluster of each key (heads, n, head_dim) on a device: uint8 (heads, n). See `KeyClusters.assign`."""
     probes, offsets = (torch.from_numpy(array).to(keys.device) for array in (shared.probes, shared.offsets))
     some = [

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from retrieval_attn.attention.coded_clusters import _SegmentClusters
 from retrieval_attn.cpu.segment import LEARNED_SHARE
-from retrieval_attn.cpu.store import PathSnapshot, SequenceKV, cluster_table, outgrows_codes
+from retrieval_attn.cpu.store import PathSnapshot, SequenceKV, cluster_table, join_newest, outgrows_codes
 from retrieval_attn.index.formats import Format
 from retrieval_attn.index.spec import IndexSpec
-from retrieval_attn.offload.clusters import cluster_stored
+from retrieval_attn.offload.clusters import cluster_stored, nearest_on_device
 from retrieval_attn.saving.sequence import path_from_states, path_state
 from tests.cpu.reference import whole_numbers
 from tests.cpu.test_store import HEADS, VALUE_DIM, Model, assert_attend, tokens
@@ -176,6 +176,26 @@ def test_clusters_of_dropped_tokens_are_forgotten() -> None:
     members = shared.members(turn.segments[0], 0, len(turn), Format.FLOAT32)[:, : len(turn)]
     np.testing.assert_array_equal(members[:, FIRST:], shared.assign(longer.keys[:, FIRST:]))
     np.testing.assert_array_equal(table.counts[0], np.bincount(members[0], minlength=shared.clusters))
+
+
+def test_newest_tokens_get_the_clusters_that_a_device_found() -> None:
+    """Those before them without any join first; other tokens keep theirs."""
+    rng = np.random.default_rng(10)
+    path, model = path_of(rng)
+    cluster_stored(path, 0, FIRST - 10)
+    turn, longer = path.fork(), model.fork()
+    assert turn.continue_first(20) and turn.clusters is not None
+    append(turn, longer, 20, rng)
+    shared, segment = turn.clusters.shared, turn.segments[0]
+    before = shared.known(segment)[:, : FIRST - 10].copy()
+    found = nearest_on_device(shared, torch.from_numpy(longer.keys[:, FIRST:])).numpy()
+    np.testing.assert_array_equal(found, shared.assign(longer.keys[:, FIRST:]))
+    other = (1 - found).astype(np.uint8)  # not what the host would find
+    join_newest(turn, other)
+    members = shared.members(segment, 0, len(turn), Format.FLOAT32)
+    np.testing.assert_array_equal(members[:, : FIRST - 10], before)
+    np.testing.assert_array_equal(members[:, FIRST - 10 : FIRST], shared.assign(longer.keys[:, FIRST - 10 : FIRST]))
+    np.testing.assert_array_equal(members[:, FIRST : len(turn)], other)
 
 
 def test_a_device_forgets_clusters_of_dropped_tokens() -> None:

@@ -28,7 +28,10 @@ def test_rows_are_printed_for_a_shape(
 ) -> None:
     monkeypatch.setattr(served, "subprocess", forked_processes())
     flags = ["--", "--device", "cpu", "--store", str(tmp_path / "store"), "--warm-up", "0"]
-    assert main(["tiny", "--out", str(tmp_path), "--only", "short", "--tokens", "3", *flags]) == 0
+    given = ["tiny", "--out", str(tmp_path), "--only", "short", "agent", "--tokens", "3", "--words", "1200"]
+    assert main([*given, *flags]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [row["tokens"] for row in rows if row["what"].startswith("short prompt")] == [3] * 4
+    [session] = [row for row in rows if row["what"].startswith("a session of an agent")]
+    assert session["turns"] > 20 and session["read_a_turn"] < 64, "a turn reads its result, and the end of its answer"
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == rows

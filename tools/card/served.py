@@ -42,6 +42,8 @@ SAVE_SECONDS = 90.0
 QUESTION_WORDS = 12
 TOGETHER_TOKENS = 256
 """Of answers that decode together: of 64, the first client has all before the others begin."""
+AGENT_WORDS, RESULT = 100_000, (1_024, 2_048)
+"""Of a session's last prompt, in which others of its lengths are given; of a tool's result."""
 SEPARATORS = {"a space": " ", "a newline": "\n", "a blank line": "\n\n"}
 
 
@@ -100,10 +102,10 @@ class Client:
         write(self.args.out, self.rows)
 
     def ask(self, path: str, body: dict[str, Any], http: httpx.Client | None = None) -> dict[str, Any]:
-        """Send one request and stream its answer. times: seconds from the request to each piece of text."""
+        """Send one request and stream its answer. times: seconds from the request to each piece of `text`."""
         streaming = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         body = {"model": self.model, "max_tokens": self.args.tokens, "temperature": 0, **streaming, **body}
-        began, times, usage = time.perf_counter(), list[float](), None
+        began, times, usage, text = time.perf_counter(), list[float](), None, ""
         with (http or self.http).stream("POST", path, json=body) as reply:
             if reply.status_code != 200:
                 return {"error": f"{reply.status_code}: {reply.read().decode()[:300]}"}
@@ -115,16 +117,17 @@ class Client:
                     return {"error": str(event["error"])[:300]}
                 usage = event.get("usage") or usage
                 for choice in event.get("choices", ()):
-                    if choice.get("text") or (choice.get("delta") or {}).get("content"):
+                    if piece := choice.get("text") or (choice.get("delta") or {}).get("content"):
                         times.append(time.perf_counter() - began)
+                        text += piece
         details = (usage or {}).get("prompt_tokens_details") or {}
         known = {"prompt": (usage or {}).get("prompt_tokens"), "cached": details.get("cached_tokens")}
-        return {**summary(times), **known, "began": began, "times": times}
+        return {**summary(times), **known, "began": began, "times": times, "text": text}
 
     def row(self, what: str, path: str, body: dict[str, Any], http: httpx.Client | None = None) -> None:
         """Ask, and note it."""
         found = self.ask(path, body, http)
-        self.note(what, {name: value for name, value in found.items() if name not in ("times", "began")})
+        self.note(what, plain(found))
 
     def together(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
         """Several requests at once, each on a connection of its own."""
@@ -154,6 +157,11 @@ class Client:
                 "cached": [one["cached"] for one in good],
             }
         return row | {"errors": [one["error"] for one in found if "error" in one][:2]}
+
+
+def plain(found: dict[str, Any]) -> dict[str, Any]:
+    """An answer's numbers."""
+    return {name: value for name, value in found.items() if name not in ("times", "began", "text")}
 
 
 def summary(times: Sequence[float]) -> dict[str, Any]:
@@ -250,6 +258,34 @@ def with_saved(client: Client, name: str, seed: int) -> tuple[str, dict[str, Any
     return CHAT, {"model": f"{client.model}@{name}", "messages": [{"role": "user", "content": question(seed)}]}
 
 
+def agent(client: Client) -> None:
+    """One session of an agent, up to `--words`: each turn appends the answer before it and a tool's result."""
+    longest, draw, found = client.args.words, random.Random(7), list[dict[str, Any]]()
+    scale, used = longest / AGENT_WORDS, 0
+    said = [("system", words(700, round(12_000 * scale))), ("user", words(701, round(1_500 * scale)))]
+    while (used := used + len(said[-1][1].split()) + client.args.tokens) < longest or len(found) < 2:
+        body = {"messages": [{"role": role, "content": text} for role, text in said]}
+        answer = client.ask(CHAT, body)
+        client.note(f"an agent's turn {len(found) + 1}", plain(answer))
+        if "error" in answer:
+            return
+        found.append(answer)
+        used = max(used, answer["prompt"] or 0)
+        said += [("assistant", answer["text"]), ("user", words(710 + len(found), round(draw.uniform(*RESULT) * scale)))]
+    later = found[1:]
+    row = {name: at_shares([one[name] for one in later]) for name in ("first", "mean_ms", "max_ms")}
+    read = sum(one["prompt"] - one["cached"] for one in later)
+    client.note(
+        "a session of an agent: median, 95 % and most", {"turns": len(found), **row, "read_a_turn": read // len(later)}
+    )
+
+
+def at_shares(values: Sequence[float]) -> list[float]:
+    """The median, the value that 95 % do not exceed, and the largest."""
+    ordered = sorted(values)
+    return [round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) for share in (0.5, 0.95, 1.0)]
+
+
 def steps(client: Client) -> None:
     """Tokens of one answer while another document is read: what is there when the reading begins goes on."""
     text = words(8, client.args.words // 4)
@@ -274,7 +310,7 @@ def steps(client: Client) -> None:
 
 GROUPS: dict[str, Callable[[Client], None]] = {
     "short": short, "next": following, "turn": turns, "ten": ten, "eight": eight, "saved": saved, "steps": steps,
-    "reopened": reopened,
+    "agent": agent, "reopened": reopened,
 }  # fmt: skip
 
 

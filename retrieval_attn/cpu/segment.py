@@ -84,12 +84,15 @@ class SegmentIndex(KVReplica["Segment"]):
 
 
 class SegmentTail:
-    """The tokens of a sealed segment from `start` on, as long as a path keeps this: see `Segment.continue_from`."""
+    """The tokens of a sealed segment from `start` on, as long as a path keeps this: see `Segment.continue_from`.
 
-    __slots__ = ("__weakref__", "segment", "start")
+    is_shared: a fork has it, too, so that no path may append to it or drop tokens of it.
+    """
+
+    __slots__ = ("__weakref__", "is_shared", "segment", "start")
 
     def __init__(self, segment: Segment, start: int) -> None:
-        self.segment, self.start = segment, start
+        self.segment, self.start, self.is_shared = segment, start, False
 
 
 class Segment:

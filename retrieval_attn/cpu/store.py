@@ -169,7 +169,7 @@ class SequenceKV:
         if not count:
             return
         last = self._spans[-1].segment if self._spans else None
-        room = 0 if last is None or not (not last.frozen or self._goes_on(last)) else last.capacity - last.length
+        room = 0 if last is None or (last.frozen and not self._goes_on(last)) else last.capacity - last.length
         added = self._new_tail(count - room) if count > room else None
         head = min(room, count)
         if head:
@@ -185,7 +185,7 @@ class SequenceKV:
 
     def _goes_on(self, segment: Segment) -> bool:
         """Return whether this path may go on behind a segment that others share."""
-        return self._appends and segment is self._tails[-1].segment
+        return self._appends and segment is self._tails[-1].segment and not self._tails[-1].is_shared
 
     @property
     def continues(self) -> bool:
@@ -296,9 +296,10 @@ class SequenceKV:
 
     def fork(self) -> SequenceKV:
         """A second path with the same tokens. All segments and indexes are shared; both may go on."""
-        self._appends = False
         for segment in self.segments:  # a crop may go back into any of them, and write on from there
             segment.freeze()
+        for tail in self._tails:
+            tail.is_shared = True
         other = SequenceKV(
             self.num_kv_heads,
             self.head_dim,
@@ -312,7 +313,7 @@ class SequenceKV:
         other.tail_tokens = self.tail_tokens
         other.replicas, other.budgets = _forked(self.replicas), self.budgets
         other._spans, other._tails = list(self._spans), self._tails
-        other._length, self._appends = self._length, False
+        other._length = self._length
         return other
 
     def snapshot(self) -> PathSnapshot:
@@ -334,7 +335,7 @@ class SequenceKV:
         self.is_merged = snapshot.is_merged
         self.truncate(snapshot.length)
         self._tails, self._appends = snapshot.tails, snapshot.appends
-        if self._appends:
+        if self._appends and not self._tails[-1].is_shared:
             self._tails[-1].segment.resume(self._tails[-1])
 
     def forget(self, start: int, stop: int) -> None:

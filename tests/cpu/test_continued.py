@@ -59,11 +59,14 @@ def codes_of(path: SequenceKV) -> list[npt.NDArray[np.uint8]]:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["append", "truncate", "fork", "drop", "seal", "continue", "continue", "undo"]),
-        st.integers(0, 3), st.integers(0, 30),
+        st.sampled_from(
+            ["append", "truncate", "fork", "drop", "seal", "continue", "continue", "undo", "fork and undo"]
+        ),
+        st.integers(0, 3),
+        st.integers(0, 30),
     ),
     max_size=25,
-)  # fmt: skip
+)
 
 
 @given(operations=operations)
@@ -86,12 +89,15 @@ def test_any_sequence_of_operations(operations: list[tuple[str, int, int]]) -> N
             paths.pop(which % len(paths))
         elif name == "seal":
             path.seal()
-        elif name in ("continue", "undo") and path.spans:
+        elif name in ("continue", "undo", "fork and undo") and path.spans:
             before: tuple[PathSnapshot, int] = path.snapshot(), len(path)
             path.continue_first(count)
+            if name == "fork and undo" and len(paths) < 4:
+                append(path, model, 3, rng)
+                paths.append((path.fork(), model.fork()))
             append(path, model, count, rng)
             path.extend_index(len(path))
-            if name == "undo":
+            if name != "continue":
                 path.restore(before[0])
                 model.truncate(before[1])
         del path, model

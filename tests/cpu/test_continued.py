@@ -219,6 +219,21 @@ def test_a_device_forgets_clusters_of_dropped_tokens() -> None:
     assert there.members[0, :FIRST].tolist() == [0] * (FIRST - 10) + [1] * 10
 
 
+def test_an_undone_turn_leaves_what_a_fork_has() -> None:
+    rng = np.random.default_rng(11)
+    path, model = path_of(rng)
+    turn, longer = path.fork(), model.fork()
+    assert turn.continue_first(20)
+    append(turn, longer, 5, rng)
+    before, undone = turn.snapshot(), longer.fork()
+    append(turn, longer, 5, rng)
+    other, kept = turn.fork(), longer.fork()
+    turn.restore(before)
+    append(turn, undone, 3, rng)
+    check(turn, undone, rng)
+    check(other, kept, rng)
+
+
 def test_a_segment_without_room_is_not_continued() -> None:
     path, _ = path_of(np.random.default_rng(4), room=FIRST + 10)
     turn = path.fork()

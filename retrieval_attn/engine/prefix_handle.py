@@ -384,7 +384,7 @@ class PrefixHandle:
             self.claim.done(lease.node)
             self.claim = None
         self._continue(tree, lease, len(ids), whole)
-        tree.drop(self._superseded)
+        tree.supersede(self._superseded, lease.node)
 
     def _is_in_later_entry(self, done: int) -> bool:
         if not self._crops or done >= len(self.ends) - 1 or (self._saved and done == 1):

@@ -400,12 +400,13 @@ class RadixCache:
                 node, children = node.parent, 1
         return found
 
-    def drop(self, nodes: Sequence[Node]) -> None:
-        """Drop payloads that another node supersedes, deepest first; those that are in use again stay."""
+    def supersede(self, nodes: Sequence[Node], heir: Node) -> None:
+        """Drop the payloads of nodes whose tokens `heir` has as well, deepest first. Those in use again stay."""
         with self._lock:
             for node in nodes:
                 if node.held is not None and not node.refs and not node.held_children:
-                    self._residents.drop(node)
+                    self._residents.supersede(node, heir)
+                    self._pins.note_eviction(node)
                     self._prune(node)
 
     def offload(self, device: int, *, copied: bool | None = None) -> int:

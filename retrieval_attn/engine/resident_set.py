@@ -160,6 +160,17 @@ class ResidentSet:
             if node.parent in self._nodes and not node.parent.held_children:
                 self._last[node.parent] = None
 
+    def supersede(self, node: Node, heir: Node) -> None:
+        """Remove the payload of a node whose tokens `heir` has as well, which is as hot from now on.
+
+        Nothing is evicted: the cache turned over by what `heir` has more.
+        """
+        heat, nbytes = self._heat(heir), node.sizes.total
+        self.drop(node)
+        del self._evicted[node.text_key]
+        self._turnovers -= nbytes / max(self.sizes.total + nbytes, 1)
+        heir.heat, heir.heat_at = max(heat, self._heat(node)), self._turnovers
+
     def victims(
         self, need: Sizes, limit: Sizes | None = None, waiting: Mapping[Node, int] | None = None,
         pinned: Set[Node] = frozenset(),

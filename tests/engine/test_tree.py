@@ -76,6 +76,36 @@ def test_common_counts_equal_ids() -> None:
         assert common(first, second) == (agree.index(False) if False in agree else len(agree))
 
 
+def test_a_node_supersedes_those_whose_tokens_it_has() -> None:
+    """Of a conversation one node is left, as hot as the one before; what another request or child needs stays."""
+    tree = RadixCache()
+    first = add(tree, TEXT[:100], 100)
+    turn = add(tree, TEXT[:150], 15)
+    for _ in range(3):
+        tree.match(join(TEXT[:150], 0), "a")
+        add(tree, join(7, TEXT), 1)  # uses in turn count
+    assert turn.heat > 2
+    leases = (tree.lease(turn), tree.lease(first))
+    assert tree.superseded(leases, 0) == [turn, first] and tree.superseded(leases, 100) == [turn]
+    with tree.lease(first):
+        assert tree.superseded(leases, 0) == [turn], "another request continues it"
+    heir = tree.insert(Place(tree.root, 0), TEXT, Bytes(120), "a")
+    tree.supersede([turn, first], heir)
+    assert not turn.gone and not first.gone, "they are leased"
+    for one in leases:
+        one.release()
+    hot = turn.heat
+    tree.supersede([turn, first], heir)
+    assert turn.gone and first.gone and tree.sizes.total == 121
+    assert heir.heat == pytest.approx(hot, rel=0.2) and tree.stats.evicted == 0
+    assert tree.match(join(TEXT, 0), "a").node is heir
+    check_tree(tree)
+    branch = add(tree, join(TEXT, 9))
+    with tree.lease(heir) as lease:
+        assert tree.superseded((lease,), 0) == [], "it has a child"
+    assert branch.parent is heir
+
+
 def test_few_tokens_in_common_do_not_make_a_shared_parent() -> None:
     """Every prompt begins with the same tokens: the first document would never leave memory."""
     tree = RadixCache(share_tokens=64)

@@ -210,8 +210,8 @@ class Segment:
             return None
         with self._extending:
             self._drop_unheld()
-            if length != self.length:
-                return None
+            if length != self.length or (self._continued and self._continued[-1][0] == length):
+                return None  # another path has tokens there, or will append some
             tail = SegmentTail(self, length)
             self._continued.append((length, weakref.ref(tail)))
             return tail

@@ -532,7 +532,7 @@ class PrefixHandle:
             if merged and all(merged):  # it needs none of its ancestors, which may be evicted before it
                 place, has_answer = Place(tree.root, 0), self._continues_answer
                 seconds += sum(one.rebuild_seconds for one in self._path)
-            self._superseded = self._superseded_by(tree, whole, match.lease)
+            self._superseded = self._superseded_by(tree, whole, match.lease) if kind is PrefixEntry else []
             if self._superseded and not all(merged):
                 last = self._superseded[-1]
                 assert last.parent is not None

@@ -125,6 +125,19 @@ def test_a_turn_lies_behind_what_it_continues() -> None:
     assert turn.fork().continue_first(1)
 
 
+def test_one_path_goes_on_before_it_has_appended() -> None:
+    """Rows that are read together all ask before any of their tokens is copied."""
+    rng = np.random.default_rng(12)
+    path, model = path_of(rng)
+    turn, longer, other, wider = path.fork(), model.fork(), path.fork(), model.fork()
+    assert turn.continue_first(20) and not other.continue_first(20)
+    for _ in range(2):
+        append(turn, longer, 10, rng)
+        append(other, wider, 10, rng)
+    check(turn, longer, rng)
+    check(other, wider, rng)
+
+
 def test_tokens_count_until_no_path_has_them() -> None:
     rng = np.random.default_rng(2)
     path, model = path_of(rng)

@@ -193,7 +193,7 @@ GROWTH, CODED_GROWTH = 2.0, 1.5
 """A turn builds a new index if a text has more than these times the tokens that its index covers. CODED_GROWTH: where
 new tokens would lie in another segment than those with codes, so that the host attends to them in each step."""
 MERGED_TOKENS = 512
-"""New tokens from which on a text is copied. Engines keep no entry of fewer: each question would copy again."""
+"""Minimum new tokens to continue or copy a segment. Engines keep no entry of fewer: each question would copy again."""
 METRIC_QUERIES = 256
 """Queries of each head in whose metric clusters are made, and of which some tell what keys usually weigh."""
 
@@ -404,9 +404,9 @@ def _splits(host: SequenceKV, more: int) -> bool:
 
 
 def _splits_codes(host: SequenceKV, more: int) -> bool:
-    """Return whether `more` new tokens, of a pass whose entry will be kept, lie in another segment than the codes.
+    """Return whether `more` new tokens split the codes and are enough for a prefix cache entry.
 
-    Tokens that are not stored cannot be copied to it.
+    False for a path with a hole: its tokens cannot be copied.
     """
     return more >= MERGED_TOKENS and _splits(host, more) and not any(segment.is_hole for segment in host.segments)
 

@@ -189,20 +189,20 @@ class SequenceKV:
 
     @property
     def continues(self) -> bool:
-        """Whether all tokens lie in a segment that the path, or one that it forked, has continued."""
+        """Whether the only segment is one that this path, or the path it was forked from, has continued."""
         return len(self._spans) == 1 and bool(self._tails)
 
     def appends_in_place(self, more: int) -> bool:
-        """Return whether `more` new tokens will lie in the path's only segment. The path is not empty."""
+        """Return whether the only segment has room for `more` tokens of this path, which must not be empty."""
         last = self._spans[-1].segment
         is_open = len(self._spans) == 1 and (not last.frozen or self._goes_on(last))
         return is_open and last.capacity - last.length >= more
 
     def continue_first(self, more: int, each: Each = map) -> bool:
-        """Have all tokens, and `more` that come next, lie in the first segment, whose codes take them in.
+        """Continue the path's first segment: copy later segments into it; `more` next tokens follow.
 
-        Where no other path has gone on there, see `Segment.continue_from`; what followed in other segments is copied.
-        Returns False, and does nothing, elsewhere. each: as in `append`.
+        Returns False, without a change, if another path has continued it (`Segment.continue_from`) or it lacks room.
+        each: as in `append`.
         """
         first, behind = self._spans[0], self.parts(self._spans[0].length, self._length)
         room = self._length - first.length + more

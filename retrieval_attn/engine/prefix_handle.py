@@ -90,7 +90,7 @@ class PrefixEntry:
     ) -> PrefixEntry:
         """Make an entry of a cache that is not changed from now on; its windows keep no room.
 
-        before: bytes that the fork which the cache continued shares with its own entry. supersedes: see there.
+        before: bytes that the fork which the cache continued shares with its own entry. supersedes: as above.
         """
         pack(cache)
         own, shared = _sizes(cache)  # every node has windows of its own

@@ -276,8 +276,9 @@ class Uploads:
             (self._gather if block.loose_bytes > INLINE_BYTES else self._copy_block)(block)
 
     def _gather(self, block: _Block) -> None:
-        """Send a block of which some is in ordinary memory: what is page-locked crosses as it lies, while threads copy
-        the other rows into a page-locked buffer that looks like the block.
+        """Send a block with rows in ordinary memory through a page-locked buffer, which threads fill meanwhile.
+
+        Page-locked rows are copied to the device directly.
         """
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             placed = block.rows_in(block.buffer)

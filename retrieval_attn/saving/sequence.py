@@ -153,17 +153,12 @@ def _shape(path: SequenceKV) -> list[Any]:
 
 
 def _span_state(span: Span, prefix: str) -> State:
-    """Return the state of one span: `held` tokens of its segment, more than `length` if a graph covers them. Codes of
-    later tokens, which another path may overwrite, are left out.
-    """
+    """Return the state of one span: `held` tokens of its segment, more than `length` if a graph covers them."""
     segment = span.segment
     if segment.is_hole:
         return {"length": span.length, "held": segment.length, "hole": True}, {}
     with segment.steady_index() as heads:
-        first = segment.indexed[0]
-        coded = all(isinstance(head, DeviceIndex) for head in heads)
-        seen = heads if not coded or first < span.length else ()
-        index, arrays = _index_state(seen, first, prefix, span.length - first if coded else None)
+        index, arrays = _index_state(span, heads, prefix)
     held = max([span.length, *(index["first"] + head["keys"] for head in index["heads"])])
     keys, values = segment.read(0, held)
     return {"length": span.length, "held": held, **index}, {f"{prefix}keys": keys, f"{prefix}values": values, **arrays}
@@ -175,12 +170,19 @@ def _before_state(span: Span, prefix: str, known: tuple[KeyIndex, ...] | None) -
         told: dict[str, Any] = {"length": span.length, "grown": list(span.segment.grown)}
         if heads is known or (not heads and known is None):
             return told, {}
-        index, arrays = _index_state(heads, span.segment.indexed[0], prefix)
+        index, arrays = _index_state(span, heads, prefix)
         return {**told, **index}, arrays
 
 
-def _index_state(heads: Sequence[KeyIndex], first: int, prefix: str, most: int | None = None) -> State:
-    """Return the state of a segment's index; nothing is inserted into it meanwhile. most: keys of codes that count."""
+def _index_state(span: Span, heads: Sequence[KeyIndex], prefix: str) -> State:
+    """Return the state of a segment's index; nothing is inserted into it meanwhile.
+
+    Codes of tokens after the span, which another path may overwrite, are omitted.
+    """
+    first, most = span.segment.indexed[0], None
+    if heads and all(isinstance(head, DeviceIndex) for head in heads):
+        most = span.length - first
+        heads = heads if most > 0 else ()
     states = [head.state() for head in heads]
     for state in states if most is not None else ():
         state.update({name: array[:most] for name, array in state.items() if name in CODES})  # type: ignore[index]

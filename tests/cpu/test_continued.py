@@ -1,4 +1,4 @@
-"""Frozen segments that one path goes on behind: others keep what they see, whatever is written, dropped or restored."""
+"""Continued segments: other paths keep their tokens, whatever the continuing path appends, drops or restores."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_indexes_on_the_host_are_not_continued() -> None:
 
 
 def test_a_save_has_no_token_of_another_path() -> None:
-    """Those that follow may be written anew while the file is written, and are another request's."""
+    """Later tokens belong to another request, which may overwrite them during the save."""
     rng = np.random.default_rng(7)
     path, model = path_of(rng)
     turn = path.fork()
@@ -272,11 +272,11 @@ def test_a_save_has_no_token_of_another_path() -> None:
     append(turn, model.fork(), 20, rng)
     turn.extend_index(len(turn))
     assert path.segments[0].indexed == (0, FIRST + 20)
-    state = plain, arrays = path_state(path, 0)
+    plain, arrays = path_state(path, 0)
     assert plain["spans"][0]["held"] == FIRST and arrays["0/keys"].shape[1] == FIRST
     assert {arrays[name].shape[-2] for name in arrays if name.endswith("/codes")} == {FIRST}
     again = SequenceKV(HEADS, DIM, VALUE_DIM, Format.FLOAT32, index=IndexSpec.of("device"))
-    path_from_states([(plain, {name: np.array(array) for name, array in state[1].items()})], again, None)
+    path_from_states([(plain, {name: np.array(array) for name, array in arrays.items()})], again, None)
     check(again, model, rng)
     assert again.segments[0].indexed == (0, FIRST)
 
